@@ -21,10 +21,9 @@ import numpy as np
 from benchmarks.split_load import ClientRecord, Request
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import ChunkDone, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
 from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
     CommitOrder,
     Outcome,
     SchedulerLoad,

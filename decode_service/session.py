@@ -27,8 +27,8 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.decode_service.submit_validation import check_submit
-from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
-from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker import Worker
@@ -177,7 +177,6 @@ class DecodeSession:
                 return
 
     def add_update(self, key: int, update: Update) -> None:
-        """Merge an update of a stream into its pending delta."""
         delta = self._pending_delta(key)
         delta.token_ids.extend(update.token_ids)
         if update.logprobs:

@@ -90,7 +90,7 @@ class Gateway:
         self.cluster = cluster
         self._options = options
         self._ring = ring
-        self._quotas = quotas or SharedQuotas()
+        self.quotas = quotas or SharedQuotas()
         self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
         self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
@@ -113,7 +113,7 @@ class Gateway:
     def take_keys(self, ring: Keyring) -> None:
         """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
-        self._quotas.keep(ring.tenants)
+        self.quotas.keep(ring.tenants)
         self.admission.keep(ring.tenants)
         self._texts.keep(ring.tenants)
 
@@ -152,7 +152,7 @@ class Gateway:
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
-            self._quotas.take_request(tenant, arrived)
+            self.quotas.take_request(tenant, arrived)
             with telemetry.child("tokenize", span) as tokenizing:
                 prompt = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
@@ -202,8 +202,8 @@ class Gateway:
         permit = self.admission.enter(tenant)
         try:
             now = time.monotonic()
-            self._quotas.take_request(tenant, now)
-            await self._quotas.confirm(tenant, None, now)
+            self.quotas.take_request(tenant, now)
+            await self.quotas.confirm(tenant, None, now)
             yield
         finally:
             self.admission.leave(permit)
@@ -272,7 +272,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Ends tokenizing and reports quotas. Readers of generations cancel these themselves."""
         self._pool.close()
-        await self._quotas.aclose()
+        await self.quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
 
@@ -306,11 +306,11 @@ class Gateway:
     ) -> None:
         """Waits until a weighed request may go to the workers. Raises Overloaded and DeadlineExceeded."""
         tenant = permit.tenant
-        await self._quotas.confirm(tenant, permit.tokens, time.monotonic())
+        await self.quotas.confirm(tenant, permit.tokens, time.monotonic())
         try:
             await self.admission.turn(permit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
-            self._quotas.spend(tenant, -permit.tokens, time.monotonic())
+            self.quotas.spend(tenant, -permit.tokens, time.monotonic())
             raise
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
@@ -370,7 +370,7 @@ class Gateway:
             # A prompt that nobody could serve costs its tenant nothing.
             lost = generation.failed_unserved and not usage.completion_tokens
             spent = -permit.tokens if lost else usage.completion_tokens
-            self._quotas.spend(permit.tenant, spent, time.monotonic())
+            self.quotas.spend(permit.tenant, spent, time.monotonic())
             self.admission.leave(permit, usage.completion_tokens)
             self.totals += usage
 

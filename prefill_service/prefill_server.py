@@ -56,12 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         check_hello(request.hello)
         worker = self._worker
         worker.check_open()
-        check_span(
-            request,
-            block_size=worker.block_size,
-            vocab_size=worker.model.backend.vocab_size,
-            max_model_len=worker.max_model_len,
-        )
+        check_span(request, worker)
         if len(self._live) >= self._max_spans:
             raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
         run = SpanRun(worker, request, telemetry.extract(_metadata(context)))

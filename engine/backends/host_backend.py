@@ -28,7 +28,6 @@ class FinishedStep:
     sampled: Sampled
 
     def wait(self) -> Sampled:
-        """Returns the results at once."""
         return self.sampled
 
 

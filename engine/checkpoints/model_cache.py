@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
@@ -34,8 +34,7 @@ LOCK_POLL_S = 0.1
 _DIGEST_PIECE_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecord:
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about one source in one dtype. ``files``: (path, bytes, time of change in ns) of each file."""
 
     folder: str
@@ -56,13 +55,11 @@ class ModelCache:
     def read_record(self, source: Path, dtype: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            fields = json.loads(self._record_path(source, dtype).read_text("utf-8"))
-            files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
-            record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
-            now = stamp(Path(path) for path, _, _ in files)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            record = msgspec.json.decode(self._record_path(source, dtype).read_bytes(), type=ModelRecord)
+            now = stamp(Path(path) for path, _, _ in record.files)
+        except (OSError, ValueError, msgspec.MsgspecError):
             return None  # Missing, from another version, or about missing files: prepared again.
-        return record if now == files else None
+        return record if now == record.files else None
 
     def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
@@ -70,7 +67,7 @@ class ModelCache:
         self._make(path.parent)
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
-            draft.write_text(json.dumps(asdict(record)), "utf-8")
+            draft.write_bytes(msgspec.json.encode(record))
             draft.replace(path)
         except OSError as error:
             raise ConfigError(f"the model cache {self._root} cannot be written: {error.strerror}") from None
@@ -86,9 +83,8 @@ class ModelCache:
             return target
         self._make(target.parent)
         for left_over in target.parent.glob("*.tmp"):
-            shutil.rmtree(
-                left_over, ignore_errors=True
-            )  # Left by a process that died: the lock's holder is alone here.
+            # Left by a process that died: the lock's holder is alone here.
+            shutil.rmtree(left_over, ignore_errors=True)
         draft = target.with_name(digest + ".tmp")
         try:
             draft.mkdir()
@@ -136,13 +132,9 @@ class ModelCache:
             raise ConfigError(f"the model cache {self._root} cannot be made: {error.strerror}") from None
 
 
-def stamp(paths: Iterator[Path]) -> tuple[tuple[str, int, int], ...]:
+def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
     """Returns (path, bytes, time of change in ns) of each file. Raises OSError for a missing one."""
-    found = []
-    for path in paths:
-        status = path.stat()
-        found.append((str(path), status.st_size, status.st_mtime_ns))
-    return tuple(found)
+    return tuple((str(path), status.st_size, status.st_mtime_ns) for path in paths for status in (path.stat(),))
 
 
 def digest_file(path: Path) -> str:

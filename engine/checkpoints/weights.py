@@ -44,7 +44,6 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
-    """Loads the norm before the head."""
     return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 

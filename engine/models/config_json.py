@@ -33,7 +33,6 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Returns ``default`` for a key that is missing or null."""
     value = raw.get(key)
     return default if value is None else value
 

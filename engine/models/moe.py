@@ -25,7 +25,6 @@ class MoeWeights:
     normalize: bool
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [T, hidden] -> [T, hidden]."""
         scores, chosen = route(rows, self.router, self.experts_per_token, self.normalize)
         # Sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token, choice).
         order = chosen.view(-1).argsort(stable=True)

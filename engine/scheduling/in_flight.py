@@ -130,7 +130,6 @@ class InFlightSteps:
 
     @property
     def holding_back(self) -> bool:
-        """Whether orders wait for a landing."""
         return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:

@@ -46,11 +46,9 @@ class SchedulerQueues:
 
     @property
     def free_seqs(self) -> int:
-        """How many more sequences may run."""
         return self.max_num_seqs - len(self.running)
 
     def join(self, sequence: Sequence) -> None:
-        """Put a sequence into the queue of its state."""
         insort(self._queue(sequence.state), sequence, key=_place)
 
     def leave(self, sequence: Sequence) -> None:
@@ -62,7 +60,6 @@ class SchedulerQueues:
                 del queue[at]
 
     def start_running(self, sequence: Sequence) -> None:
-        """Move a sequence from its queue to ``running``."""
         self.leave(sequence)
         sequence.start_running()
         self.join(sequence)

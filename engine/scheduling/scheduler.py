@@ -99,7 +99,7 @@ class Scheduler:
         self.sequences[sequence.seq_id] = sequence
         blocks = self._block_manager
         blocks.leased(len(sequence.owned_slots()))
-        blocks.out.chunks += blocks.take_chunks(sequence, sequence.num_committed)
+        blocks.out.chunks += sequence.take_chunks(sequence.num_committed)
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
@@ -338,7 +338,6 @@ class Scheduler:
             self._forks.order_ticket(parent, child)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
-        """Stop a sequence without committing the rest."""
         if sequence.state is SequenceState.RESUMING:
             del self.sequences[sequence.seq_id]
         else:

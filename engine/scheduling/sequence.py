@@ -129,7 +129,6 @@ class SequenceProgress:
 
     @property
     def preemptions(self) -> int:
-        """How often the sequence was preempted."""
         return len(self.preempted_s)
 
     def tokens_came(self, now: float) -> None:
@@ -142,13 +141,19 @@ class SequenceProgress:
         self.last_token_s = now
 
 
-@dataclass(slots=True)
-class ChunkProgress:
-    """When a chunk of a span began its first step and ended its last one."""
+@dataclass(slots=True, kw_only=True)
+class ChunkDone:
+    """A chunk of a span: when it began its first step and ended its last one, by the scheduler's clock.
 
+    Reported once it is computed; it is committed as soon as the order that it comes with is. A chunk that was committed
+    before the span came has the span's arrival for both times. Never changes behind that.
+    """
+
+    seq_id: int
+    index: int
     end_tokens: int
-    started_s: float
-    computed_s: float
+    started_s: float = 0.0
+    computed_s: float = 0.0
 
 
 class Sequence:
@@ -171,7 +176,8 @@ class Sequence:
         self._hashes = bytearray(hashes)
         self.state = SequenceState.WAITING
         self.progress = SequenceProgress(arrived_s=now)
-        self._chunks = [ChunkProgress(end, 0.0, 0.0) for end in spec.chunk_ends]
+        ends = enumerate(spec.chunk_ends)
+        self._chunks = [ChunkDone(seq_id=spec.seq_id, index=index, end_tokens=end) for index, end in ends]
         # Chunks whose acknowledgement is out, or waits only for the node's answer.
         self._acked_chunks = 0
         # Whether its end was reported, or nobody listens to it any more.
@@ -365,16 +371,19 @@ class Sequence:
         """The position that one step may reach: the next chunk's end, or all there is."""
         return self.chunk_at(self.next_start).end_tokens if self.is_span else self.num_tokens
 
-    def chunk_at(self, position: int) -> ChunkProgress:
+    def chunk_at(self, position: int) -> ChunkDone:
         """The chunk of a span that ``position`` lies in. Chunks that were taken for acknowledgement are skipped."""
         return next(chunk for chunk in islice(self._chunks, self._acked_chunks, None) if chunk.end_tokens > position)
 
-    def take_chunks(self, end_tokens: int) -> list[tuple[int, ChunkProgress]]:
-        """The next chunks, with their indices, that end at or before ``end_tokens``; each is returned once."""
-        first = self._acked_chunks
-        done = [chunk for chunk in self._chunks[first:] if chunk.end_tokens <= end_tokens]
+    def take_chunks(self, blocks: int) -> tuple[ChunkDone, ...]:
+        """The next chunks that end within the first ``blocks`` blocks; each is returned once."""
+        waiting = islice(self._chunks, self._acked_chunks, None)
+        done = tuple(chunk for chunk in waiting if chunk.end_tokens <= blocks * self.block_size)
         self._acked_chunks += len(done)
-        return list(enumerate(done, start=first))
+        for chunk in done:
+            chunk.started_s = chunk.started_s or self.progress.arrived_s
+            chunk.computed_s = chunk.computed_s or self.progress.arrived_s
+        return done
 
     def tokens(self, start: int, end: int) -> Int32:
         """int32 [end - start], a view."""
@@ -399,7 +408,6 @@ class Sequence:
         return self._table[: self.num_blocks]
 
     def slots(self, start: int, end: int) -> tuple[int, ...]:
-        """Slots of blocks start .. end."""
         return tuple(self._table[start:end].tolist())
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -407,7 +415,6 @@ class Sequence:
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
-        """Append one block."""
         self._table[self.num_blocks] = slot
         self.num_blocks += 1
 

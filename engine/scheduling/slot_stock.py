@@ -44,12 +44,10 @@ class SlotStock:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots of the stock."""
         return (*self._free, *self._leaving)
 
     @property
     def lease_under_way(self) -> bool:
-        """Whether a lease call is under way."""
         return self._requested_blocks > 0
 
     def exhausted(self, now: float) -> bool:
@@ -85,7 +83,6 @@ class SlotStock:
         return self._requested_blocks
 
     def granted(self, slots: Sequence[int], now: float) -> None:
-        """The node's answer to the lease call."""
         short = len(slots) < self._requested_blocks
         self._requested_blocks = 0
         self._free.extend(slots)

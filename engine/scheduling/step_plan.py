@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
+from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
 
@@ -60,18 +60,6 @@ class Update:
     logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
     progress: SequenceProgress | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkDone:
-    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are those of the
-    scheduler's clock."""
-
-    seq_id: int
-    index: int
-    end_tokens: int
-    started_s: float
-    computed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +135,10 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do and nothing to report."""
         return not (self.updates or self.chunks or self.preemptions or self.has_orders)
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is something to do at the node."""
         return bool(self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes)
 
     def add_orders(self, other: Outcome) -> None:

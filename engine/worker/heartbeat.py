@@ -88,11 +88,9 @@ class Heartbeats:
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
-        """Send heartbeats to the registry from now on."""
         self._announcing.set()
 
     async def leave(self, component_id: str) -> None:
-        """Take the worker out of the registry."""
         self._announcing.clear()
         if self._registry is not None:
             try:
@@ -101,7 +99,6 @@ class Heartbeats:
                 log.info("the registry does not answer: %s", error.message)
 
     async def close(self) -> None:
-        """Close the registry's connection."""
         if self._registry is not None:
             await self._registry.aclose()
 

@@ -98,12 +98,10 @@ class StepLoop:
         self._thread = threading.Thread(target=self._main, name="pillion-step", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property

@@ -192,7 +192,6 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether the worker cannot go on."""
         return self._failure.done()
 
     @property

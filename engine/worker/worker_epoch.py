@@ -26,9 +26,8 @@ from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
     CommitOrder,
     Outcome,
     ResumeOrder,
@@ -39,8 +38,8 @@ from pillion.engine.scheduling.step_plan import (
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
-from pillion.engine.worker.step_meter import StepMeter
-from pillion.engine.worker.step_spans import carried_prompt, record, record_step
+from pillion.engine.worker.step_meter import PREFILL, TAIL, StepMeter
+from pillion.engine.worker.step_spans import record, record_step
 from pillion.engine.worker.tickets import Tickets
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
@@ -202,7 +201,6 @@ class WorkerEpoch:
 
     @property
     def over(self) -> bool:
-        """Whether :meth:`end` was called."""
         return self._end_error is not None
 
     def end(self, error: PillionError) -> None:
@@ -276,7 +274,8 @@ class WorkerEpoch:
 
     def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
         tokens = self._meter.count_step(plan, seconds, ok)
-        if self._traced and carried_prompt(plan):
+        # A step with tokens of prompts may delay the decodes in it, which is worth a span.
+        if self._traced and (tokens[TAIL] or tokens[PREFILL]):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):
                 # Posted before the outcome, so that no listener has left yet.

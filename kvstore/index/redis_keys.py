@@ -57,7 +57,7 @@ def group_of(bucket_key: bytes) -> bytes:
 
 
 def generation(group: bytes) -> bytes:
-    """Returns the key that vanishes with a group's buckets. One server has a single group, ``b""``."""
+    """Returns the key that vanishes with a group's buckets and shows their loss. One server has one group, ``b""``."""
     return b"pillion:g:{%b}" % group
 
 

@@ -27,8 +27,8 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class AnnounceResult:
-    """The generation of each group that took events, of which another one than before means that the group's buckets
-    were lost; and the events of shards that did not answer."""
+    """The generation of each group that took events, and the events of shards that did not answer. Another generation
+    than before means that the group's buckets were lost."""
 
     generations: dict[bytes, bytes]
     unreported: list[IndexEvent]

@@ -34,8 +34,8 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The answer to a heartbeat: whether the component was registered until now, which it is not after too long a
-    silence or when Redis lost its memory; and a KV node's number for entries (4 bytes), empty for others."""
+    """The answer to a heartbeat. ``known`` is False after too long a silence, or when Redis has lost its memory;
+    ``node_number`` is a KV node's number for entries (4 bytes), empty for others."""
 
     known: bool
     node_number: bytes

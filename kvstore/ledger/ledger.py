@@ -144,7 +144,7 @@ class Ledger:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Returns workers that are not fenced and were silent for longer; a gateway's session ends with its stream."""
+        """Returns unfenced workers silent for over ``timeout_s``. A gateway's session ends with its stream."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -155,7 +155,7 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes an epoch's right to change anything. Leases and pins stay until :meth:`gone` or :meth:`drained`."""
+        """Takes an epoch's right to change things; leases and pins stay until :meth:`gone` or :meth:`drained` (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return

@@ -23,9 +23,9 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.kvstore.tiers.spill import IndexFilter, Spiller
+from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier
-from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_factory import choose_plane
@@ -85,14 +85,12 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        self._index_filter = IndexFilter(pool.ledger.tree.by_hash.__contains__, self._spiller.keeps)
-        limits = FetchLimits(
-            timeout_s=flags.fetch_timeout_ms / 1000, max_bytes=flags.max_fetch_bytes, verify=flags.verify_blocks
-        )
         self.fetcher = Fetcher(
             pool.ledger,
-            limits,
-            memory=memory,
+            memory,
+            timeout_s=flags.fetch_timeout_ms / 1000,
+            max_bytes=flags.max_fetch_bytes,
+            verify=flags.verify_blocks,
             changed=pool.changed,
             source=self._peers.source,
             tiers=self._tiers,
@@ -137,14 +135,14 @@ class Storage:
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
         """Returns the pool's events without blocks that only moved to a lower tier. Called after every change."""
         self._spiller.poke()
-        return self._index_filter.pool_changed(events)
+        return without_moved(events, self._spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
         """Returns (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
     def _blocks_lost(self, names: Iterable[BlockName]) -> None:
-        events = self._index_filter.blocks_lost(names)
+        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self._spiller.keeps)
         if events:
             self._announce(events)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -61,24 +61,17 @@ class Watermarks:
         return max(0, -(-self.high_percent * ledger.num_slots // 100) - len(ledger.free))
 
 
-class IndexFilter:
-    """Keeps a block in the index as long as it is in the pool, in a lower tier, or on its way to one."""
+def without_moved(events: Iterable[IndexEvent], in_tier: Callable[[bytes], bool]) -> list[IndexEvent]:
+    """Returns the pool's events without those of blocks that only moved to a tier, so that the index keeps them."""
+    return [event for event in events if event.here or not in_tier(event.block_hash)]
 
-    def __init__(self, in_pool: Callable[[bytes], bool], in_tier: Callable[[bytes], bool]) -> None:
-        self._in_pool = in_pool
-        self._in_tier = in_tier
 
-    def pool_changed(self, events: Iterable[IndexEvent]) -> list[IndexEvent]:
-        """Returns the pool's events without those of blocks that only moved to a tier."""
-        return [event for event in events if event.here or not self._in_tier(event.block_hash)]
-
-    def blocks_lost(self, names: Iterable[BlockName]) -> list[IndexEvent]:
-        """Returns events for blocks that a tier no longer keeps, without those that the pool or another tier has."""
-        return [
-            IndexEvent(name.hash, here=False, segment=name.segment)
-            for name in names
-            if not self._in_pool(name.hash) and not self._in_tier(name.hash)
-        ]
+def lost_everywhere(
+    names: Iterable[BlockName], pool: Container[bytes], in_tier: Callable[[bytes], bool]
+) -> list[IndexEvent]:
+    """Returns events for blocks that a tier no longer keeps, without those that the pool or another tier has."""
+    lost = (name for name in names if name.hash not in pool and not in_tier(name.hash))
+    return [IndexEvent(name.hash, here=False, segment=name.segment) for name in lost]
 
 
 class Spiller:

@@ -49,15 +49,6 @@ class BlockSource(Protocol):
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchLimits:
-    """Bounds of one fetch, which a caller can lower but not raise, and whether checksums are checked."""
-
-    timeout_s: float
-    max_bytes: int
-    verify: bool
-
-
 @dataclass(slots=True)
 class _Fetch:
     """The state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's clock."""
@@ -80,6 +71,8 @@ class Fetcher:
     """All fetches into one pool that has its shape. The node's loop makes all calls.
 
     Args:
+        timeout_s, max_bytes: bounds of one fetch, which a caller can lower but not raise.
+        verify: whether checksums are checked.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
@@ -88,9 +81,11 @@ class Fetcher:
     def __init__(
         self,
         ledger: Ledger,
-        limits: FetchLimits,
-        *,
         memory: PoolMemory,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        verify: bool,
         changed: Callable[[], None],
         source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
@@ -98,13 +93,13 @@ class Fetcher:
         # Counts since the node started.
         self.counts = NodeStatus()
         self._ledger = ledger
-        self._limits = limits
+        self._timeout_s, self._verify = timeout_s, verify
         self._memory = memory
         self._changed = changed
         self._source = source
         self._tiers = tiers
         self._batch_blocks = max(1, BATCH_BYTES // memory.block_bytes)
-        self._most_blocks = max(1, limits.max_bytes // memory.block_bytes)
+        self._most_blocks = max(1, max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
@@ -126,7 +121,7 @@ class Fetcher:
         self._changed()
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
             return PrefetchReply(blocks=blocks)
-        most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
+        most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
         most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
@@ -245,7 +240,7 @@ class Fetcher:
 
     async def _count_good(self, source: BlockSource, slots: tuple[int, ...], sums: Sequence[int]) -> int:
         """Returns how many leading slots fit the checksums that the source sent."""
-        if not self._limits.verify:
+        if not self._verify:
             return len(slots)
         found = await self._memory.checksums(slots)
         good = 0

@@ -82,7 +82,7 @@ class Peer:
             pinned: PinBlocksReply = await call_unary(self._plane.PinBlocks, request, timeout_s)
             if len(pinned.slots) != len(pinned.checksums):
                 raise Conflict(f"the source names {len(pinned.slots)} slots and {len(pinned.checksums)} checksums")
-            if any(slot >= self.pool.num_slots for slot in pinned.slots):
+            if max(pinned.slots, default=-1) >= self.pool.num_slots:
                 raise Conflict(f"{self.node_id} names a slot that it does not have")
         except (asyncio.CancelledError, PillionError):
             self._let_go(0, nonce)

@@ -85,7 +85,7 @@ def check_slots(source: MeetReply, own: PoolMemory, remote: tuple[int, ...], loc
         raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {node_id_of(source)}")
     if len(remote) != len(local) or len(set(local)) != len(local):
         raise Conflict(f"{len(remote)} slots cannot be read into {len(set(local))} others, pair by pair")
-    if any(not 0 <= slot < source.num_slots for slot in remote):
+    if min(remote, default=0) < 0 or max(remote, default=-1) >= source.num_slots:
         raise Conflict(f"{node_id_of(source)} has {source.num_slots} slots, another was named")
-    if any(not 0 <= slot < own.num_slots for slot in local):
+    if min(local, default=0) < 0 or max(local, default=-1) >= own.num_slots:
         raise Conflict("a slot outside the own pool was named")

@@ -12,6 +12,7 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
+from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.report import SCHEMA, result_of
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
@@ -39,17 +40,6 @@ class Server:
     api_key_variable: str = "PILLION_API_KEY"
     timeout_s: float = 600.0
 
-    def open(self) -> LoadTarget:
-        """Makes the target; the first request connects. Raises ConfigError."""
-        where = self.target or DEFAULT_TARGETS[self.backend]
-        reach: dict[str, Any] = {"target": where, "ca": self.ca, "cert": self.cert, "key": self.key}
-        reach["api_key"] = os.environ.get(self.api_key_variable, "")
-        if self.backend == "pillion":
-            return PillionTarget(self.model, self.ignore_eos, self.temperature, **reach)
-        from pillion.loadgen.openai_target import OpenAITarget
-
-        return OpenAITarget(self.model, self.ignore_eos, self.temperature, **reach)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
@@ -68,14 +58,21 @@ class BenchPlan:
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """Opens the target and yields it with the server's description. Raises Unavailable where it does not answer."""
-    target = server.open()
+    """Yields the target, open, and the server's description.
+
+    Raises ConfigError for a server that cannot be, Unavailable where it does not answer.
+    """
+    where = server.target or DEFAULT_TARGETS[server.backend]
+    reach: dict[str, Any] = {"target": where, "ca": server.ca, "cert": server.cert, "key": server.key}
+    reach["api_key"] = os.environ.get(server.api_key_variable, "")
+    kind = PillionTarget if server.backend == "pillion" else OpenAITarget
+    target: LoadTarget = kind(server.model, server.ignore_eos, server.temperature, **reach)
     try:
         try:
             description = await target.describe()
         except TargetError as error:
             if server.backend == "pillion" or not server.model:
-                raise Unavailable(f"{server.target or DEFAULT_TARGETS[server.backend]}: {error}") from None
+                raise Unavailable(f"{where}: {error}") from None
             description = {}
         yield target, description
     finally:

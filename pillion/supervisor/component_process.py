@@ -45,16 +45,9 @@ EXIT_HURRIED = 130
 
 def require_server_packages() -> None:
     """Raises ConfigError, in one line, where only the SDK's own dependencies are installed."""
-    missing = [name for name in SERVER_PACKAGES if not _is_installed(name)]
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"servers need {', '.join(missing)}: pip install 'pillion[server]'")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def name_of(role: str, flags: Any) -> str:

@@ -51,22 +51,12 @@ def server_version(path: Path) -> tuple[int, ...]:
 
 def command(binary: Path, socket: Path) -> list[str]:
     """The command line of Redis, whose working directory is the socket's. The lifeline ends it with its supervisor."""
-    settings = {
-        "port": "0",
-        "unixsocket": str(socket),
-        "unixsocketperm": "700",
-        "save": "",
-        "appendonly": "no",
-        "dir": str(socket.parent),
-        "daemonize": "no",
-        "loglevel": "warning",
-        "maxmemory": MAX_MEMORY,
-        "maxmemory-policy": "allkeys-lru",
-    }
-    argv = [sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)]
-    for name, value in settings.items():
-        argv += [f"--{name}", value]
-    return argv
+    return [
+        *(sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)),
+        *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(socket.parent)),
+        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"),
+        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"),
+    ]
 
 
 async def answers(socket: Path) -> bool:

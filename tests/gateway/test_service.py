@@ -19,8 +19,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
+from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
-from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster, until
+from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"
@@ -126,7 +127,7 @@ async def sized(fakes, blocks: int) -> None:
     """The pool has ``blocks`` blocks, as its node's heartbeat says."""
     node = next(component for component in fakes.gateway.cluster.view.records() if component.role == "kvnode")
     await fakes.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
-    await until(lambda: fakes.gateway.cluster.pools_tokens("toy") == [blocks * BLOCK])
+    await until("the pool's size to be known", lambda: fakes.gateway.cluster.pools_tokens("toy") == [blocks * BLOCK])
 
 
 async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
@@ -235,12 +236,12 @@ async def test_admission_is_bounded() -> None:
     async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as fakes:
         fakes.decode.gate.clear()
         first = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.decode.submits)
+        await until("a submit", lambda: fakes.decode.submits)
         with pytest.raises(Overloaded, match="max_inflight_tokens") as failure:
             await read(fakes.client.generate("x" * 41))
         assert failure.value.retry_after_ms == 1000
         second = asyncio.create_task(read(fakes.client.generate("y" * 40)))
-        await until(lambda: len(fakes.decode.submits) == 2)
+        await until("two submits", lambda: len(fakes.decode.submits) == 2)
         with pytest.raises(Overloaded, match=r"max_inflight_requests \(2\)"):
             await read(fakes.client.generate("z"))
         fakes.decode.gate.set()
@@ -301,7 +302,7 @@ async def test_http_pages() -> None:
         _, models = await asyncio.to_thread(get, address, "/v1/models")
         assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("toy", "model", 256)]
         await fakes.servers["decode"].stop(0)
-        await until(lambda: fakes.gateway.gateway.not_ready())
+        await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
         assert await asyncio.to_thread(get, address, "/health") == (
             503,
             {"status": "unavailable", "missing": "no decode worker of model 'toy' lives"},
@@ -317,7 +318,9 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
             await read(fakes.client.generate(PROMPT, request_id="r-9", max_tokens=4))
         await fakes.settled()
         # The client's span ends in a task of its own.
-        await until(lambda: "text_completion" in {span.name for span in exporter.get_finished_spans()})
+        await until(
+            "the client's span", lambda: "text_completion" in {span.name for span in exporter.get_finished_spans()}
+        )
         spans = {span.name: span for span in exporter.get_finished_spans()}
         root = spans["generate toy"]
         asked = spans["text_completion"]

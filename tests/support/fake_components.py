@@ -11,7 +11,7 @@ import itertools
 import pathlib
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
-from testbed.redis import running_redis
+from testbed.conditions import until
+from testbed.redis import RedisServer, running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 4
@@ -174,6 +175,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once. ``refusals``: errors for the next submits. ``gate``: closed, no stream moves.
+    ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a step of a stream takes.
     """
 
     def __init__(self, script: str) -> None:
@@ -187,6 +189,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.connections = 0
         self.break_after: int | None = None
         self.refusals: list[tuple[int, bool]] = []
+        self.silent: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
@@ -265,7 +268,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
             await self.gate.wait()
+            # The worker is as slow as the test wants it to be.
             await asyncio.sleep(self.pace_s)
+            if submit.key in self.silent:
+                await asyncio.Event().wait()
             begun, ids = at, script[at : at + self.per_delta][: submit.max_tokens - at]
             at += len(ids)
             if self.break_after is not None:
@@ -297,15 +303,6 @@ def knows(fakes: FakeCluster, **hits: int) -> None:
     fakes.gateway.cluster.index.longest_prefix = longest_prefix
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    """Waits for a true answer, awaited where it is awaitable; bounded by the test's own time limit."""
-    while True:
-        answer = condition()
-        if await answer if isinstance(answer, Awaitable) else answer:
-            return
-        await asyncio.sleep(0.005)
-
-
 @dataclass
 class FakeCluster:
     """Fake peers, a real registry, and a real gateway before them. The far ones are on the node kv-1, if they run."""
@@ -318,7 +315,7 @@ class FakeCluster:
     gateway: GatewayServer
     client: AsyncClient
     registry: Registry
-    url: str
+    redis: RedisServer
     folder: pathlib.Path
     servers: dict[str, rpc.RunningServer] = field(default_factory=dict)
 
@@ -326,8 +323,14 @@ class FakeCluster:
         """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
         core = self.gateway.gateway
         for node in (self.node, self.far_node):
-            await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
-        await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
+            await until(
+                "a node at rest and no request under way",
+                lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests),
+            )
+        await until(
+            "all workers to be at rest",
+            lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams),
+        )
         assert core.admission.tokens == 0
         assert not self.gateway.cluster.load.by_component
 
@@ -371,7 +374,8 @@ async def running_fake_cluster(
     }
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(short_folder())
-        url = stack.enter_context(running_redis()).url
+        redis = stack.enter_context(running_redis())
+        url = redis.url
         registry = Registry(url, 600_000)
         stack.push_async_callback(registry.aclose)
         servers = {}
@@ -390,7 +394,9 @@ async def running_fake_cluster(
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
-            await until(client.models)
+            await until("a model to be served", client.models)
         if "far-kvnode" in roles:
-            await until(lambda: gateway.cluster.node("kv-1").alive)
-        yield FakeCluster(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)
+            await until("a session at kv-1", lambda: gateway.cluster.node("kv-1").alive)
+        yield FakeCluster(
+            node, prefill, decode, far_node, far_prefill, gateway, client, registry, redis, folder, servers
+        )

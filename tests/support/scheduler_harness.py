@@ -13,9 +13,8 @@ from pillion.engine.backends.batching import build_batch
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
     CommitOrder,
     Outcome,
     ResumeOrder,

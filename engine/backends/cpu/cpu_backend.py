@@ -129,7 +129,6 @@ class CpuBackend(HostBackend):
         return lambda: self._thread_pool.run(program.entries, self._step.words)
 
     def check_integrity(self) -> None:
-        """Raises Internal where a kernel has written behind the end of a buffer."""
         self._workspace.check_integrity()
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:

@@ -28,7 +28,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, rope_tables
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
-from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
@@ -84,12 +84,10 @@ class OperationBuilder:
 
     @property
     def hidden(self) -> Buffer:
-        """The residual stream."""
         return self.buffer("hidden", self.config.hidden_size, "float32")
 
     @property
     def normed(self) -> Buffer:
-        """The rows that the next product reads."""
         return self.buffer("normed", self.config.hidden_size, self.row_dtype)
 
     @property
@@ -99,13 +97,12 @@ class OperationBuilder:
 
     @property
     def attended(self) -> Buffer:
-        """The result of attention."""
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
         """hidden -> normed; changes only the type where the model has no norm ``name``. ``out``: another buffer, of
         float32."""
-        weight = self.weights.tensor(name) if self.weights.has(name) else None
+        weight = self.weights.tensors.get(name)
         bf16 = self.bf16 and out is None
         out = out or self.normed
         values = {
@@ -162,7 +159,7 @@ class OperationBuilder:
         """hidden += the norm ``name`` of found."""
         values = {
             "found": self.found,
-            "weight": self.weights.tensor(name),
+            "weight": self.weights.tensors[name],
             "hidden": self.hidden,
             "width": self.config.hidden_size,
             "found_stride": self.found.stride,
@@ -174,7 +171,6 @@ class OperationBuilder:
 
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
-    """The operations of a step of this model."""
     builder = OperationBuilder(config, weights, layout, rope_tables(config, max_model_len))
     sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
     operations = [_embed(builder)]
@@ -203,7 +199,7 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
 def _embed(builder: OperationBuilder) -> Operation:
     config = builder.config
     values = {
-        "table": builder.weights.tensor("embedding"),
+        "table": builder.weights.tensors["embedding"],
         "hidden": builder.hidden,
         "width": config.hidden_size,
         "hidden_stride": builder.hidden.stride,
@@ -233,8 +229,8 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
             "queries": queries,
             "cos": None if rope is None else builder.ropes[rope][0],
             "sin": None if rope is None else builder.ropes[rope][1],
-            "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
-            "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
+            "q_norm": weights.tensors[prefix + "q_norm"] if config.qk_norm else None,
+            "k_norm": weights.tensors[prefix + "k_norm"] if config.qk_norm else None,
             "qkv_stride": qkv.stride,
             "head_stride": head_stride,
             "slot_bytes": slot_bytes,
@@ -258,7 +254,7 @@ def attention_operations(
         "out": builder.attended,
         "partials": partials,
         "out_stride": builder.attended.stride,
-        "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
+        "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
         "kv_heads": config.num_kv_heads,
         "window": window,
     }
@@ -299,12 +295,10 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttenti
 
 def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
     """The buffer for partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps."""
-    width = partial_row_bytes(shape.head_dim) // 4
-    return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+    return Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
 def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
-    """Copies the sampled rows side by side."""
     values = {
         "hidden": builder.hidden,
         "attended": builder.attended,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import (
@@ -33,7 +32,7 @@ from pillion.engine.backends.backend import (
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.gpu.device_memory import tensor_at
+from pillion.engine.backends.gpu.device_memory import tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuInFlightStep, GpuSampler
@@ -160,7 +159,7 @@ class GpuBackend:
         bound = self._bound_or_raise()
         try:
             if copies:
-                self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
+                self.copy_blocks(*zip(*copies, strict=True))
             return self._sampler.launch(self._forward(bound, batch), rows)
         except Exception:
             self._settle()
@@ -171,16 +170,13 @@ class GpuBackend:
         return self._forward(self._bound_or_raise(), batch).cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, sources[i] to targets[i], one after another. The targets are leased to this worker.
-
-        Raises Internal for lists of different length and for slots that the pool does not have.
-        """
+        """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, len(bound.pool))
         # All at once if no target occurs twice or is also a source; else one after another.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
         for group in [copies] if copies and apart else [[copy] for copy in copies]:
-            blocks.copy(bound.pool, _to(np.array(group, np.int32), self._model.device))
+            blocks.copy(bound.pool, to_device(np.array(group, np.int32), self._model.device))
 
     def take_workspace(self) -> None:
         """Compiles every kernel and allocates the workspace of a full step, over scratch memory.
@@ -240,13 +236,7 @@ class GpuBackend:
         with torch.inference_mode():
             bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
-            return logits if places is None else logits.index_select(0, _to(places, logits.device))
-
-
-def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            return logits if places is None else logits.index_select(0, to_device(places, logits.device))
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:

@@ -81,7 +81,6 @@ def check_machine() -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """Returns the limits of this worker's steps."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
         samples = min(tokens, seqs * (1 + guesses))

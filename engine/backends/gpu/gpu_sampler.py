@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.sampler import whole_groups
 from pillion.engine.sampling.sampling_rows import Int64, Sampled, SamplingRows
@@ -57,8 +57,9 @@ class GpuSampler:
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
-        self._scratch = SamplerScratch.allocate(self._max_rows, vocab_size, sampled.device)
+        self._scratch = SamplerScratch(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
+        self._device = sampled.device
         self._pinned = sampled.is_cuda
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
@@ -69,9 +70,9 @@ class GpuSampler:
         with torch.inference_mode():
             raw = self._keep_raw(logits, rows)
             if rows.edits:
-                apply_edits(logits, self._send(self._edits.pack(rows.edits)))
+                apply_edits(logits, to_device(self._edits.pack(rows.edits), self._device))
             chosen = self._sampled[:count]
-            record, cutting = self._send(pack_rows(rows)), cuts_any(rows)
+            record, cutting = to_device(pack_rows(rows), self._device), cuts_any(rows)
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
@@ -82,16 +83,10 @@ class GpuSampler:
         if not len(reporting):
             return None
         kept = torch.empty((len(reporting), logits.shape[1]), dtype=torch.float32, device=logits.device)
-        keep_raw(logits, self._send(reporting), kept)
+        keep_raw(logits, to_device(reporting, self._device), kept)
         return self._fetch(kept)
 
-    def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """Copies to the device without waiting: torch keeps the pinned memory until the copy is done."""
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
-
     def _fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """Copies to the host without waiting."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         return host.copy_(values, non_blocking=True)
 

@@ -1,6 +1,6 @@
 """Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
-    plan_weights --size--> memory (a region shared through the KV node, or this process's own) --cut--> GpuWeights
+    plan_weights --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                                      '-- the worker that must fill it copies the checkpoint in, layer by layer
 
 The plan depends on the config and on the names of a checkpoint's tensors but not on their values, so a second worker of
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +44,7 @@ class WeightPlace:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,6 @@ class GpuWeights:
         return self._tensors.get(name)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns a tensor that the model has."""
         return self._tensors[name]
 
     @property
@@ -125,7 +121,6 @@ class _ShapesOnly:
         self._spellings = {key: spellings[0] for key, spellings in decoder_tensors(config).items()}
 
     def has(self, key: str) -> bool:
-        """Whether the model has a tensor of that name."""
         return key in self._spellings
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -212,15 +207,6 @@ class WeightMemory:
 
 # Gets memory by the weights' key and their size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
-
-
-def own_memory(device: torch.device) -> GetMemory:
-    """Returns a function that allocates memory for this process alone."""
-
-    def get(key: str, size_bytes: int) -> WeightMemory:
-        return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
-
-    return get
 
 
 def load_gpu_weights(

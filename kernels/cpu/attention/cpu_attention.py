@@ -46,11 +46,6 @@ def row_counts(isa: Isa, group: int) -> tuple[int, int]:
     return narrow, max(narrow, isa.attention_rows)
 
 
-def partial_row_bytes(head_dim: int) -> int:
-    """Bytes of a row of the partials."""
-    return AttentionShape(head_dim, 1, LANES, False).sum_bytes
-
-
 class AttentionScratch:
     """The layout of a thread's scratch for ``rows`` rows, in bytes from its start.
 

@@ -154,22 +154,11 @@ class PagedAttention:
         strides = self._pool.stride(0), layer * self._pool.stride(1)
         scale_strides = (stride // SCALE_BYTES for stride in strides)
         places = (queries.stride(0), *strides, *scale_strides, self._score_scale, self._softcap)
-        partials = self._partials, self._partial_logs
+        inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
             starts_at = planner.starts_at(window, chunk)
-            _attend[(tiling.programs,)](
-                queries,
-                self._pool,
-                self._scales,
-                record,
-                starts_at,
-                out,
-                *partials,
-                *places,
-                WINDOW=window,
-                **constants,
-            )
+            _attend[(tiling.programs,)](*inputs, starts_at, out, *partials, *places, WINDOW=window, **constants)
         _merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:

@@ -17,6 +17,7 @@ from pillion.gateway.admission.admission import Admission, AdmissionPermit, Tena
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns
 
 A, B = Tenant(name="a"), Tenant(name="b")
 
@@ -34,8 +35,7 @@ async def turn(
 
 
 async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await loop_turns(5)
 
 
 def test_bounds_in_all_and_for_each_tenant() -> None:
@@ -114,7 +114,7 @@ async def test_turns_are_by_rank_and_fair() -> None:
         admission.weigh(permit, 10)
         await turn(admission, permit, priority)
         order.append(name)
-        await asyncio.sleep(0)
+        await loop_turns(1)
         admission.leave(permit, 5)
 
     first = admission.enter(A)
@@ -245,7 +245,7 @@ async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
     async def job(tenant: Tenant) -> None:
         async with slots.of(tenant):
             order.append(tenant.name)
-            await asyncio.sleep(0)
+            await loop_turns(1)
 
     tasks = [asyncio.create_task(job(A)) for _ in range(20)]
     tasks.append(asyncio.create_task(job(B)))

@@ -13,6 +13,7 @@ from pillion.gateway.admission.admission import Admission, AdmissionPermit
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns
 
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)
 
@@ -33,7 +34,7 @@ async def test_a_crowded_model_does_not_hold_up_another() -> None:
     await turn(admission, first, "busy")
     waits = entered(admission)
     waiting = asyncio.create_task(turn(admission, waits, "busy"))
-    await asyncio.sleep(0)
+    await loop_turns(1)
     assert admission.waiting == 1
     other = entered(admission, B)
     async with asyncio.timeout(5):
@@ -67,7 +68,7 @@ async def test_who_gives_up_in_the_queue_leaves_it() -> None:
     first, second = entered(admission), entered(admission)
     await turn(admission, first, "one")
     waiting = asyncio.create_task(turn(admission, second, "one"))
-    await asyncio.sleep(0)
+    await loop_turns(1)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     admission.leave(second)

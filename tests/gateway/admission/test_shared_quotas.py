@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import pathlib
 import time
@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import Bucket
-from pillion.gateway.admission.shared_quotas import REPORT_MS, SharedQuotas
+from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.kvstore.index.redis_keys import buckets_of
-from pillion.kvstore.index.redis_link import OPEN_MS
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
+from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
-from tests.support.fake_components import until
 
 LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"
 
@@ -152,11 +151,17 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
                 return error.retry_after_ms > 20_000
             return False
 
-        await until(refused)
+        await until("the reports of both answers to be counted", refused)
         # A prompt that was not served comes back.
         one.spend(tenant, -150, now())
-        await asyncio.sleep(2 * REPORT_MS / 1000)
-        await two.confirm(tenant, 50, now())
+
+        async def served() -> bool:
+            with contextlib.suppress(Overloaded):
+                await two.confirm(tenant, 50, now())
+                return True
+            return False
+
+        await until("the prompt that came back to be counted", served)
     finally:
         await one.aclose()
         await two.aclose()
@@ -199,7 +204,6 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
             with pytest.raises(Overloaded, match="tokens_per_minute"):
                 await quotas.confirm(tenant, 40, now())
             quotas.spend(tenant, 5, now())
-        await asyncio.sleep(OPEN_MS / 1000)
 
         async def together() -> bool:
             buckets = SharedBuckets(redis_server.url)
@@ -210,11 +214,15 @@ async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFi
             finally:
                 await buckets.aclose()
 
-        await until(together)
+        await until("the quota of both gateways to be used up in Redis", together)
         # It decides again as soon as it answers.
         free = Tenant(name="acme", tokens_per_minute=1000)
-        await quotas.confirm(free, 1, now())
-        assert quotas.redis_answers
+
+        async def asked_again() -> bool:
+            await quotas.confirm(free, 1, now())
+            return quotas.redis_answers
+
+        await until("a call that the breaker lets through", asked_again)
         redis_server.kill()
         await quotas.confirm(free, 1, now())
         assert not quotas.redis_answers

@@ -11,7 +11,8 @@ from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
 from pillion.gateway.http_api.http_errors import from_pillion
-from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster
 from tests.support.http import call, connected, request_bytes, send
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
@@ -199,7 +200,7 @@ async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
         address = fakes.gateway.http_address
         fakes.decode.gate.clear()
         first = asyncio.create_task(call(address, "/v1/completions", TEXT))
-        await until(lambda: fakes.decode.submits)
+        await until("a submit", lambda: fakes.decode.submits)
         full = await call(address, "/v1/chat/completions", CHAT)
         assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded")
         assert (full.headers["retry-after"], full.headers["retry-after-ms"]) == ("1", "1000")

@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.fake_components import running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
@@ -203,6 +204,6 @@ async def test_what_is_hardly_http_does_no_harm() -> None:
 
         await asyncio.gather(*(several(COUNT // AT_ONCE) for _ in range(AT_ONCE)))
         assert answered > COUNT // 2
-        await until(lambda: not fakes.gateway.http.connections)
+        await until("all connections to end", lambda: not fakes.gateway.http.connections)
         assert (await call(fakes.gateway.http_address, "/v1/completions", {"prompt": "x"})).status == 200
         await fakes.settled()

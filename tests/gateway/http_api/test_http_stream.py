@@ -8,7 +8,8 @@ import json
 import pytest
 
 from pillion.errors import Overloaded
-from tests.support.fake_components import running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -136,7 +137,7 @@ async def test_a_client_that_leaves_before_the_first_token(where: str, stream: b
         seen = {"node": lambda: fakes.node.waiting, "prefill": lambda: fakes.prefill.running}
         async with connected(fakes.gateway.http_address) as (_, writer):
             writer.write(request_bytes("POST", "/v1/completions", asked))
-            await until(seen.get(where, lambda: fakes.decode.submits))
+            await until("the request to be where its client leaves", seen.get(where, lambda: fakes.decode.submits))
         await fakes.settled()
         part.gate.set()
         assert (await call(fakes.gateway.http_address, "/v1/completions", TEXT)).status == 200
@@ -149,7 +150,7 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", {**TEXT, **more, "ignore_eos": True}))
             await reader.readuntil(b'"text":"x"')
-            await until(lambda: len(fakes.decode.streams) == streams)
+            await until("the streams of all answers", lambda: len(fakes.decode.streams) == streams)
         await fakes.settled()
         # None of them ran to its end.
         assert len(fakes.decode.cancelled) == streams
@@ -161,7 +162,7 @@ async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkey
         fakes.decode.gate.clear()
         async with connected(fakes.gateway.http_address) as (_, writer):
             writer.write(request_bytes("POST", "/v1/completions", {**TEXT, "prompt": ["a", "b", "c"]}))
-            await until(lambda: fakes.decode.submits)
+            await until("a submit", lambda: fakes.decode.submits)
         await fakes.settled()
         assert len(fakes.decode.submits) == 1
 
@@ -172,8 +173,8 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
         asked = {**TEXT, "logprobs": 20, "n": 4}
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", asked))
-            await until(lambda: fakes.decode.submits)
-            await asyncio.sleep(0.3)
+            await until("a submit", lambda: fakes.decode.submits)
+            await until("the worker to have sent everything", lambda: not fakes.decode.streams)
             # Meanwhile others are served.
             assert (await call(fakes.gateway.http_address, "/v1/completions", {**TEXT, "prompt": "b"})).status == 200
             assert b"data: [DONE]" in await reader.read()

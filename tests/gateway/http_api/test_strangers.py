@@ -14,8 +14,10 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from tests.support.fake_components import FakeCluster, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call, connected, request_bytes
+from tests.support.loop_clock import turn_clock
 
 KEY = "plk-" + "k" * 43
 TIMEOUT_S = 20.0
@@ -75,8 +77,8 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
         async with connected(address) as (reader, writer):
             fakes.decode.gate.clear()
             writer.write(whole)
-            await until(lambda: fakes.decode.submits)
-            await asyncio.sleep(0.5)
+            await until("a submit", lambda: fakes.decode.submits)
+            await turn_clock(0.5)
             fakes.decode.gate.set()
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.write(b"GET / HT")
@@ -86,7 +88,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
             for _ in range(2):
                 writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
-                await asyncio.sleep(0.5)
+                await turn_clock(0.5)
         await fakes.settled()
 
 
@@ -95,12 +97,12 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
     async with running_fake_cluster("abc") as fakes:
         connections = fakes.gateway.http.connections
         async with connected(fakes.gateway.http_address) as (reader, writer):
-            await until(lambda: connections)
+            await until("a connection", lambda: connections)
             (connection,) = connections
             # As its transport says when what is written stays there; in time, and then not.
             connection.pause_writing()
             connection.resume_writing()
-            await asyncio.sleep(0.5)
+            await turn_clock(0.5)
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
             connection.pause_writing()
@@ -115,14 +117,14 @@ async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.
         http = fakes.gateway.http
         for _ in range(5):
             await stack.enter_async_context(connected(address))
-        await until(lambda: len(http.connections) == 5)
+        await until("five connections", lambda: len(http.connections) == 5)
         assert (await call(address, "/health")).status == 503
         await stack.enter_async_context(connected(address))
-        await until(lambda: len(http.connections) == 6)
+        await until("six connections", lambda: len(http.connections) == 6)
         reader, _ = await stack.enter_async_context(connected(address))
         await closed(reader)
         await stack.aclose()
-        await until(lambda: not http.connections)
+        await until("all connections to end", lambda: not http.connections)
         assert (await call(address, "/health")).status == 200
 
 
@@ -133,12 +135,12 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
         head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": "500000"})
         first = (await stack.enter_async_context(connected(address)))[1]
         first.write(head + b" " * 60_000)
-        await until(lambda: HttpCall.bodies_bytes >= 60_000)
+        await until("60,000 bytes of bodies", lambda: HttpCall.bodies_bytes >= 60_000)
         reader, second = await stack.enter_async_context(connected(address))
         second.write(head + b" " * 60_000)
         assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 429 ")
         # What comes in one piece is served.
         assert (await call(address, "/v1/completions", TEXT)).status == 200
         await stack.aclose()
-        await until(lambda: not HttpCall.bodies_bytes)
+        await until("no body to be read any more", lambda: not HttpCall.bodies_bytes)
         await fakes.settled()

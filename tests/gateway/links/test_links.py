@@ -11,8 +11,9 @@ from pillion import InvalidRequest, Overloaded
 from pillion.gateway.links import decode_link
 from pillion.v1 import common_pb2
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import until
 from tests.gateway.request.test_faults import start_decode_again
-from tests.support.fake_components import FakeCluster, record, running_fake_cluster, until
+from tests.support.fake_components import FakeCluster, record, running_fake_cluster
 
 PROMPT = "What is the capital of France?"
 
@@ -40,7 +41,7 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
         monkeypatch.setattr(decode_link, "hello_to_pb", hasty)
         await fakes.servers["decode"].stop(0)
         await start_decode_again(fakes)
-        await until(lambda: link.alive and calls >= 3)
+        await until("the third connection", lambda: link.alive and calls >= 3)
         assert await replays(fakes) == 0
         await fakes.settled()
 
@@ -52,13 +53,13 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
         peer, cluster = (fakes.node, fakes.prefill)[stage == "prefill"], fakes.gateway.cluster
         peer.gate.clear()
         reading = asyncio.create_task(replays(fakes))
-        await until(lambda: fakes.node.waiting or fakes.prefill.running)
+        await until("the call to be under way", lambda: fakes.node.waiting or fakes.prefill.running)
         role = "kvnode" if stage == "ticket" else "prefill"
         moved = next(one for one in cluster.view.records() if one.role == role)
         # The same socket by another name, as the registry has it from now on.
         elsewhere = moved.address.replace("unix:/", "unix:///")
         await fakes.registry.heartbeat(msgspec.structs.replace(moved, address=elsewhere))
-        await until(lambda: not (fakes.node.waiting or fakes.prefill.running))
+        await until("the call to end", lambda: not (fakes.node.waiting or fakes.prefill.running))
         peer.gate.set()
         assert await asyncio.wait_for(reading, 10) == 1
         await fakes.settled()
@@ -107,8 +108,11 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
             raise TypeError("a record that nobody foresaw")
 
         monkeypatch.setattr(cluster.registry, "components", broken)
-        await until(lambda: looks >= 2)
+        await until("a second look at the registry", lambda: looks >= 2)
         monkeypatch.undo()
         await fakes.registry.heartbeat(record("gateway-9", "gateway", "unix:nowhere.sock"))
-        await until(lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()))
+        await until(
+            "gateway-9 to be known",
+            lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()),
+        )
         assert await replays(fakes) == 0

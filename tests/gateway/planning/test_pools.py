@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_components import record, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import record, running_fake_cluster
 
 
 async def pools(fakes: Any, **blocks: int) -> None:
@@ -23,7 +24,8 @@ async def pools(fakes: Any, **blocks: int) -> None:
     view = fakes.gateway.gateway.cluster.view
     wanted = {"decode-1", "kv-0", *(["kv-1"] if "kv1" in blocks else [])}
     await until(
-        lambda: wanted <= {r.component_id for r in view.records()} and any(r.total_blocks for r in view.records())
+        "the pools to be known",
+        lambda: wanted <= {r.component_id for r in view.records()} and any(r.total_blocks for r in view.records()),
     )
 
 

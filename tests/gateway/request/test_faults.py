@@ -9,10 +9,12 @@ import pytest
 
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
+from pillion.gateway.links.cluster import Served
 from pillion.gateway.request import component_calls as calls
 from pillion.gateway.request import request_machine as machine
 from pillion.gateway.request import runner
-from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -71,12 +73,20 @@ async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
         await fakes.settled()
 
 
-async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for() -> None:
+async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
+        served, looks = fakes.gateway.cluster.served, 0
+
+        def counted(*model: str) -> Served:
+            nonlocal looks
+            looks += 1
+            return served(*model)
+
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.decode.streams)
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
         await fakes.servers["decode"].stop(0)
-        await asyncio.sleep(0.3)
+        monkeypatch.setattr(fakes.gateway.cluster, "served", counted)
+        await until("three looks for a worker", lambda: looks >= 3)
         assert not reading.done()
         await start_decode_again(fakes)
         whole(fakes, await reading, replays=1)
@@ -99,7 +109,7 @@ async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine, "MAX_COMPONENT_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.decode.streams)
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
         await fakes.servers["decode"].stop(0)
         with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives"):
             await reading
@@ -120,10 +130,10 @@ async def test_another_decode_worker_takes_over() -> None:
         )
         try:
             await fakes.registry.heartbeat(record("decode-1", "decode", address))
-            await until(lambda: other.connections)
+            await until("a connection to the other decode worker", lambda: other.connections)
             # Ties spread: both workers get streams, and the one that lives on gets those of the other.
             reading = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(6)]
-            await until(lambda: len(fakes.decode.submits) + len(other.submits) == 6)
+            await until("six submits at both workers", lambda: len(fakes.decode.submits) + len(other.submits) == 6)
             assert (len(fakes.decode.submits), len(other.submits)) == (3, 3)
             await fakes.servers["decode"].stop(0)
             answers = await asyncio.gather(*reading)
@@ -206,7 +216,7 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(Overloaded, match="no KV memory came free at kv-0"):
             await read(fakes.client.generate(PROMPT))
         await fakes.settled()
-        await until(lambda: fakes.node.forgotten)
+        await until("the ticket to be forgotten", lambda: fakes.node.forgotten)
 
 
 async def test_a_node_that_restarts_gets_a_new_session() -> None:
@@ -224,7 +234,7 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
 
         again = await rpc.start_server(f"unix:{fakes.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
         fakes.servers["kvnode"].server = again.server
-        await until(fakes.client.models)
+        await until("a model to be served", fakes.client.models)
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         assert len({opened.epoch for opened in fakes.node.opened}) == 2
         await fakes.settled()
@@ -232,16 +242,10 @@ async def test_a_node_that_restarts_gets_a_new_session() -> None:
 
 async def test_service_goes_on_while_redis_is_away() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
-        fakes.registry._ttl_ms = 1
-        fakes.gateway.cluster.registry.components = unavailable
-        fakes.gateway.cluster.index._link.call_each = unavailable
-        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
-        assert not (await fakes.client.status()).index_available
-        await fakes.settled()
-
-
-async def unavailable(*_: object, **__: object) -> None:
-    raise Unavailable("Redis does not answer")
+        with fakes.redis.stopped():
+            whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+            assert not (await fakes.client.status()).index_available
+            await fakes.settled()
 
 
 async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +275,7 @@ async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         await stuck(fakes, stage)
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: reached(fakes, stage))
+        await until("the stage to be reached", lambda: reached(fakes, stage))
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await fakes.settled()
@@ -295,7 +299,7 @@ async def test_a_client_that_vanishes_cancels() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.gate.clear()
         readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(5)]
-        await until(lambda: len(fakes.decode.streams) == 5)
+        await until("five streams", lambda: len(fakes.decode.streams) == 5)
         await fakes.client.close()
         outcomes = await asyncio.gather(*readings, return_exceptions=True)
         assert all(isinstance(outcome, Cancelled | asyncio.CancelledError) for outcome in outcomes)
@@ -333,18 +337,18 @@ async def test_a_stopping_gateway_frees_everything() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.gate.clear()
         readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(3)]
-        await until(lambda: len(fakes.decode.streams) == 3)
+        await until("three streams", lambda: len(fakes.decode.streams) == 3)
         await fakes.gateway.stop(0.1)
         outcomes = await asyncio.gather(*readings, return_exceptions=True)
         assert all(isinstance(outcome, PillionError) for outcome in outcomes)
-        await until(lambda: not fakes.node.held and not fakes.decode.streams)
+        await until("everything to be released", lambda: not fakes.node.held and not fakes.decode.streams)
 
 
 async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.gate.clear()
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.decode.streams)
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
 
         def broken(*_: object) -> None:
             raise RuntimeError("a defect")
@@ -365,7 +369,7 @@ async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
         from pillion.types import GenerateRequest
 
         generation = await core.generate(GenerateRequest(text=PROMPT))
-        await until(lambda: generation.ended)
+        await until("the end of the request", lambda: generation.ended)
         (delta,) = [delta async for delta in generation]
         assert delta.text == line_text(fakes)
         assert delta.token_ids == fakes.decode.script

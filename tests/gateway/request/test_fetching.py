@@ -16,9 +16,10 @@ from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client import node_client as client
+from testbed.conditions import until
 from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
 from tests.gateway.request.test_request import hold, kinds, machine, planned
-from tests.support.fake_components import FakeCluster, knows, running_fake_cluster, until
+from tests.support.fake_components import FakeCluster, knows, running_fake_cluster
 
 BOTH = "kvnode prefill decode far-kvnode"
 
@@ -138,7 +139,7 @@ async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) ->
         fakes.node.fetch_gate.clear()
         knows(fakes, kv_1=6)
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
-        await until(lambda: fakes.node.fetching)
+        await until("a fetch under way", lambda: fakes.node.fetching)
         if end == "cancel":
             reading.cancel()
         (outcome,) = await asyncio.gather(reading, return_exceptions=True)
@@ -155,10 +156,10 @@ async def test_a_node_lost_while_it_fetches() -> None:
         # Workers that lost their node do not find its tickets.
         fakes.decode.refusals = [(NotFound.code, True)]
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.node.fetching)
+        await until("a fetch under way", lambda: fakes.node.fetching)
         fakes.node.fetch_gate.set()
         await fakes.servers["kvnode"].stop(0)
-        await until(lambda: fakes.decode.submits)
+        await until("a submit", lambda: fakes.decode.submits)
         await start_node_again(fakes)
         deltas = await reading
         whole(fakes, deltas, replays=1)

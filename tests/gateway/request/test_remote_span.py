@@ -10,9 +10,10 @@ from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.request import remote_span
 from pillion.kvstore.hashing import chain_hashes, request_root
+from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
-from tests.support.fake_components import BLOCK, NAMESPACE, FakeCluster, knows, running_fake_cluster, until
+from tests.support.fake_components import BLOCK, NAMESPACE, FakeCluster, knows, running_fake_cluster
 
 APART = "kvnode decode far-kvnode far-prefill"
 IDS = tuple(byte_tokenizer().encode(PROMPT).ids)
@@ -58,7 +59,10 @@ async def test_one_fetch_at_a_time_and_the_newest_end_wins() -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.fetch_gate.clear()
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: fakes.node.fetches and fakes.far_prefill.spans and not fakes.far_prefill.running)
+        await until(
+            "the remote span to be over",
+            lambda: fakes.node.fetches and fakes.far_prefill.spans and not fakes.far_prefill.running,
+        )
         assert (len(fakes.node.fetches), fakes.node.fetching) == (1, 1)
         fakes.node.fetch_gate.set()
         assert await finished(fakes, await reading) == (0, 28, 2)
@@ -126,7 +130,7 @@ async def test_a_source_lost_between_chunks() -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.brings, fakes.far_prefill.hang_at = [2, 2], 1
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        await until(lambda: len(fakes.node.fetches) == 1 and not fakes.node.fetching)
+        await until("the fetch to be over", lambda: len(fakes.node.fetches) == 1 and not fakes.node.fetching)
         await fakes.servers["far-kvnode"].stop(0)
         await fakes.servers["far-prefill"].stop(0)
         fakes.node.pinned = 2
@@ -149,7 +153,7 @@ async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: py
         assert await finished(fakes, deltas) == (0, 0, 30)
         assert not fakes.far_prefill.spans
         if wait:
-            await until(lambda: fakes.far_node.forgotten)
+            await until("the ticket at kv-1 to be forgotten", lambda: fakes.far_node.forgotten)
 
 
 # ---- parts lost ---------------------------------------------------------------------------------------------------
@@ -206,7 +210,7 @@ async def test_both_tickets_end_with_the_request(stage: str, end: str) -> None:
         }[stage]
         gate.clear()
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.6 if end == "deadline" else None)))
-        await until(reached)
+        await until("the stage to be reached", reached)
         assert fakes.node.held
         if end == "cancel":
             reading.cancel()

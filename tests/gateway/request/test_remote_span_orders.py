@@ -24,6 +24,7 @@ from pillion.types import SamplingParams
 from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns
 
 BLOCK = 4
 ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict("fenced"))
@@ -56,8 +57,7 @@ class SpanWorld:
 
     async def pause(self) -> None:
         """Some turns of the loop; then maybe an error."""
-        for _ in range(self.draw(st.integers(0, 4))):
-            await asyncio.sleep(0)
+        await loop_turns(self.draw(st.integers(0, 4)))
         if self.draw(st.integers(0, 12)) == 0:
             raise self.draw(st.sampled_from(ERRORS))
 
@@ -172,8 +172,7 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
         span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, acked)  # type: ignore[arg-type]
         task = asyncio.create_task(span.run())
         patience = draw(st.integers(0, 30) | st.none())
-        for _ in range(patience or 0):
-            await asyncio.sleep(0)
+        await loop_turns(patience or 0)
         if patience is not None:
             task.cancel()
         (outcome,) = await asyncio.gather(task, return_exceptions=True)

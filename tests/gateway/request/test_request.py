@@ -293,8 +293,9 @@ def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_t
     assert kinds(m.handle(ev.LeaderStarted(), 2.0)) == ["LookUp"]
     other = follower()
     other.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
-    other.handle(ev.DecodeLost(1, Overloaded("full"), False), 1.0)
-    assert other.handle(ev.LeaderStarted(), 2.0)[-1] == ev.Fail(other._lost.error)
+    full = Overloaded("full")
+    other.handle(ev.DecodeLost(1, full, False), 1.0)
+    assert other.handle(ev.LeaderStarted(), 2.0)[-1] == ev.Fail(full)
 
 
 def test_log_probabilities_go_with_their_tokens() -> None:

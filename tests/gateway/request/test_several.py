@@ -9,10 +9,10 @@ import pytest
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
 from pillion.gateway.request import runner
-from pillion.gateway.request.request_machine import RequestState
 from pillion.types import GenerateRequest, SamplingParams
+from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
-from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of, until
+from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"
@@ -115,7 +115,7 @@ async def test_each_answer_counts_as_a_request() -> None:
             await read(fakes.client.generate("x" * 300, n=3))
         fakes.decode.gate.clear()
         first = asyncio.create_task(read(ask(fakes)))
-        await until(lambda: fakes.decode.submits)
+        await until("a submit", lambda: fakes.decode.submits)
         assert (await fakes.client.status()).active_requests == 3
         with pytest.raises(Overloaded, match="max_inflight_requests"):
             await read(ask(fakes, n=2))
@@ -196,7 +196,7 @@ async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
         fakes.decode.gate.clear()
         fakes.decode.break_after = 20
         reading = asyncio.create_task(read(ask(fakes)))
-        await until(lambda: fakes.node.opened and not fakes.node.held)
+        await until("the ticket to be released", lambda: fakes.node.opened and not fakes.node.held)
         # Of the three that are replayed, one is refused.
         fakes.decode.refusals = [(Overloaded.code, False)]
         fakes.decode.gate.set()
@@ -212,13 +212,14 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
         fakes.decode.pace_s = 0.02
         asked = SamplingParams(seed=SEED, n=2)
         generation = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
-        first, second = generation._choices.machines
-        await until(lambda: second.emitted)
+        while not ((delta := await anext(generation)).index == 1 and delta.token_ids):
+            pass
         # The second answer's stream goes silent: as if its worker had forgotten it.
-        fakes.gateway.cluster.decode("decode-0")._sinks[fakes.decode.submits[0].forks[0].key] = lambda delta: None
-        await until(lambda: len(fakes.decode.submits) == 2)
+        second = fakes.decode.submits[0].forks[0].key
+        fakes.decode.silent.add(second)
+        await until("two submits", lambda: len(fakes.decode.submits) == 2)
         assert fakes.decode.submits[1].sampling.seed == SEED + 1
-        assert first.state is RequestState.DECODING
+        assert fakes.decode.cancelled == [second], "the first answer goes on"
         generation.cancel()
         await fakes.settled()
 
@@ -233,7 +234,7 @@ async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
             fakes.decode.gate.clear()
         stream = ask(fakes, n=4)
         reading = asyncio.ensure_future(anext(stream))
-        await until(lambda: len(fakes.decode.streams) == 4)
+        await until("four streams", lambda: len(fakes.decode.streams) == 4)
         if tokens:
             await reading
             await stream.aclose()

@@ -13,6 +13,7 @@ import pytest
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.tokens import tokenizer as module
 from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
+from testbed.conditions import loop_turns, until
 from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257
@@ -92,7 +93,7 @@ async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path)
             longest_s = 0.0
             work = asyncio.create_task(pool.run(encode, "hello world " * 50_000))
             while not work.done():
-                await asyncio.sleep(0.001)
+                await loop_turns(1)
                 longest_s, heard = max(longest_s, time.monotonic() - heard), time.monotonic()
             assert len(await work) == 600_000
             assert longest_s < (heard - began) / 2
@@ -104,17 +105,22 @@ async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypa
     monkeypatch.setattr(module, "MAX_QUEUED_JOBS", 2)
     pool, gate = TokenizerPool(), threading.Event()
     try:
-        first = asyncio.create_task(pool.run(gate.wait, 10))
-        second = asyncio.create_task(pool.run(gate.wait, 10))
-        await asyncio.sleep(0.05)
+        running = threading.Semaphore(0)
+
+        def job() -> bool:
+            running.release()
+            return gate.wait(10)
+
+        first, second = (asyncio.create_task(pool.run(job)) for _ in range(2))
+        for _ in range(2):
+            await until("a job to run", lambda: running.acquire(blocking=False))
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         with pytest.raises(Overloaded, match="wait to be tokenized"):
             await pool.run(str)
         gate.set()
         assert await second is True
-        await asyncio.sleep(0.05)
-        assert pool.jobs == 0
+        await until("both jobs to be over", lambda: pool.jobs == 0)
         assert await pool.run(str, 5) == "5"
     finally:
         gate.set()

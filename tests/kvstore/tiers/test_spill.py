@@ -18,7 +18,7 @@ from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
-from pillion.kvstore.tiers.spill import IndexFilter, Spiller, Watermarks
+from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from testbed.conditions import loop_turns, until
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
@@ -99,7 +99,6 @@ class SpillHost:
         self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
         self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
-        self.index_filter = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
         self.read, self.go_on = self.memory.read, self.memory.go_on
 
     def apply(self, events: Iterable[IndexEvent]) -> None:
@@ -107,10 +106,10 @@ class SpillHost:
             (self.index.add if event.here else self.index.discard)(event.block_hash)
 
     def forgotten(self, names: Sequence[BlockName]) -> None:
-        self.apply(self.index_filter.blocks_lost(names))
+        self.apply(lost_everywhere(names, self.ledger.tree.by_hash, self.spiller.keeps))
 
     def changed(self) -> None:
-        self.apply(self.index_filter.pool_changed(self.ledger.drain_events()))
+        self.apply(without_moved(self.ledger.drain_events(), self.spiller.keeps))
         self.spiller.poke()
 
     def open(self, *tokens: int) -> int:
@@ -361,11 +360,10 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
 
 def test_news_is_of_blocks_that_are_nowhere() -> None:
     a, b, c = (prompt(token)[0] for token in range(3))
-    index_filter = IndexFilter({a}.__contains__, {b}.__contains__)
     came, moved, gone = IndexEvent(b, here=True), IndexEvent(b, here=False), IndexEvent(c, here=False)
-    assert index_filter.pool_changed([came, moved, gone]) == [came, gone]
+    assert without_moved([came, moved, gone], {b}.__contains__) == [came, gone]
     names = [BlockName(block_hash, b"", b"s" * 32, 1) for block_hash in (a, b, c)]
-    assert index_filter.blocks_lost(names) == [IndexEvent(c, here=False, segment=b"s" * 32)]
+    assert lost_everywhere(names, {a}, {b}.__contains__) == [IndexEvent(c, here=False, segment=b"s" * 32)]
 
 
 async def test_through_a_real_disk(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
-from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 from testbed.conditions import loop_turns
@@ -127,8 +127,10 @@ class FetchingNode:
         self._nonces = itertools.count(1)
         self.fetcher = Fetcher(
             self.ledger,
-            FetchLimits(timeout_s=timeout_s, max_bytes=2**30, verify=verify),
-            memory=self.memory,
+            self.memory,
+            timeout_s=timeout_s,
+            max_bytes=2**30,
+            verify=verify,
             changed=lambda: None,
             source=self.source,
             tiers=[tier] if tier else [],

@@ -13,6 +13,7 @@ import tempfile
 import pytest
 
 from benchmarks.load_test import complaints, idle_complaints, load_test
+from pillion._version import VERSION
 from testbed.cluster import free_port, served
 from testbed.tiny_model import save_model
 
@@ -62,6 +63,8 @@ def test_both_backends_measure_the_same_load(cluster, tmp_path):
         assert result["summary"]["output_tokens"] == 60
         assert result["client"]["cpu_us_per_token"] > 0
         assert len(result["records"]) == 12
+        assert result["environment"]["pillion"] == VERSION
+        assert len(result["server"]["models"]) == 1
     ours, theirs = (seen[name]["summary"] for name in ("pillion", "openai"))
     assert ours["input_tokens"] == theirs["input_tokens"]
     # The second of the two meets the first one's blocks: the same seed makes the same prompts.

@@ -9,8 +9,6 @@ import pathlib
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -21,13 +19,6 @@ from testbed.conditions import until
 from tests.support.processes import STAY, started
 
 ANSWERS_WITHIN_S = 10.0
-
-
-@pytest.fixture
-def folder() -> Iterator[pathlib.Path]:
-    # pytest's own folders are too long for a Unix socket's path on some systems.
-    with tempfile.TemporaryDirectory(prefix="pil-") as path:
-        yield pathlib.Path(path)
 
 
 async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:

@@ -7,8 +7,7 @@ import os
 import pathlib
 import signal
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import psutil
 import pytest
@@ -25,12 +24,6 @@ from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY
 
 KILL_AFTER_S = 0.2
-
-
-@pytest.fixture
-def folder() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory(prefix="pil-") as path:
-        yield pathlib.Path(path)
 
 
 def test_it_is_due_after_the_time_and_only_once() -> None:

@@ -9,8 +9,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -53,12 +51,6 @@ class SlowFor(RestartPolicy):
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart:
         return Restart(1.0 if component_id == self.component_id else 0.01)
-
-
-@pytest.fixture
-def folder() -> Iterator[pathlib.Path]:
-    with tempfile.TemporaryDirectory(prefix="pil-") as path:
-        yield pathlib.Path(path)
 
 
 def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
