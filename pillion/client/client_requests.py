@@ -15,41 +15,26 @@ Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
 # One item of a batch: a prompt, or a conversation.
 Item = Prompt | Sequence[Message]
-_NO_FIELDS: Mapping[str, Any] = {}
 
 
-def prompt_request(
-    prompt: Prompt, sampling: SamplingParams | None = None, fields: Mapping[str, Any] = _NO_FIELDS, **options: Any
-) -> GenerateRequest:
-    """The request of one prompt.
-
-    Args:
-        sampling, fields: sampling parameters, whole or by keyword; see :func:`sampling_of`.
-        options: other fields of GenerateRequest.
-
-    Raises TypeError for an unknown field.
-    """
-    given = {"text": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
-    return GenerateRequest(**given, sampling=sampling_of(sampling, fields), **options)
+def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
+    """The request of one prompt; ``options``: other fields of GenerateRequest."""
+    if isinstance(prompt, str):
+        return GenerateRequest(text=prompt, **options)
+    return GenerateRequest(token_ids=tuple(prompt), **options)
 
 
-def chat_request(
-    messages: Sequence[Message],
-    sampling: SamplingParams | None = None,
-    fields: Mapping[str, Any] = _NO_FIELDS,
-    **options: Any,
-) -> GenerateRequest:
-    """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message too."""
-    checked = tuple(message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
-    return GenerateRequest(messages=checked, sampling=sampling_of(sampling, fields), **options)
+def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
+    """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
+    checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
+    return GenerateRequest(messages=tuple(checked), **options)
 
 
-def item_request(item: Item, *arguments: Any, **options: Any) -> GenerateRequest:
+def item_request(item: Item, **options: Any) -> GenerateRequest:
     """The request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
-    chat = not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping)
-    make: Any = chat_request if chat else prompt_request
-    request: GenerateRequest = make(item, *arguments, **options)
-    return request
+    if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
+        return chat_request(item, **options)  # type: ignore[arg-type]
+    return prompt_request(item, **options)  # type: ignore[arg-type]
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Message, chat_request, prompt_request, sampling_of, to_pb
+from pillion.client.client_requests import Message, chat_request, prompt_request, to_pb
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
@@ -139,8 +139,9 @@ class LLM:
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         complete = [
-            _checked(replace(request, priority=urgency), each)
-            for request, each, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
+            # As a gateway would read it from the wire: the same types, roundings and refusals.
+            request_from_pb(to_pb(replace(request, sampling=each, priority=urgency)))
+            for request, each, urgency in zip(requests, one_each(sampling, {}, len(requests)), priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
         work = self._thread.submit(_answer_all(self._thread.cluster, complete, done))
@@ -239,11 +240,6 @@ def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
     return prompt_request(list(ids) if ids is not None else str(text), cache_salt=prompt.get("cache_salt") or "")
-
-
-def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
-    """The request as a gateway would read it from the wire: the same types, roundings and refusals."""
-    return request_from_pb(to_pb(replace(request, sampling=sampling_of(sampling, {}))))
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import pytest
 
 from pillion.kvstore.tiers import disk
 from pillion.kvstore.tiers.disk_files import BlockFiles
-from testbed.conditions import loop_turns
+from testbed.conditions import WITHIN_S, loop_turns
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, chain, file_of, files_in, loaded, opened
 
 
@@ -161,7 +161,7 @@ async def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: 
         busy, writev = threading.Event(), os.writev
 
         def held(*args: Any) -> int:
-            busy.wait()
+            assert busy.wait(WITHIN_S)
             return writev(*args)
 
         monkeypatch.setattr(os, "writev", held)

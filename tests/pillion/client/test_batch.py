@@ -140,7 +140,7 @@ def test_what_cannot_be_meant() -> None:
             client.batch(["x", "y"], sampling=[SamplingParams()])
         with pytest.raises(TypeError, match="not both"):
             client.batch(["x"], sampling=SamplingParams(), n=2)
-    assert one_each(None, 2) == [None, None]
+    assert one_each(None, {}, 2) == [SamplingParams()] * 2
 
 
 async def test_load_that_stays_is_an_error() -> None:
