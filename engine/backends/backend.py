@@ -75,9 +75,7 @@ def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VER
 
 
 def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """Returns a pool's memory as bytes, and how many of them are in use. Raises ConfigError for memory that is too
-    small, read-only, or a GPU's.
-    """
+    """Returns a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
     if not isinstance(memory, memoryview):
         raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
     needed = num_slots * layout.block_bytes

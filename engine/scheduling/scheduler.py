@@ -20,10 +20,7 @@ victim is preempted (maybe the asking decode itself): it lets go of its ticket a
 tokens (I6). The next preemption waits until the one before has settled. What a victim had committed stays findable at
 the node, in whatever tier the node keeps it: that, and not a copy of the worker's own, is where it is swapped out to.
 
-Several answers to one prompt are computed as one until the first token. Then each further one is a sequence that
-resumes (:mod:`pillion.engine.scheduling.forks`): its ticket pins the same blocks, and the partial block behind them is
-copied from its parent before it writes there. Where the parent is gone by then, those few tokens are computed again
-(I1).
+Several answers to one prompt are computed as one until the first token: :mod:`pillion.engine.scheduling.forks`.
 """
 
 from __future__ import annotations
@@ -106,9 +103,10 @@ class Scheduler:
             self.queues.join(sequence)
 
     def cancel(self, seq_id: int, now: float) -> None:
-        """End a sequence that nobody listens to any more: its slots and its ticket are let go, and no update follows
-        (I8). What an ended stream is committing stays. A fork that has not begun never will. Unknown ids are
-        ignored."""
+        """End a sequence that nobody listens to any more: it lets go of slots and ticket, and no update follows (I8).
+
+        What an ended stream is committing stays. A fork that has not begun never will. Unknown ids are ignored.
+        """
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             for parent in self.sequences.values():

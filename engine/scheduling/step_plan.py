@@ -52,8 +52,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Tokens of one sequence since its last update, and, once, how it ended. ``progress`` comes with the end, and with
-    a fork's first token."""
+    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a fork's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()

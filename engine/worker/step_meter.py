@@ -12,8 +12,7 @@ DECODE, TAIL, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "specula
 
 
 class StepMeter:
-    """Counts the steps of one worker, over all its epochs. The step thread calls :meth:`count_step`, asyncio's thread
-    :meth:`count_outcome`."""
+    """Counts a worker's steps over all its epochs: count_step on the step thread, count_outcome on asyncio's."""
 
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
@@ -39,8 +38,7 @@ class StepMeter:
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
-    """Tokens of a step that is not committed yet, by use. They add up to its budget, or to more where decodes alone are
-    more."""
+    """Tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone are more."""
     used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE), 0)
     for piece in plan.pieces:
         sequence = piece.sequence

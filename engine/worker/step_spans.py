@@ -23,16 +23,14 @@ def record(
     attributes: Mapping[str, int | float | str] | None = None,
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """Record a finished span under ``parent``; does nothing when ``parent`` is not recorded. Times are those of
-    time.monotonic()."""
+    """Record a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         return
     _make_span(name, parent, start_s, end_s, attributes or {}, events=events)
 
 
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
-    """Record a stream's way through a decode worker: queue, prompt tail, decode. A stage that it did not reach is left
-    out."""
+    """Record the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
     end_s = progress.ended_s
     record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s)
     if not progress.first_step_s:

@@ -150,8 +150,7 @@ class Tickets:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Mark a ticket as in use. Two uses of one ticket would each release the other's hold, so a use that is just
-        ending is waited for."""
+        """Mark a ticket as in use, once its last use has ended: each use would release the other's hold."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)

@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
@@ -96,16 +97,15 @@ class Worker:
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
 
-        def make_scheduler() -> Scheduler:
-            return Scheduler(
-                block_size=flags.block_size,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                target_itl_s=target_itl_ms / 1000,
-                max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
-                drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
-            )
-
+        make_scheduler = partial(
+            Scheduler,
+            block_size=flags.block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            target_itl_s=target_itl_ms / 1000,
+            max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+            drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+        )
         # Flags that it refuses are refused before anything is held.
         make_scheduler()
         component_id = flags.component_id or f"{role}-{os.getpid()}"

@@ -135,9 +135,9 @@ class WorkerEpoch:
         self._updates = NodeUpdates(
             node,
             number,
+            tickets=self.tickets,
+            post_event=self._steps.post_event,
             on_committed=self._on_committed,
-            on_released=self.tickets.released,
-            on_granted=lambda slots: self._steps.post_event(Scheduler.granted, slots),
             on_resume=self.resume,
         )
 

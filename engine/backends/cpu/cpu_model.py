@@ -100,8 +100,7 @@ class OperationBuilder:
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
-        """hidden -> normed; changes only the type where the model has no norm ``name``. ``out``: another buffer, of
-        float32."""
+        """hidden -> normed, or float32 ``out``; changes only the type where the model has no norm ``name``."""
         weight = self.weights.tensors.get(name)
         bf16 = self.bf16 and out is None
         out = out or self.normed

@@ -22,9 +22,8 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, wri
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import GatedMLP, RmsNorm
+from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packing import (
@@ -83,9 +82,7 @@ class CpuWeights(PackedFile):
 def load_cpu_weights(
     prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
 ) -> CpuWeights:
-    """Maps the packed weights of a model; packs them first where no file is there. Raises ConfigError for a checkpoint
-    that does not fit ``config``.
-    """
+    """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
     cache = cache or ModelCache()
     path = cache.packed_weights(prepared.fingerprint, quantization)
     found = _mapped(path)

@@ -17,8 +17,7 @@ import torch
 
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights
-from pillion.engine.models.layers import GATED, GatedMLP, soft_cap
-from pillion.engine.models.moe import MoeWeights
+from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention

@@ -22,9 +22,8 @@ from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors,
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import RmsNorm
+from pillion.engine.models.layers import MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
@@ -60,7 +59,7 @@ class WeightPlan:
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-class GpuWeights:
+class GpuWeights(dict[str, torch.Tensor]):
     """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.mlp.down.bias``, ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
@@ -69,22 +68,13 @@ class GpuWeights:
         # Releases the memory; to be called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
-        self._tensors = {
-            name: memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-            for name, place in plan.places.items()
-        }
-
-    def get(self, name: str) -> torch.Tensor | None:
-        """Returns a tensor, or None if the model has none of that name."""
-        return self._tensors.get(name)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+        for name, place in plan.places.items():
+            self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
     @property
     def head(self) -> torch.Tensor:
         """The output projection [vocab, hidden]: the embedding if the model ties the two."""
-        return self._tensors.get("lm_head", self._tensors["embedding"])
+        return self.get("lm_head", self["embedding"])
 
     @property
     def norm_is_wide(self) -> bool:
@@ -94,9 +84,9 @@ class GpuWeights:
     def fill(self, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
         """Copies a checkpoint into the memory. Raises ConfigError for tensors that are missing or misshapen."""
         with open_checkpoint(folder, self.config) as checkpoint, torch.inference_mode():
-            left = set(self._tensors)
+            left = set(self)
             for name, tensor in _tensors_of(checkpoint, self.config, dtype):
-                self._tensors[name].copy_(tensor)
+                self[name].copy_(tensor)
                 left.remove(name)
                 if name.endswith("qkv.weight"):
                     progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
@@ -104,10 +94,10 @@ class GpuWeights:
 
     def fill_dummy(self, seed: int = 0) -> None:
         """Fills in random numbers for measurements, with a spread that keeps activations finite."""
-        device = next(iter(self._tensors.values())).device
+        device = next(iter(self.values())).device
         generator = torch.Generator(device).manual_seed(seed)
         with torch.inference_mode():
-            for name, tensor in self._tensors.items():
+            for name, tensor in self.items():
                 if name.rpartition(".")[2].endswith("norm"):
                     tensor.fill_(1.0)
                 else:

@@ -3,7 +3,7 @@
     Route -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
-:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.moe` computes the same in torch.
+:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.layers` computes the same in torch.
 """
 
 from __future__ import annotations
