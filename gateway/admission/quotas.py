@@ -38,7 +38,8 @@ class Bucket:
 
     def resized(self, per_minute: int, now_s: float) -> Bucket:
         """A bucket with another rate from which as much has been spent."""
-        spent = self.per_minute - self._filled(now_s)
+        # Rounded, so that an error in the last digit does not count as one more.
+        spent = round(self.per_minute - self._filled(now_s), 6)
         other = Bucket(per_minute, now_s)
         other.take(math.ceil(spent), now_s)
         return other

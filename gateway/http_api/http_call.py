@@ -17,9 +17,10 @@ from typing import Any
 from opentelemetry import context as otel_context
 from starlette.types import Receive, Scope, Send
 
-from pillion.errors import PillionError
+from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, internal, refused
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.request.runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
 
@@ -61,18 +62,13 @@ class HttpCall:
         self.parameters = scope.get("path_params", {})
         self.started = self._reading = False
         self.tenant = OPEN
-        given_id = self._header(b"x-request-id")
+        given_id = self.header(b"x-request-id")
         self._bad_id = bool(given_id) and not is_request_id(given_id)
         self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
 
-    @property
-    def authorization(self) -> str:
-        """The Authorization header, "" where there is none."""
-        return self._header(b"authorization")
-
     def trace_parent(self) -> otel_context.Context | None:
         """The client's trace context, None where it sends none."""
-        header = self._header(b"traceparent")
+        header = self.header(b"traceparent")
         return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
@@ -176,7 +172,8 @@ class HttpCall:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
-    def _header(self, name: bytes) -> str:
+    def header(self, name: bytes) -> str:
+        """A header's value, "" where there is none."""
         return self._headers.get(name, b"").decode("latin-1")
 
 
@@ -212,7 +209,7 @@ class Endpoint:
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
                 if self._tenant_of is not None:
-                    call.tenant = self._tenant_of(call.authorization)
+                    call.tenant = self._tenant_of(call.header(b"authorization"))
                 await self._handle(call)
             except ApiError as error:
                 await call.fail(error)
@@ -223,7 +220,7 @@ class Endpoint:
                 if call.started:
                     # The connection ends in the middle of the response, which shows the client that it is not whole.
                     raise
-                await call.fail(internal())
+                await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 def _too_large() -> ApiError:

@@ -52,6 +52,9 @@ class ResponseWriter:
     # What stands before and behind the text of an event.
     before = b""
     behind = b""
+    # The choice of an event before an answer's first one, if there is one, and that of an event that only ends it.
+    opening = b""
+    empty = b""
 
     def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
         self._head = head
@@ -68,11 +71,11 @@ class ResponseWriter:
             # Nearly every event.
             return answer.front + _encode(delta.text) + answer.back
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
-        opening = b"" if answer.opened else self._opening(answer, tail)
+        opening = b"" if answer.opened or not self.opening else answer.head + self.opening + tail
         answer.opened = True
         content = self.before + _encode(delta.text) + self.behind
         if not (delta.text or delta.token_ids):
-            content = self._empty()
+            content = self.empty
         logprobs = b"null"
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
@@ -111,14 +114,6 @@ class ResponseWriter:
         self._answers[index] = answer
         return answer
 
-    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
-        """An event before the answer's first one, or nothing."""
-        return b""
-
-    def _empty(self) -> bytes:
-        """The content of an event that brings neither text nor token, only the end."""
-        return self.before + b'""' + self.behind
-
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -133,13 +128,8 @@ class ChatResponseWriter(ResponseWriter):
     event_kind = "chat.completion.chunk"
     before = b'"delta":{"content":'
     behind = b"}"
-
-    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
-        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return answer.head + role + tail
-
-    def _empty(self) -> bytes:
-        return b'"delta":{}'
+    opening = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+    empty = b'"delta":{}'
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -153,6 +143,7 @@ class CompletionResponseWriter(ResponseWriter):
 
     kind = event_kind = "text_completion"
     before = b'"text":'
+    empty = b'"text":""'
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ def run_gateways(flags: GatewayFlags) -> int:
 async def _run(flags: GatewayFlags) -> int:
     stop, notices = asyncio.Event(), Notices()
     stop_on_signals(stop)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         ports = PublicPorts()
         stack.callback(ports.close)
         flags = ports.hold(flags)
@@ -130,14 +130,11 @@ async def _run(flags: GatewayFlags) -> int:
         environ = child_environ(os.environ, flags.redis_url)
         specs = gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix, alone=True)
         supervisor = Supervisor(specs, notices)
-        try:
-            if not await run_unless(stop.wait(), supervisor.start()):
-                return 0
-            notices.say("all gateways listen", "bold green")
-            failed = await run_unless(stop.wait(), supervisor.failed())
-            if not failed:
-                return 0
+        stack.push_async_callback(supervisor.stop)
+        if not await run_unless(stop.wait(), supervisor.start()):
+            return 0
+        notices.say("all gateways listen", "bold green")
+        failed = await run_unless(stop.wait(), supervisor.failed())
+        if failed:
             notices.say(f"stopping: {failed.result()}", "bold red")
-            return 1
-        finally:
-            await supervisor.stop()
+        return 1 if failed else 0

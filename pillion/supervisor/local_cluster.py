@@ -7,6 +7,7 @@ and back in the opposite order, from wherever a start failed
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import sys
@@ -51,8 +52,10 @@ class LocalCluster:
         self.model_name = ""
         self.fit: PoolFit | None = None
         self._redis_binary: Path | None = None
-        self._fences: asyncio.Task[None] | None = None
         self._ports = PublicPorts()
+        # What stop() has to do, the last first.
+        self._ending = contextlib.AsyncExitStack()
+        self._ending.callback(self._ports.close)
 
     @property
     def target(self) -> str:
@@ -80,26 +83,21 @@ class LocalCluster:
     async def start(self) -> Supervisor:
         """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
+        self._ending.callback(self.runtime.remove)
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary)
         self.supervisor = Supervisor(specs, self.notices)
+        self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
-        self._fences = asyncio.create_task(watching, name="fences")
+        fences = asyncio.create_task(watching, name="fences")
+        self._ending.push_async_callback(lambda: asyncio.gather(fences, return_exceptions=True))
+        self._ending.callback(fences.cancel)
         return self.supervisor
 
     async def stop(self) -> None:
         """Stops everything and leaves nothing behind, also after a start that failed half-way. Idempotent."""
-        try:
-            if self._fences is not None:
-                self._fences.cancel()
-                await asyncio.gather(self._fences, return_exceptions=True)
-            if self.supervisor is not None:
-                await self.supervisor.stop()
-        finally:
-            self._ports.close()
-            if self.runtime is not None:
-                self.runtime.remove()
+        await self._ending.aclose()
 
     def left_behind(self) -> list[str]:
         """Process groups and files that still exist after :meth:`stop`; empty unless something is wrong."""

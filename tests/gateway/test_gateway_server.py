@@ -85,8 +85,7 @@ async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Pat
         try:
             redis.start()
             registry = Registry(redis.url, 5000)
-            while not (found := await registry.components()):
-                pass
+            found = await until("the gateway's record", registry.components)
             assert [(p.component_id, p.role, p.address) for p in found] == [
                 (component.component_id, "gateway", component.grpc_address)
             ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Overloaded, Unavailable
@@ -51,6 +51,7 @@ steps = st.tuples(
 
 
 @settings(max_examples=60, deadline=None)
+@example(draws=[(0.0, 1, None, 5), (0.0, 1000, None, 1), (0.3, 1, 0, 1)])
 @given(st.lists(steps, max_size=25))
 def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:
     """Whatever is asked, told and when, and whatever the rate becomes: the same answers, to the millisecond."""

@@ -108,9 +108,8 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
 
                 class Interrupted(module.queue.SimpleQueue):  # type: ignore[name-defined,misc]
                     def get(self, *_: Any) -> Any:
-                        asyncio.run_coroutine_threadsafe(
-                            until("three submits", lambda: len(fakes.decode.submits) == 3), loop
-                        ).result()
+                        asked = until("three submits", lambda: len(fakes.decode.submits) == 3)
+                        asyncio.run_coroutine_threadsafe(asked, loop).result()
                         raise KeyboardInterrupt
 
                 monkeypatch.setattr(module.queue, "SimpleQueue", Interrupted)

@@ -28,7 +28,6 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed import conditions
 from testbed.conditions import until
 from tests.support.fake_components import running_fake_cluster
 
@@ -216,7 +215,7 @@ async def test_the_gateway_names_the_bound_that_was_met() -> None:
     async with running_fake_cluster("The answer.", max_inflight_requests=1) as fakes:
         fakes.decode.gate.clear()
         first = asyncio.create_task(texts(fakes.client))
-        await until("a request under way", lambda: fakes.gateway.gateway.active_requests)
+        await until("the first request", lambda: fakes.gateway.gateway.active_requests)
         with pytest.raises(Overloaded) as caught:
             await texts(fakes.client)
         assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
@@ -268,7 +267,7 @@ async def test_a_client_finds_a_server_that_came_back() -> None:
         return False
 
     async with serving(Scripted(), address):
-        await conditions.until("an answer", answered)
+        await until("an answer", answered)
         await client.close()
 
 
