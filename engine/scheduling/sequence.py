@@ -185,7 +185,12 @@ class Sequence:
         self.forks = spec.forks
         # The sequence whose prompt this fork shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
-        self.reads_history = _reads_history(spec.sampling)
+        sampling = spec.sampling
+        # Whether a sampled token depends on the tokens before it, and not only on the logits and its position.
+        self.reads_history = sampling is not None and (
+            sampling.repetition_penalty not in (None, 1.0)
+            or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        )
         self.num_drafts = 0
         # How many tickets the sequence has had: a step that was launched under an older one is void for it.
         self.generation = 0
@@ -462,11 +467,3 @@ class Sequence:
         """32 bytes for each of blocks start .. end, all of them at or behind ``start_tokens``."""
         first = self.spec.start_tokens // self.block_size
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])
-
-
-def _reads_history(sampling: SamplingParams | None) -> bool:
-    """Whether a sampled token depends on the tokens before it, and not only on the logits and its position."""
-    if sampling is None:
-        return False
-    repeats = sampling.repetition_penalty not in (None, 1.0)
-    return repeats or bool(sampling.presence_penalty or sampling.frequency_penalty)

@@ -351,24 +351,17 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
     epilogue = GATED_EPILOGUE[config.activation]
     yield builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
     yield builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
-    yield _combine(builder, chosen, found, scores, places, out)
-    if builder.weights.has(post_norm):
-        yield builder.norm_add(post_norm)
-
-
-def _combine(
-    builder: OperationBuilder, chosen: int, found: Buffer, scores: Buffer, places: Buffer, out: Buffer
-) -> Operation:
-    """Adds the experts' outputs to hidden, or stores them where a norm follows."""
     adds = out == builder.hidden
-    values = {
+    combine = {
         "found": found,
         "scores": scores,
         "places": places,
         "out": out,
-        "width": builder.config.hidden_size,
+        "width": config.hidden_size,
         "found_stride": found.stride,
         "out_stride": out.stride,
-        "factor": builder.config.residual_scale if adds else 1.0,
+        "factor": config.residual_scale if adds else 1.0,
     }
-    return Operation(Combine(chosen, adds, builder.rows_of), values, builder.when)
+    yield Operation(Combine(chosen, adds, builder.rows_of), combine, builder.when)
+    if builder.weights.has(post_norm):
+        yield builder.norm_add(post_norm)

@@ -8,6 +8,7 @@ Log probabilities are computed on the host by the host's code, for the few rows 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,25 +29,30 @@ from pillion.types import TokenLogprob
 ALIGNED_ROWS = 4
 
 
+@dataclass(frozen=True, slots=True)
 class GpuInFlightStep:
-    """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
+    """A launched step; :meth:`wait` waits for its tokens and for nothing launched after it.
 
-    def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
-        """``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there."""
-        self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
+    ``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there.
+    """
+
+    tokens: torch.Tensor
+    raw: torch.Tensor | None
+    rows: SamplingRows
+    done: Any
 
     def wait(self) -> Sampled:
         """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
-        if self._done is not None:
+        if self.done is not None:
             try:
-                self._done.synchronize()
+                self.done.synchronize()
             except RuntimeError as error:
                 # The error is a kernel's, and from now on everything on that device fails with it.
                 raise BackendLost(f"the GPU failed: {error}") from error
-        tokens: Int64 = self._tokens.numpy().astype(np.int64)
-        if self._raw is None:
+        tokens: Int64 = self.tokens.numpy().astype(np.int64)
+        if self.raw is None:
             return Sampled(tuple(tokens.tolist()))
-        return Sampled(tuple(tokens.tolist()), _reported(self._raw, self._rows, tokens))
+        return Sampled(tuple(tokens.tolist()), _reported(self.raw, self.rows, tokens))
 
 
 class GpuSampler:
