@@ -17,9 +17,10 @@ from typing import Any
 from opentelemetry import context as otel_context
 from starlette.types import Receive, Scope, Send
 
-from pillion.errors import PillionError
+from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, internal, refused
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.request.runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
 
@@ -219,7 +220,7 @@ class Endpoint:
                 if call.started:
                     # The connection ends in the middle of the response, which shows the client that it is not whole.
                     raise
-                await call.fail(internal())
+                await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 def _too_large() -> ApiError:

@@ -79,11 +79,6 @@ def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def internal() -> ApiError:
-    """The error of a defect of the gateway: 500."""
-    return ApiError(500, "internal error; the gateway's log says more", kind="server_error", code="internal_error")
-
-
 def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     """The answer that stands for ``error``. ``spelled``: the client's names of fields, by the gateway's, where these
     differ."""

@@ -209,9 +209,10 @@ def _openai_request(
 ) -> OpenAIRequest:
     check_label(body.user, "user")
     options = body.stream_options or StreamOptions()
-    if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "it needs stream to be true")
-    refuse_unsupported(options, "stream_options.")
+    if body.stream_options is not None:
+        if not body.stream:
+            raise refused("stream_options", "it needs stream to be true")
+        refuse_unsupported(options, "stream_options.")
     return OpenAIRequest(
         requests=requests,
         names=names,

@@ -33,6 +33,8 @@ log = logging.getLogger("pillion.gateway")
 
 # An answer without a chunk or a token for so long: its worker hangs.
 MAX_SILENCE_S = 300.0
+# What a client is told where the gateway itself fails.
+DEFECT = "internal error; the gateway's log says more"
 
 
 class Generation:
@@ -150,7 +152,7 @@ class Generation:
 
     def _fail_by_defect(self, error: BaseException) -> None:
         log.error("request %s failed", self.job.request_id, exc_info=error)
-        again, self._defect = self._defect, Internal("internal error; the gateway's log says more")
+        again, self._defect = self._defect, Internal(DEFECT)
         if again is None:
             # Cancelling frees what the request holds; the reader is told the defect instead.
             self._post(None, ev.RequestCancelled())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -104,11 +105,7 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     """Checks all but the prompt's tokens. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
-    found: list[FieldViolation] = []
-    for violation in _violations(request, limits):
-        found.append(violation)
-        if len(found) == MAX_VIOLATIONS:
-            break
+    found = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
     if found:
         raise InvalidRequest.of(*found)
 
