@@ -20,13 +20,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.decode_service.submit_validation import check_submit
 from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
@@ -35,6 +34,7 @@ from pillion.engine.worker.worker import Worker
 from pillion.errors import (
     Conflict,
     DeadlineExceeded,
+    FieldViolation,
     Internal,
     InvalidRequest,
     NotFound,
@@ -44,6 +44,7 @@ from pillion.errors import (
 )
 from pillion.observability import telemetry
 from pillion.priority import bounded
+from pillion.sampling_ranges import range_violations
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
@@ -53,6 +54,8 @@ log = logging.getLogger("pillion.decode")
 MAX_AWAITING = 4096
 # Refusals that nobody has read yet; with more of them, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
+ROOT_HASH_BYTES = 32
+MAX_STOP_TOKEN_IDS = 1024
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
@@ -310,3 +313,42 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
         queue_ms=max(0.0, (progress.first_step_s or progress.ended_s) - progress.arrived_s) * 1000,
         preemptions=progress.preemptions,
     )
+
+
+def check_submit(submit: Submit, *, vocab_size: int, max_model_len: int) -> None:
+    """Check a submit before anything is done for it. Raises InvalidRequest with every violation.
+
+    A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
+    """
+    violations = (*_shape(submit, vocab_size, max_model_len), *_sampling(submit, vocab_size))
+    if violations:
+        raise InvalidRequest.of(*violations)
+
+
+def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
+    total = len(submit.token_ids)
+    if not 1 <= total < max_model_len:
+        yield FieldViolation("token_ids", f"{total} tokens; from 1 to {max_model_len - 1} can be continued")
+    elif max(submit.token_ids) >= vocab_size:
+        yield FieldViolation("token_ids", f"an id is outside the vocabulary of {vocab_size}")
+    if not 1 <= submit.prompt_tokens <= total:
+        yield FieldViolation("prompt_tokens", f"{submit.prompt_tokens} of {total} tokens")
+    elif total - submit.prompt_tokens >= submit.max_tokens:
+        yield FieldViolation("max_tokens", f"{submit.max_tokens} are generated already, or none are wanted")
+    if len(submit.root_hash) != ROOT_HASH_BYTES:
+        yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
+    if submit.awaited_blocks > total:
+        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+    if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
+
+
+def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
+    """Violations of the sampling fields. A field that an older gateway does not know is unset and does nothing."""
+    params = sampling_from_pb(submit.sampling)
+    if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
+        yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
+        return
+    yield from range_violations(params, vocab_size)
+    if not 0 <= (params.min_tokens or 0) <= submit.max_tokens:
+        yield FieldViolation("sampling.min_tokens", f"{params.min_tokens} is not in [0, {submit.max_tokens}]")

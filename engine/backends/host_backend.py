@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.backend import (
-    DevicePool,
-    KVLayout,
-    checked_copies,
-    checked_memory,
-    warm_up_batches,
-)
+from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows

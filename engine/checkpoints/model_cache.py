@@ -31,7 +31,6 @@ PACKING_VERSION = 3
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-_DIGEST_PIECE_BYTES = 1 << 22
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +63,7 @@ class ModelCache:
     def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
         path = self._record_path(source, dtype)
-        self._make(path.parent)
+        self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
             draft.write_bytes(msgspec.json.encode(record))
@@ -81,7 +80,7 @@ class ModelCache:
         target = self._root / "models" / digest
         if target.is_dir():
             return target
-        self._make(target.parent)
+        self.make("models")
         for left_over in target.parent.glob("*.tmp"):
             # Left by a process that died: the lock's holder is alone here.
             shutil.rmtree(left_over, ignore_errors=True)
@@ -99,7 +98,7 @@ class ModelCache:
     @contextmanager
     def lock(self, progress: Progress) -> Iterator[None]:
         """Lets one process of this machine prepare at a time. Raises ConfigError after LOCK_TIMEOUT_S."""
-        self._make(self._root)
+        self.make("")
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with (self._root / "prepare.lock").open("w") as file:
             reported = False
@@ -121,15 +120,13 @@ class ModelCache:
         return self.make("packed") / f"{fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
-        """Makes a folder of the cache, such as for machine code, and returns its path."""
-        self._make(self._root / name)
-        return self._root / name
-
-    def _make(self, folder: Path) -> None:
+        """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""
+        folder = self._root / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the model cache {self._root} cannot be made: {error.strerror}") from None
+        return folder
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
@@ -139,11 +136,8 @@ def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
 
 def digest_file(path: Path) -> str:
     """Returns the SHA-256 of a file's content, in hexadecimal. Raises ConfigError for a file that cannot be read."""
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(_DIGEST_PIECE_BYTES):
-                digest.update(piece)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return digest.hexdigest()

@@ -155,7 +155,7 @@ class Scheduler:
             self.let_go(holding, now)
             return
         self._block_manager.leased(len(holding.leased_slots))
-        sequence.resume(holding)
+        sequence.hold(holding, SequenceState.PREEMPTED)
         self.queues.join(sequence)
 
     def let_go(self, holding: Holding, now: float) -> None:

@@ -174,7 +174,6 @@ class Sequence:
         self._tokens[: self.num_tokens] = spec.token_ids
         self._table: Int32 = np.zeros(room // block_size + 2, dtype=np.int32)
         self._hashes = bytearray(hashes)
-        self.state = SequenceState.WAITING
         self.progress = SequenceProgress(arrived_s=now)
         ends = enumerate(spec.chunk_ends)
         self._chunks = [ChunkDone(seq_id=spec.seq_id, index=index, end_tokens=end) for index, end in ends]
@@ -192,7 +191,7 @@ class Sequence:
         self.generation = 0
         # How many drafts of the last guess were accepted; optimistic at first.
         self.accepted_drafts = MAX_SPECULATIVE_TOKENS
-        self.hold(holding)
+        self.hold(holding, SequenceState.WAITING)
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 
@@ -213,8 +212,8 @@ class Sequence:
 
     # Transitions.
 
-    def hold(self, holding: Holding) -> None:
-        """Start from a freshly adopted ticket: its chain is computed, the rest is to do."""
+    def hold(self, holding: Holding, state: SequenceState) -> None:
+        """Start from a freshly adopted ticket, WAITING or PREEMPTED: its chain is computed, the rest is to do."""
         slots = (*holding.chain_slots, *holding.leased_slots)
         self.ticket_id = holding.ticket_id
         self.num_blocks = len(slots)
@@ -226,18 +225,13 @@ class Sequence:
         # Tokens behind these that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
         self.generation += 1
-        self.state = SequenceState.WAITING
+        self.state = state
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
         # False once the node refused a run: the chain's tail is then not what the next block would follow.
         self.may_commit = True
         # What the end of CLOSING does.
         self.commit_rest = self.resume_after = False
-
-    def resume(self, holding: Holding) -> None:
-        """RESUMING -> PREEMPTED, with a new ticket."""
-        self.hold(holding)
-        self.state = SequenceState.PREEMPTED
 
     def start_running(self) -> None:
         """WAITING or PREEMPTED -> RUNNING."""

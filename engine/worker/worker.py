@@ -190,15 +190,6 @@ class Worker:
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
-    @property
-    def failed(self) -> bool:
-        return self._failure.done()
-
-    @property
-    def awaits_epoch(self) -> bool:
-        """Whether the worker was fenced and has no new epoch yet."""
-        return self._returning is not None
-
     def next_id(self) -> int:
         """A new seq_id: the place in the order of arrival."""
         return next(self._ids)

@@ -27,14 +27,7 @@ from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import (
-    CommitOrder,
-    Outcome,
-    ResumeOrder,
-    SchedulerLoad,
-    StepPlan,
-    Update,
-)
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop

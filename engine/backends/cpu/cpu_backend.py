@@ -28,14 +28,7 @@ from pillion.kernels.cpu.attention.kv_layout import LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
-from pillion.kernels.cpu.runtime.program import (
-    Bounds,
-    CpuStepRecord,
-    Operation,
-    Program,
-    Workspace,
-    check_batch,
-)
+from pillion.kernels.cpu.runtime.program import Bounds, CpuStepRecord, Operation, Program, Workspace, check_batch
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("pillion.worker")

@@ -97,11 +97,7 @@ class _BoundPool:
         )
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
-            self.decoder.run,
-            limits.max_tokens,
-            limits.max_samples,
-            model.device,
-            eager=eager or not model.capturable,
+            self.decoder.run, limits.max_tokens, limits.max_samples, model.device, eager=eager or not model.capturable
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.devices import interpreted
+from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
@@ -24,6 +25,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+from pillion.kvstore.client.attachment import share_region
 
 # Longest time that a worker waits for another one to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
@@ -107,8 +109,6 @@ def check_shape(head_dim: int, block_size: int) -> None:
 
 def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
     """Returns a function that gets memory for weights: a region that the KV node owns and all its workers map."""
-    from pillion.engine.backends.gpu.device_memory import tensor_at
-    from pillion.kvstore.client.attachment import share_region
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)

@@ -183,7 +183,7 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
     sequence.start_running()
     plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
     in_flight.launched(plan)
-    sequence.hold(Holding(2, (), (5, 6)))
+    sequence.hold(Holding(2, (), (5, 6)), SequenceState.WAITING)
     sequence.start_running()
     assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
     assert sequence.num_in_flight == 0

@@ -275,7 +275,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         await lost(answer)
         monkeypatch.undo()
         await returned(worker, old)
-        assert not worker.failed
+        worker.check_open()
         # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
         other = await workers.ticket(PROMPT)
         again = await connection.submit(submit_of(2, other, PROMPT))
@@ -312,7 +312,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
 
         monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
-        await until("the fence to be noticed", lambda: worker.awaits_epoch)
+        await until("the fence to be noticed", lambda: worker.epoch.over)
         await asyncio.wait_for(workers.decode.stop(0.0), 5)
         await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
         await workers.node.check_integrity()
