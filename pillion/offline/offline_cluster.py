@@ -278,7 +278,7 @@ class OfflineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # First the calls that callers wait for, and a start that has not ended: it undoes itself.
+        # First the calls that callers wait for, and a start that has not ended; the stack ends what it had started.
         await _cancel(list(self._runs))
         self._cluster = None
         await self._stack.aclose()

@@ -320,7 +320,7 @@ class FakeCluster:
     servers: dict[str, rpc.RunningServer] = field(default_factory=dict)
 
     async def settled(self) -> None:
-        """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
+        """Returns when nothing is under way any more, anywhere. Raises AssertionError where something stays."""
         core = self.gateway.gateway
         for node in (self.node, self.far_node):
             await until(
