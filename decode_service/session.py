@@ -93,8 +93,8 @@ class _DecodeStream:
 class DecodeSession:
     """One connection; :meth:`close` is called at its end, however it ends.
 
-    ``max_streams`` bounds the streams of all connections of the worker. ``adopting``, shared by all connections, has
-    for each adoption under way the number of streams that it is for.
+    ``max_streams`` bounds the streams of all connections of the worker, which share ``adopting``: for each adoption
+    under way the number of streams that it is for.
     """
 
     def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
@@ -113,10 +113,7 @@ class DecodeSession:
     # Commands.
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; an error is reported in its only delta.
-
-        Raises InvalidRequest, which ends the connection, for a key that is in use.
-        """
+        """Start a stream; an error is reported in its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
         keys = (submit.key, *(fork.key for fork in submit.forks))
         if len(set(keys)) < len(keys):

@@ -102,8 +102,7 @@ def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
 def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
     """Returns the rows whose logits a step computes, and the place among them of each of ``batch.sample_rows``.
 
-    Several answers to one prompt sample the same row, whose logits are computed once. The places are None where no row
-    occurs twice.
+    Several answers to one prompt sample the same row, computed once. The places are None where no row occurs twice.
     """
     rows = batch.sample_rows
     if len(set(rows.tolist())) == len(rows):
@@ -133,10 +132,7 @@ class DevicePool(Protocol):
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
-    """The device has failed for good, and every later step would fail. The worker exits and is started again.
-
-    ``Backend.launch`` and ``InFlightStep.wait`` raise it.
-    """
+    """``launch`` and ``wait`` raise it when the device has failed for good; the worker exits and is started again."""
 
 
 class InFlightStep(Protocol):

@@ -54,10 +54,8 @@ class HostBackend(ABC):
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker.
-
-        Raises Internal for lists of different length and for slots that the pool does not have.
-        """
+        """Copies whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker. Raises
+        Internal for lists of different length and for slots that the pool does not have."""
         pool = self._bound_pool()
         for source, target in checked_copies(sources, targets, len(pool)):
             pool[target].copy_(pool[source])

@@ -45,10 +45,7 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch.
-
-    Logs the choice and its reason.
-    """
+    """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend

@@ -23,10 +23,8 @@ class TorchBackend(HostBackend):
     """A :class:`HostBackend` over torch's operators."""
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Loads the weights. ``threads`` sets torch's threads for the whole process; 0 leaves torch's default.
-
-        Raises ConfigError for weights that do not fit the config.
-        """
+        """Loads the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
+        the whole process; 0 leaves torch's default."""
         if threads:
             torch.set_num_threads(threads)
         self._config = load_config(prepared.folder)

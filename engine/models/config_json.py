@@ -62,10 +62,7 @@ def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | None:
-    """Returns a list with one entry for each layer, or None for a missing key or null.
-
-    Longer lists are cut, as transformers does.
-    """
+    """Returns a list with one entry for each layer, cut as in transformers; None for a missing key or null."""
     value = raw.get(key)
     if value is None:
         return None

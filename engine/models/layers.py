@@ -21,10 +21,7 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, in float32, rounded after a float32 ``weight`` is applied: OLMo 2 and Gemma.
-
-    Gemma's weight is 1 + w; the sum is made when weights are loaded.
-    """
+    """RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, and Gemma, whose weight is 1 + w."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight).to(values.dtype)
@@ -32,10 +29,7 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """An RMS norm with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim].
-
-    ``wide`` chooses :func:`rms_norm_wide`, else :func:`rms_norm`.
-    """
+    """An RMS norm, ``wide`` or not; its weight is [last dimension], or [heads, head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float

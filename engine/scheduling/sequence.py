@@ -243,10 +243,8 @@ class Sequence:
         self.state = SequenceState.RUNNING
 
     def close(self, now: float, *, commit_rest: bool, resume: bool) -> tuple[int, ...]:
-        """Any state -> CLOSING. Returns the owned slots that will not be committed; they leave the table.
-
-        ``commit_rest``: full blocks are still committed. ``resume``: the sequence is preempted and comes back.
-        """
+        """Any state -> CLOSING. Returns the owned slots that will not be committed; they leave the table. With
+        ``commit_rest`` full blocks are still committed; with ``resume`` the sequence is preempted and comes back."""
         if resume:
             self.progress.preempted_s.append(now)
         self.state = SequenceState.CLOSING
@@ -298,10 +296,9 @@ class Sequence:
         self.decoding = True
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
-        """Append the tokens that a step chose, as far as the drafts behind each were right.
+        """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.
 
-        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. What the step
-        computed behind a wrong draft is void.
+        Returns how many tokens count, and why the stream ends with the last one, None when it goes on.
         """
         drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
         self.num_drafts = 0
@@ -433,10 +430,8 @@ class Sequence:
         self.num_sent = end
 
     def commit(self, slots: Seq[int]) -> list[int]:
-        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2).
-
-        Returns own slots that another committer's block replaced; launched steps may still read them.
-        """
+        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2). Returns own slots that
+        another committer's block replaced; launched steps may still read them."""
         start = self.num_committed
         own = self._table[start : start + len(slots)].tolist()
         self._table[start : start + len(slots)] = slots

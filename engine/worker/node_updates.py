@@ -25,8 +25,6 @@ class NodeUpdates:
     """The ordered calls of one epoch of a worker.
 
     Args:
-        node: the client of the worker's node.
-        epoch: this worker's.
         tickets: told which of them this worker holds no more.
         post_event: has a method of Scheduler called between two steps.
         on_committed: called with an order and the node's answer.

@@ -110,10 +110,8 @@ class StepLoop:
         return len(self._held_back)
 
     def post_event(self, event: Callable[..., None], *args: Any) -> None:
-        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
-
-        Any thread may call this. Raises Internal when MAX_EVENTS wait.
-        """
+        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step, from any
+        thread. Raises Internal when MAX_EVENTS wait."""
         with self._wake:
             if len(self._inbox) >= MAX_EVENTS:
                 raise Internal(f"{MAX_EVENTS} events wait for the step loop")

@@ -31,12 +31,8 @@ IN_USE_TIMEOUT_S = 1.0
 
 
 class Tickets:
-    """The tickets of one epoch.
-
-    Args:
-        post_event: has a method of Scheduler called between two steps.
-        lost: called with the error of a call that the epoch cannot survive.
-    """
+    """The tickets of one epoch. ``post_event`` has a method of Scheduler called between two steps; ``lost`` is called
+    with the error of a call that the epoch cannot survive."""
 
     def __init__(
         self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]

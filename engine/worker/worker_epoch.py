@@ -143,11 +143,8 @@ class WorkerEpoch:
     # Work.
 
     def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
-        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted.
-
-        Raises NotFound, and lets go of the holding, if the ticket's chain holds other tokens than ``spec`` has: KV of
-        another prompt is never read.
-        """
+        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted. Raises NotFound, and lets go of the
+        holding, if the chain holds other tokens than ``spec`` has: KV of another prompt is never read."""
         chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
         sequence = Sequence(spec, holding, self._block_size, time.monotonic())
         if chain > first:

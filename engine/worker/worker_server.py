@@ -49,10 +49,8 @@ async def serve(
     add_to: Callable[[grpc.aio.Server], None],
     finish: Callable[[], None] = lambda: None,
 ) -> WorkerServer:
-    """Serve and announce the worker; ``add_to`` registers its servicer.
-
-    Raises ConfigError, with the worker closed, where its address is in use.
-    """
+    """Serve and announce the worker; ``add_to`` registers its servicer. Raises ConfigError, with the worker closed,
+    where its address is in use."""
     flags = worker.flags
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)

@@ -119,10 +119,8 @@ class OperationBuilder:
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
     ) -> Operation:
-        """The product of ``x`` with the matrix ``name``, or with those of experts, whose rows are in ``group_starts``.
-
-        Raises ConfigError where the matrix does not fit ``x`` or ``out``.
-        """
+        """``x`` times the matrix ``name``, or those of experts, whose rows are in ``group_starts``. Raises ConfigError
+        where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:

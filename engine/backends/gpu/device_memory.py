@@ -23,8 +23,7 @@ def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
     """Returns a tensor uint8 [size_bytes] over mapped memory, without a copy; the tensor holds ``memory``.
 
-    In Triton's interpreter, and with the driver that tests use, the memory is the host's. Raises ConfigError for memory
-    of another device.
+    In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
     """
     if device.type == "cuda":
         found = torch.as_tensor(_with_interface(memory, "__cuda_array_interface__"), device=device)

@@ -53,7 +53,6 @@ class GpuLimits:
     """Limits of one step, so that buffers and graphs can be made once.
 
     Attributes:
-        max_tokens, max_seqs: tokens and sequences of a step.
         max_samples: sampled rows of a step; 0 for a worker that never samples. A step with more runs without a graph.
         max_model_len: tokens of one sequence.
         num_speculative_tokens: draft tokens of a decode.
@@ -175,10 +174,8 @@ class GpuBackend:
             blocks.copy(bound.pool, to_device(np.array(group, np.int32), self._model.device))
 
     def take_workspace(self) -> None:
-        """Compiles every kernel and allocates the workspace of a full step, over scratch memory.
-
-        It is called before the KV node makes its pool of the rest of the device's memory.
-        """
+        """Compiles every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
+        makes its pool of the rest of the device's memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = -(-max_tokens // layout.block_size)

@@ -209,10 +209,8 @@ def load_gpu_weights(
     dummy: bool = False,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Loads the weights of a prepared folder into memory from ``memory``. ``dummy``: random ones.
-
-    Raises ConfigError for a checkpoint that does not fit its config.
-    """
+    """Loads the weights of a prepared folder, or random ones (``dummy``), into memory from ``memory``. Raises
+    ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     plan = (
         plan_weights(config, kind, separate_head=not config.tie_word_embeddings)
