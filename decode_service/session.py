@@ -113,7 +113,7 @@ class DecodeSession:
     # Commands.
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; an error is reported in its only delta. InvalidRequest, for a key in use, ends the connection."""
+        """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
         keys = (submit.key, *(fork.key for fork in submit.forks))
         if len(set(keys)) < len(keys):

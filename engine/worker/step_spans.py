@@ -49,8 +49,8 @@ def record_stream(parent: Context, progress: SequenceProgress, generated_tokens:
 
 
 def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
-    """Record a step as a trace of its own, with its ``tokens`` by use and links to those of ``parents``, the contexts of
-    the requests that it carried, that are recorded."""
+    """Record a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
+    (``parents``) that are recorded."""
     contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
     links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
     if not links:
