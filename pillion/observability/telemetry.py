@@ -38,10 +38,9 @@ def wanted(signal: Signal) -> bool:
 
 def exporter(signal: Signal) -> Any:
     """The SDK's exporter of ``signal``, over the protocol that the environment sets; grpc if it sets none."""
-    way = "http" if _otlp_setting(signal, "PROTOCOL") not in ("", "grpc") else "grpc"
-    name = {"TRACES": "trace", "METRICS": "metric"}[signal]
-    module = import_module(f"opentelemetry.exporter.otlp.proto.{way}.{name}_exporter")
-    return getattr(module, {"TRACES": "OTLPSpanExporter", "METRICS": "OTLPMetricExporter"}[signal])()
+    name, made = {"TRACES": ("trace", "OTLPSpanExporter"), "METRICS": ("metric", "OTLPMetricExporter")}[signal]
+    way = "grpc" if _otlp_setting(signal, "PROTOCOL") in ("", "grpc") else "http"
+    return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{way}.{name}_exporter"), made)()
 
 
 def _otlp_setting(signal: Signal, name: str) -> str:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
+from pillion.observability import telemetry
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
 from pillion.observability.metrics_export import Exports, MetricsPage, push_wanted
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
@@ -172,3 +173,17 @@ def test_the_push_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert push_wanted()
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     assert not push_wanted()
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "way"), [("", "", "grpc"), ("http/protobuf", "", "http"), ("http/protobuf", "grpc", "grpc")]
+)
+def test_the_environment_picks_the_protocol_of_each_signal(
+    monkeypatch: pytest.MonkeyPatch, shared: str, own: str, way: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", shared)
+    for signal in ("TRACES", "METRICS"):
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", own)
+        made = telemetry.exporter(signal)
+        assert type(made).__module__.startswith(f"opentelemetry.exporter.otlp.proto.{way}.")
+        made.shutdown()
