@@ -51,8 +51,9 @@ check: setup-dev ## Lint, formatting, types, style
 	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
 
 fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, and to a real line
-	PILLION_FUZZ=$(or $(FUZZ),10000) $(IN_VENV) $(BIN)/python -m pytest -q --timeout=1800 tests/gateway/test_http_fuzz.py \
-	  tests/gateway/test_grpc_fuzz.py tests/cluster/test_tenants.py -k "malformed or hardly"
+	PILLION_FUZZ=$(or $(FUZZ),10000) $(IN_VENV) $(BIN)/python -m pytest -q --timeout=1800 \
+	  tests/gateway/http_api/test_http_fuzz.py tests/gateway/grpc_api/test_grpc_fuzz.py tests/cluster/test_tenants.py \
+	  -k "malformed or hardly"
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py

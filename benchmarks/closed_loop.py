@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pillion.loadgen.drive import LoadDriver, Run
-from pillion.loadgen.figures import summarize
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.figures import Run, summarize
 from pillion.loadgen.load import LoadConfig, LoadSession, Turn, make_sessions
 from pillion.loadgen.target import LoadTarget
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pillion.kernels.cpu.attention.attention_rows import PARTITION_GROUPS, AttentionShape, Groups
 from pillion.kernels.cpu.attention.cpu_attention import GroupRange, each_attention_item, emit_groups
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
 # Sums in flight: enough to hide the latency of a product, few enough to stay in registers.
 SUMS = 12
 # ``sink`` has 64 bytes for each thread: a kernel must store its result, or the compiler drops the work.
-PEAK = RecordLayout("peak", pointers=("sink",), numbers=("rounds",))
-READ = RecordLayout("read", pointers=("data", "sink"), numbers=("bytes",))
-ATTENTION_READ = RecordLayout(
-    "stream",
-    pointers=("sink",),
-    numbers=("layer_offset", "slot_bytes", "piece_bytes", "value_offset", "kv_heads"),
-)
 # How many bytes a thread draws at a time, and how far ahead it prefetches.
 _CHUNK_BYTES = 65536
 _AHEAD_BYTES = 4096
@@ -31,15 +23,12 @@ _SIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PeakDots:
+class PeakDots(KernelSpec):
     """Products of bfloat16 pairs (or of float32) that never leave the registers: ``rounds`` of SUMS on each thread."""
 
-    layout: ClassVar[RecordLayout] = PEAK
-    bf16: bool
+    layout = RecordLayout("peak", pointers=("sink",), numbers=("rounds",))
 
-    @property
-    def name(self) -> str:
-        return f"peak_dots_{'bf16' if self.bf16 else 'f32'}"
+    bf16: bool
 
     @property
     def operations(self) -> int:
@@ -57,14 +46,10 @@ class PeakDots:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAll:
+class ReadAll(KernelSpec):
     """Reads ``bytes`` of ``data`` once, a multiple of 64 KiB, all threads together."""
 
-    layout: ClassVar[RecordLayout] = READ
-
-    @property
-    def name(self) -> str:
-        return "read_all"
+    layout = RecordLayout("read", pointers=("data", "sink"), numbers=("bytes",))
 
     def emit(self, call: KernelCall) -> None:
         k, data = call.k, call.args.pointer("data")
@@ -80,19 +65,20 @@ class ReadAll:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionRead:
+class AttentionRead(KernelSpec):
     """Reads the memory that attention reads, item by item, and adds up its lines as if they were float32.
 
     The items, the groups and their order are those of attention; its speed is the limit that attention is measured
     against.
     """
 
-    layout: ClassVar[RecordLayout] = ATTENTION_READ
-    shape: AttentionShape
+    layout = RecordLayout(
+        "stream",
+        pointers=("sink",),
+        numbers=("layer_offset", "slot_bytes", "piece_bytes", "value_offset", "kv_heads"),
+    )
 
-    @property
-    def name(self) -> str:
-        return f"stream_{self.shape.name}"
+    shape: AttentionShape
 
     def emit(self, call: KernelCall) -> None:
         k = call.k

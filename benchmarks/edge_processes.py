@@ -27,8 +27,9 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, Submit
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.public import finish_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
@@ -81,7 +82,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 await self._ready.wait()
                 self._ready.clear()
                 streams, self._streams = self._streams, {}
-                yield batch_to_pb([DecodeDelta(key=key) for key in streams])
+                yield DecodeBatch(deltas=[DecodeDelta(key=key) for key in streams])
                 async for batch in self._steps(streams):
                     yield batch
         finally:
@@ -92,8 +93,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         sent: list[float] = []
         begun = time.monotonic()
         # The messages are made once, because the worker shares its core with the clients.
-        batches = [batch_to_pb([DecodeDelta(key, (token,)) for key in keys]) for token in TEXT]
-        last = batch_to_pb([DecodeDelta(key, (TEXT[0],), FinishReason.LENGTH) for key in keys])
+        batches = [DecodeBatch(deltas=[DecodeDelta(key=key, token_ids=(token,)) for key in keys]) for token in TEXT]
+        last = DecodeBatch()
+        last.CopyFrom(batches[0])
+        for delta in last.deltas:
+            delta.finish_reason = finish_to_pb(FinishReason.LENGTH)
         for step in range(count):
             if self._step_s:
                 await asyncio.sleep(max(0.0, begun + step * self._step_s - time.monotonic()))
@@ -106,8 +110,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, commands: Any) -> None:
         async for command in commands:
             if command.HasField("submit"):
-                submit = submit_from_pb(command.submit)
-                self._streams[submit.key] = submit
+                self._streams[command.submit.key] = command.submit
                 if len(self._streams) == self._wanted:
                     self._ready.set()
 

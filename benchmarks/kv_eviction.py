@@ -23,7 +23,7 @@ from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION, Block
 from pillion.loadgen.traces import TraceRequest, read_trace
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 
 POLICIES = ("lru", "lfu")
 COST_BLOCKS, COST_CHAIN = 200_000, 100
@@ -50,7 +50,9 @@ def serve(trace: Sequence[TraceRequest], policy: str, num_slots: int, in_flight:
         left = hashes[ticket.blocks :]
         if left:
             slots = ledger.adopt(epoch, ticket.ticket_id, len(left)).leased_slots
-            (result,) = ledger.commit(epoch, [CommitRun(ticket.ticket_id, slots, b"".join(left))])
+            (result,) = ledger.commit(
+                epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))]
+            )
             assert not result.refusal
         running.append(ticket.ticket_id)
         ledger.drain_events()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.loadgen.figures import percentile
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 200_000
@@ -64,12 +64,14 @@ class TicketDriver:
             await self.commit(ticket.ticket_id, slots[at : at + batch], piece)
         return ticket.ticket_id
 
-    async def commit(self, ticket_id: int, slots: tuple[int, ...], hashes: bytes) -> float:
+    async def commit(self, ticket_id: int, slots: Sequence[int], hashes: bytes) -> float:
         """Commit blocks behind the ticket's tail; return the seconds of the call."""
         begin = time.perf_counter()
-        (result,) = await self.client.commit(self.worker.epoch, [CommitRun(ticket_id, slots, hashes)])
+        (result,) = await self.client.commit(
+            self.worker.epoch, [CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=hashes)]
+        )
         seconds = time.perf_counter() - begin
-        assert result.slots == slots, result.refusal
+        assert list(result.slots) == list(slots), result.refusal
         return seconds
 
     async def release(self, ticket_id: int) -> None:
@@ -185,7 +187,7 @@ async def _tail_pins(rounds: int) -> Any:
     ticket = ledger.admit(holder, 1, split_hashes(packed), CHAIN_BLOCKS + 1)
     assert ticket is not None
     slots = ledger.adopt(holder, ticket.ticket_id, CHAIN_BLOCKS).leased_slots
-    ledger.commit(holder, [CommitRun(ticket.ticket_id, slots, packed)])
+    ledger.commit(holder, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=packed)])
     tail = ticket.tail
     assert tail is not None
     ledger.release(holder, [ticket.ticket_id])

@@ -23,8 +23,7 @@ from typing import IO, Any
 
 from benchmarks import llama_stream
 from benchmarks.closed_loop import ClosedLoad, measure
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import LoadTarget, PillionTarget
 from testbed.cluster import free_port, served

@@ -13,7 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 import numpy as np
@@ -21,10 +21,9 @@ import numpy as np
 from benchmarks.split_load import ClientRecord, Request
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import ChunkDone, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
 from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
     CommitOrder,
     Outcome,
     SchedulerLoad,
@@ -120,15 +119,8 @@ class SimWorker:
         load = self._load
         self.record = msgspec.structs.replace(
             self.record,
-            running_requests=load.running,
-            waiting_requests=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            queued_tokens=load.queued_tokens,
-            decoding_requests=load.decoding,
-            context_tokens=load.context_tokens,
-            free_seqs=max(0, self._max_num_seqs - load.running - load.waiting),
-            step_cost_s=load.cost_s,
-            largest_step_tokens=load.largest_step_tokens,
+            **asdict(load),
+            free_seqs=max(0, self._max_num_seqs - load.running_requests - load.waiting_requests),
             # The time of the heartbeat for now; readers replace it by its age.
             heartbeat_age_ms=int(self._clock.now * 1000),
         )

@@ -17,7 +17,8 @@ from rich.table import Table
 from benchmarks.report import save, show_table
 from pillion.config import DecodeFlags
 from pillion.engine.backends.batching import build_batch, build_sampling
-from pillion.engine.backends.loading import torch_backend
+from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     args = parser.parse_args()
     flags = DecodeFlags(model=MODEL)
-    backend = torch_backend(flags, 1).backend
+    backend = TorchBackend(prepare(flags), flags.block_size, 1)
     slots = (args.context + MAX_TOKENS) // flags.block_size * 2 + 3 * max(args.batch) * (1 + args.context // 16)
     backend.bind_pool(memoryview(bytearray(slots * backend.layout.block_bytes)), slots)
     rows = [row for batch in args.batch for row in measure(backend, flags.block_size, batch, args)]

@@ -2,9 +2,8 @@
 
 Open first: session.py, which follows a stream from its submit to its last delta.
 
-    decode_server.py      starts a decode worker; the gRPC service Decode.Connect
-    session.py            one gateway's connection: its streams and their pending deltas
-    submit_validation.py  what a Submit must look like
+    decode_server.py  starts a decode worker; the gRPC service Decode.Connect
+    session.py        one gateway's connection: its streams and their pending deltas; what a Submit must look like
 
 No scheduling policy (pillion.engine.scheduling) and no text: tokens become text in the gateway.
 """

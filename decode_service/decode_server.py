@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,7 +21,6 @@ from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.wire.common import check_hello
-from pillion.wire.decode import batch_to_pb, submit_from_pb
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -37,7 +37,8 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         backend_factory=backend_factory,
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)
-    return await serve(worker, flags.listen, SERVICE_NAME, servicer)
+    add_to = partial(decode_pb2_grpc.add_DecodeServicer_to_server, servicer)
+    return await serve(worker, SERVICE_NAME, add_to, servicer.finish)
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -54,10 +55,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         for session in self._sessions:
             session.finish()
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
-
     async def Connect(  # noqa: N802
         self,
         request_iterator: AsyncIterator[decode_pb2.DecodeCommand],
@@ -71,8 +68,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, session))
         try:
-            async for deltas in session.deltas():
-                yield batch_to_pb(deltas)
+            async for batch in session.deltas():
+                yield batch
             if reader.done():
                 await reader
         finally:
@@ -93,7 +90,7 @@ async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: Deco
                 check_hello(command.hello)
                 greeted = True
             elif kind == "submit":
-                await session.submit(submit_from_pb(command.submit))
+                await session.submit(command.submit)
             elif kind == "cancel":
                 session.cancel(command.cancel.key)
     finally:

@@ -20,21 +20,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.decode_service.submit_validation import check_submit
-from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
-from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker import Worker
 from pillion.errors import (
     Conflict,
     DeadlineExceeded,
+    FieldViolation,
     Internal,
     InvalidRequest,
     NotFound,
@@ -44,8 +44,9 @@ from pillion.errors import (
 )
 from pillion.observability import telemetry
 from pillion.priority import bounded
-from pillion.types import FinishReason, TokenLogprob
-from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.sampling_ranges import range_violations
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
 
@@ -53,18 +54,9 @@ log = logging.getLogger("pillion.decode")
 MAX_AWAITING = 4096
 # Refusals that nobody has read yet; with more of them, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
+ROOT_HASH_BYTES = 32
+MAX_STOP_TOKEN_IDS = 1024
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
-
-
-@dataclass(slots=True)
-class _PendingDelta:
-    """The next delta of one stream."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: DecodeError | None = None
-    timings: DecodeTimings | None = None
 
 
 class _DecodeStream:
@@ -101,8 +93,8 @@ class _DecodeStream:
 class DecodeSession:
     """One connection; :meth:`close` is called at its end, however it ends.
 
-    ``max_streams`` bounds the streams of all connections of the worker. ``adopting``, shared by all connections, has
-    for each adoption under way the number of streams that it is for.
+    ``max_streams`` bounds the streams of all connections of the worker, which share ``adopting``: for each adoption
+    under way the number of streams that it is for.
     """
 
     def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
@@ -110,7 +102,8 @@ class DecodeSession:
         self._max_streams = max_streams
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        self._pending: dict[int, _PendingDelta] = {}
+        # The next delta of each stream that has one.
+        self._pending: dict[int, DecodeDelta] = {}
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -120,10 +113,7 @@ class DecodeSession:
     # Commands.
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; an error is reported in its only delta.
-
-        Raises InvalidRequest, which ends the connection, for a key that is in use.
-        """
+        """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
         keys = (submit.key, *(fork.key for fork in submit.forks))
         if len(set(keys)) < len(keys):
@@ -141,7 +131,7 @@ class DecodeSession:
         except PillionError as error:
             self._fail(submit.key, error)
             return
-        stream = self._open(submit, submit.key, submit.sampling.seed or 0)
+        stream = self._open(submit, submit.key, submit.sampling.seed)
         forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
         stream.forks = tuple(forks)
         task = asyncio.create_task(self._start(stream))
@@ -174,7 +164,7 @@ class DecodeSession:
 
     # Deltas.
 
-    async def deltas(self) -> AsyncIterator[list[DecodeDelta]]:
+    async def deltas(self) -> AsyncIterator[DecodeBatch]:
         """Batches of deltas, one per step that had updates; ends with :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
@@ -182,35 +172,27 @@ class DecodeSession:
             pending, self._pending = self._pending, {}
             self._room.set()
             if pending:
-                yield [
-                    DecodeDelta(
-                        key=key,
-                        token_ids=tuple(delta.token_ids),
-                        logprobs=tuple(delta.logprobs),
-                        finish_reason=delta.finish_reason,
-                        error=delta.error,
-                        timings=delta.timings,
-                    )
-                    for key, delta in pending.items()
-                ]
+                yield DecodeBatch(deltas=pending.values())
             if self._finishing and not self._pending:
                 return
 
     def add_update(self, key: int, update: Update) -> None:
-        """Merge an update of a stream into its pending delta."""
         delta = self._pending_delta(key)
         delta.token_ids.extend(update.token_ids)
-        delta.logprobs.extend(update.logprobs)
+        if update.logprobs:
+            delta.logprobs.extend(map(logprob_to_pb, update.logprobs))
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
             if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
                 # With the first token, because a stream that the gateway ends has no last delta.
-                delta.timings = _timings_of(stream.progress)
+                delta.timings.CopyFrom(_timings_of(stream.progress))
             return
         self._drop(key)
-        delta.finish_reason = ending.reason
-        delta.error = None if ending.error is None else _error_of(ending.error)
-        delta.timings = None if update.progress is None else _timings_of(update.progress)
+        delta.finish_reason = finish_to_pb(ending.reason)
+        if ending.error is not None:
+            delta.error.CopyFrom(_error_of(ending.error))
+        if update.progress is not None:
+            delta.timings.CopyFrom(_timings_of(update.progress))
 
     # Inside.
 
@@ -289,23 +271,26 @@ class DecodeSession:
             self._fail(key, DeadlineExceeded("the request's time is over"))
 
     def _fail(self, key: int, error: PillionError) -> None:
-        self._pending_delta(key).error = _error_of(error)
+        self._pending_delta(key).error.CopyFrom(_error_of(error))
         if len(self._pending) >= MAX_UNREAD_REFUSALS:
             self._room.clear()
 
-    def _pending_delta(self, key: int) -> _PendingDelta:
+    def _pending_delta(self, key: int) -> DecodeDelta:
         self._awake.set()
-        return self._pending.setdefault(key, _PendingDelta())
+        delta = self._pending.get(key)
+        if delta is None:
+            delta = self._pending[key] = DecodeDelta(key=key)
+        return delta
 
 
 def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,
-        token_ids=np.array(submit.token_ids, dtype=np.int32),
+        token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
         parent_hash=submit.root_hash,
         prompt_tokens=submit.prompt_tokens,
-        sampling=submit.sampling,
+        sampling=sampling_from_pb(submit.sampling),
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
         max_model_len=max_model_len,
@@ -315,7 +300,7 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    return DecodeError(error.code, error.message, isinstance(error, _RETRYABLE))
+    return DecodeError(code=error.code, message=error.message, retryable=isinstance(error, _RETRYABLE))
 
 
 def _timings_of(progress: SequenceProgress) -> DecodeTimings:
@@ -325,3 +310,42 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
         queue_ms=max(0.0, (progress.first_step_s or progress.ended_s) - progress.arrived_s) * 1000,
         preemptions=progress.preemptions,
     )
+
+
+def check_submit(submit: Submit, *, vocab_size: int, max_model_len: int) -> None:
+    """Check a submit before anything is done for it. Raises InvalidRequest with every violation.
+
+    A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
+    """
+    violations = (*_shape(submit, vocab_size, max_model_len), *_sampling(submit, vocab_size))
+    if violations:
+        raise InvalidRequest.of(*violations)
+
+
+def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
+    total = len(submit.token_ids)
+    if not 1 <= total < max_model_len:
+        yield FieldViolation("token_ids", f"{total} tokens; from 1 to {max_model_len - 1} can be continued")
+    elif max(submit.token_ids) >= vocab_size:
+        yield FieldViolation("token_ids", f"an id is outside the vocabulary of {vocab_size}")
+    if not 1 <= submit.prompt_tokens <= total:
+        yield FieldViolation("prompt_tokens", f"{submit.prompt_tokens} of {total} tokens")
+    elif total - submit.prompt_tokens >= submit.max_tokens:
+        yield FieldViolation("max_tokens", f"{submit.max_tokens} are generated already, or none are wanted")
+    if len(submit.root_hash) != ROOT_HASH_BYTES:
+        yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
+    if submit.awaited_blocks > total:
+        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+    if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
+
+
+def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
+    """Violations of the sampling fields. A field that an older gateway does not know is unset and does nothing."""
+    params = sampling_from_pb(submit.sampling)
+    if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
+        yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
+        return
+    yield from range_violations(params, vocab_size)
+    if not 0 <= (params.min_tokens or 0) <= submit.max_tokens:
+        yield FieldViolation("sampling.min_tokens", f"{params.min_tokens} is not in [0, {submit.max_tokens}]")

@@ -5,9 +5,10 @@ generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) ->
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
 from opentelemetry import context as otel_context
@@ -20,13 +21,13 @@ from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_snapshot import SplitPolicy
-from pillion.gateway.request.job import Job
+from pillion.gateway.request.job import GatewayOptions, Job
 from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
-    GatewayMeter,
+    RequestMeter,
     begin_span,
+    count_refused,
     describe_span,
     end_refused_span,
     readings,
@@ -45,8 +46,9 @@ from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
-from pillion.observability.metrics import Meters, MetricFamily
+from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
+from pillion.wire.registry import ComponentRecord
 
 STOPPING = "this gateway is stopping"
 # A client may come again at once: it reaches another gateway, or the next one behind this port.
@@ -64,19 +66,6 @@ class ModelEntry:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayOptions:
-    """The flags that decide about requests. ``max_running_requests`` 0: as many as the workers have slots for."""
-
-    policy: SplitPolicy
-    chunk_tokens: int
-    max_attempts: int
-    max_inflight_requests: int
-    max_inflight_tokens: int
-    prefix_caching: bool
-    max_running_requests: int = 0
 
 
 class Gateway:
@@ -101,30 +90,31 @@ class Gateway:
         self.cluster = cluster
         self._options = options
         self._ring = ring
-        self._quotas = quotas or SharedQuotas()
-        self._admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
+        self.quotas = quotas or SharedQuotas()
+        self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
         self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
-        self._meter = GatewayMeter(self.meters)
-        self.meters.watch(lambda: readings(self.active_requests, self.waiting_requests, cluster.index.available))
-        self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
+        admission, index = self.admission, cluster.index
+        self.meters.watch(lambda: readings(admission.requests, admission.waiting, index.available))
+        # Tokens of ended requests.
+        self.totals = Usage(0, 0, 0)
 
     def tenant_of(self, authorization: str) -> Tenant:
         """The tenant of a call, by the value of its Authorization header. Raises Unauthenticated."""
         try:
             return OPEN if self._ring is None else self._ring.tenant_of(authorization)
         except Unauthenticated as error:
-            self._meter.refused(error)
+            count_refused(self.meters, error)
             raise
 
     def take_keys(self, ring: Keyring) -> None:
         """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
-        self._quotas.keep(ring.tenants)
-        self._admission.keep(ring.tenants)
+        self.quotas.keep(ring.tenants)
+        self.admission.keep(ring.tenants)
         self._texts.keep(ring.tenants)
 
     async def generate(
@@ -155,33 +145,31 @@ class Gateway:
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
         span = begin_span(request, parent)
+        permit: AdmissionPermit | None = None
         try:
             model = self._models[check_model(request.model, self._models)]
             check_request(request, model.limits)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
-            permit = self._admission.enter(tenant, _generated(request.sampling), field)
-        except PillionError as error:
-            self._meter.refused(error)
-            end_refused_span(span, error)
-            raise
-        try:
+            permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
-            self._quotas.take_request(tenant, arrived)
+            self.quotas.take_request(tenant, arrived)
             with telemetry.child("tokenize", span) as tokenizing:
                 prompt = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
-            self._longest(request, model, prompt)
-            self._admission.weigh(permit, len(prompt))
+            longest = self._longest(request, model, prompt)
+            self.admission.weigh(permit, len(prompt))
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
-            return self._begin(request, model, prompt, permit, arrived, deadline, span)
+            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
+            return self._start(request, model, job, permit, span)
         except BaseException as error:
             # A request that was admitted leaves, also where its caller was cancelled.
-            self._admission.leave(permit)
+            if permit is not None:
+                self.admission.leave(permit)
             if isinstance(error, PillionError):
-                self._meter.refused(error)
+                count_refused(self.meters, error)
             end_refused_span(span, error)
             raise
 
@@ -196,31 +184,29 @@ class Gateway:
         Counts as a request. Raises InvalidRequest and Overloaded."""
         model, tenant = self.entry(request.model), self._known(tenant)
         check_request(request, model.limits)
-        permit = self._admission.enter(tenant)
-        try:
-            await self._count(tenant)
+        async with self._counted(tenant):
             if bare and request.text:
                 async with self._texts.of(tenant):
                     return await self._pool.run(model.tokenizer.encode_bare, request.text)
             return await self._tokenize(request, model, tenant)
-        finally:
-            self._admission.leave(permit)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
         """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
         tenant = self._known(tenant)
-        permit = self._admission.enter(tenant)
-        try:
-            await self._count(tenant)
+        async with self._counted(tenant):
             return await self.text_of(name, token_ids, tenant)
-        finally:
-            self._admission.leave(permit)
 
-    async def _count(self, tenant: Tenant) -> None:
-        """Counts a request whose prompt is not computed. Raises Overloaded."""
-        now = time.monotonic()
-        self._quotas.take_request(tenant, now)
-        await self._quotas.confirm(tenant, now)
+    @contextlib.asynccontextmanager
+    async def _counted(self, tenant: Tenant) -> AsyncIterator[None]:
+        """Holds a place for a request whose prompt is not computed, and counts it. Raises Overloaded."""
+        permit = self.admission.enter(tenant)
+        try:
+            now = time.monotonic()
+            self.quotas.take_request(tenant, now)
+            await self.quotas.confirm(tenant, None, now)
+            yield
+        finally:
+            self.admission.leave(permit)
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """The text of ids, for a request that has been counted already."""
@@ -253,7 +239,7 @@ class Gateway:
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
-    def metrics(self, tenant: Tenant | None = None) -> list[MetricFamily]:
+    def metrics(self, tenant: Tenant | None = None) -> Values:
         """This gateway's metrics. Raises PermissionDenied for a tenant that is no operator."""
         self._operators_only(tenant)
         return self.meters.collect()
@@ -263,35 +249,21 @@ class Gateway:
         no operator."""
         self._operators_only(tenant)
         others = self.cluster.other_gateways()
-        prompts, cached, completions = self.totals()
+        totals: list[Usage | ComponentRecord] = [self.totals, *others]
         return ClusterStatus(
             version=VERSION,
             components=tuple(record.status() for record in self.cluster.view.aged(time.monotonic())),
-            active_requests=self._admission.requests + sum(one.running_requests for one in others),
-            prompt_tokens=prompts + sum(one.prompt_tokens for one in others),
-            cached_tokens=cached + sum(one.cached_tokens for one in others),
-            completion_tokens=completions + sum(one.completion_tokens for one in others),
+            active_requests=self.admission.requests + sum(one.running_requests for one in others),
+            prompt_tokens=sum(one.prompt_tokens for one in totals),
+            cached_tokens=sum(one.cached_tokens for one in totals),
+            completion_tokens=sum(one.completion_tokens for one in totals),
             index_available=self.cluster.index.available,
         )
-
-    def totals(self) -> tuple[int, int, int]:
-        """Tokens of ended requests: prompt tokens, how many of them were cached, and generated tokens."""
-        return self._prompt_tokens, self._cached_tokens, self._completion_tokens
 
     @property
     def active_requests(self) -> int:
         """Requests under way; each answer counts."""
-        return self._admission.requests
-
-    @property
-    def waiting_requests(self) -> int:
-        """Requests that wait for their turn."""
-        return self._admission.waiting
-
-    @property
-    def active_tokens(self) -> int:
-        """Prompt tokens of the requests under way."""
-        return self._admission.tokens
+        return self.admission.requests
 
     def drain(self) -> None:
         """Refuses new requests from now on; those under way go on."""
@@ -300,7 +272,7 @@ class Gateway:
     async def aclose(self) -> None:
         """Ends tokenizing and reports quotas. Readers of generations cancel these themselves."""
         self._pool.close()
-        await self._quotas.aclose()
+        await self.quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
 
@@ -334,80 +306,75 @@ class Gateway:
     ) -> None:
         """Waits until a weighed request may go to the workers. Raises Overloaded and DeadlineExceeded."""
         tenant = permit.tenant
-        await self._quotas.take_prompt(tenant, permit.tokens, time.monotonic())
+        await self.quotas.confirm(tenant, permit.tokens, time.monotonic())
         try:
-            await self._admission.turn(permit, model, tenant.capped(priority), arrived, deadline)
+            await self.admission.turn(permit, model, tenant.capped(priority), arrived, deadline)
         except BaseException:
-            self._quotas.spend(tenant, -permit.tokens, time.monotonic())
+            self.quotas.spend(tenant, -permit.tokens, time.monotonic())
             raise
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
         """The longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
-        name, most = model.limits.name, model.limits.max_model_len_tokens
-        pool_tokens = self.cluster.capacity_tokens(name)
-        return check_pool(len(prompt), prompt_field(request), request.sampling.max_tokens, most, pool_tokens)
+        name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
+        pools = self.cluster.pools_tokens(name)
+        # As long as one pool's size is not known, nothing is refused for the largest.
+        longest = check_pool(
+            len(prompt), prompt_field(request), asked, most, max(pools, default=None) if all(pools) else None
+        )
+        common = min(filter(None, pools), default=most)
+        # Where every node can hold the request, another one can go on whichever is lost.
+        return min(longest, common) if asked is None and len(prompt) < common else longest
 
-    def _begin(
+    def _job(
         self,
         request: GenerateRequest,
         model: ModelEntry,
         prompt: tuple[int, ...],
-        permit: AdmissionPermit,
+        longest: int,
+        tenant: Tenant,
         arrived: float,
         deadline: float | None,
-        span: trace.Span,
-    ) -> Generation:
-        limits, options, asked = model.limits, self._options, request.sampling
-        cluster = self.cluster
-        longest = self._longest(request, model, prompt)
-        common = cluster.common_tokens(limits.name)
-        if asked.max_tokens is None and common is not None and len(prompt) < common:
-            # Every node can hold the request, so another one can go on whichever is lost.
-            longest = min(longest, common)
-        bounds = replace(limits, max_model_len_tokens=longest)
-        resolved = resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63))
+    ) -> Job:
+        options, asked = self._options, request.sampling
+        bounds = replace(model.limits, max_model_len_tokens=longest)
         self._arrivals += 1
-        job = Job(
+        return Job(
             request_id=request.request_id or f"req-{secrets.token_hex(12)}",
-            model=limits.name,
+            model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
-            resolved=resolved,
+            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63)),
             # Without prefix caching the salt is used once: blocks of other requests do not match, its own still do.
-            cache_salt=cache_salt(permit.tenant, request.cache_salt)
-            if options.prefix_caching
-            else secrets.token_hex(16),
-            policy=options.policy,
-            chunk_tokens=options.chunk_tokens,
-            max_attempts=options.max_attempts,
+            cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
+            options=options,
             arrived=arrived,
             deadline=deadline,
             spread=self._arrivals,
-            priority=permit.tenant.capped(request.priority),
+            priority=tenant.capped(request.priority),
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
-            prefix_caching=options.prefix_caching,
         )
+
+    def _start(
+        self, request: GenerateRequest, model: ModelEntry, job: Job, permit: AdmissionPermit, span: trace.Span
+    ) -> Generation:
         describe_span(span, job, is_chat=bool(request.messages))
-        operation = CHAT if request.messages else TEXT
-        meter = self._meter.request(limits.name, operation, arrived, _generated(asked))
-        stop_ids = frozenset(resolved.stop_token_ids)
+        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
+        stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
         answers = [
-            AnswerText(model.tokenizer.detokenizer(), asked.stop, stop_ids, resolved.sampling.min_tokens or 0)
-            for _ in range(_generated(asked))
+            AnswerText(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids, min_tokens)
+            for _ in range(permit.answers)
         ]
 
         def ended(usage: Usage) -> None:
             # A prompt that nobody could serve costs its tenant nothing.
             lost = generation.failed_unserved and not usage.completion_tokens
             spent = -permit.tokens if lost else usage.completion_tokens
-            self._quotas.spend(permit.tenant, spent, time.monotonic())
-            self._admission.leave(permit, usage.completion_tokens)
-            self._prompt_tokens += usage.prompt_tokens
-            self._cached_tokens += usage.cached_tokens
-            self._completion_tokens += usage.completion_tokens
+            self.quotas.spend(permit.tenant, spent, time.monotonic())
+            self.admission.leave(permit, usage.completion_tokens)
+            self.totals += usage
 
-        generation = Generation(job, cluster, answers, span, meter, ended)
+        generation = Generation(job, self.cluster, answers, span, meter, ended)
         generation.start()
         return generation
 

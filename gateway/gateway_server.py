@@ -9,11 +9,12 @@ stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, H
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 
@@ -22,11 +23,12 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.gateway import Gateway, GatewayOptions, ModelEntry
+from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_snapshot import parse_policy
+from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
@@ -67,7 +69,6 @@ class GatewayServer:
         self,
         record: ComponentRecord,
         gateway: Gateway,
-        cluster: Cluster,
         registry: Registry,
         servicer: GatewayServicer,
         ports: Ports,
@@ -80,7 +81,7 @@ class GatewayServer:
         self.gateway = gateway
         self.meters = gateway.meters
         self._record = record
-        self.cluster = cluster
+        self.cluster = gateway.cluster
         self._registry = registry
         self._servicer = servicer
         self._server, self.http, self._probe = ports.grpc, ports.http, ports.probe
@@ -122,14 +123,8 @@ class GatewayServer:
 
     async def _beat(self, heartbeat_s: float) -> None:
         while True:
-            prompts, cached, completions = self.gateway.totals()
-            now = msgspec.structs.replace(
-                self._record,
-                running_requests=self.gateway.active_requests,
-                prompt_tokens=prompts,
-                cached_tokens=cached,
-                completion_tokens=completions,
-            )
+            running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
+            now = msgspec.structs.replace(self._record, running_requests=running, **totals)
             try:
                 await self._registry.heartbeat(now)
             except PillionError as error:
@@ -150,7 +145,8 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         raise ConfigError("the gateway needs --redis-url")
     keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
     identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
-    _warn(flags)
+    if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
+        log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
     entries = await asyncio.to_thread(_entries, flags, prepared)
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
@@ -180,7 +176,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     record = ComponentRecord(
         component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
     )
-    return GatewayServer(record, gateway, cluster, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
+    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
@@ -206,24 +202,16 @@ async def _listen(
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,
     )
-    started: HttpServer | None = None
-    try:
-        started = await start_http(
-            gateway,
-            flags.host,
-            flags.http_port,
-            share_port=flags.share_ports,
-            identity=identity,
-            vllm_names=flags.vllm_metric_names,
-        )
-        if not flags.probe_listen:
-            return Ports(server, started)
-        credentials = rpc.internal_credentials(flags.probe_listen)
-        probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
-    except OSError:
-        await asyncio.gather(server.stop(0), *([] if started is None else [started.stop(0)]))
-        raise
-    return Ports(server, started, probe)
+    async with contextlib.AsyncExitStack() as started:
+        started.push_async_callback(server.stop, 0)
+        http = await start_http(gateway, flags, identity)
+        started.push_async_callback(http.stop, 0)
+        probe: rpc.RunningServer | None = None
+        if flags.probe_listen:
+            credentials = rpc.internal_credentials(flags.probe_listen)
+            probe = await rpc.start_server(flags.probe_listen, [], credentials=credentials, serving=False)
+        started.pop_all()
+    return Ports(server, http, probe)
 
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
@@ -243,11 +231,6 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
         except Exception:
             # A defect must not be the end of all changes: a key that was taken away would stay good.
             log.exception("the keys could not be read again")
-
-
-def _warn(flags: GatewayFlags) -> None:
-    if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
-        log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
 
 
 def model_entry(model: PreparedModel) -> ModelEntry:

@@ -47,8 +47,7 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "") -> bytes:
-    """Returns the parent hash (32 bytes) of a request's first block: requests of other adapters or salts share
-    nothing."""
+    """Returns the parent hash (32 bytes) of a request's first block; other adapters or salts share no block."""
     return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt)
 
 

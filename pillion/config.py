@@ -21,8 +21,14 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
+from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
+MAX_PORT = 65535
+MAX_WORKERS = 64
+# Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
+MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
@@ -73,6 +79,8 @@ def flag(
     kind: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
     placement: bool = False,
+    least: float | None = None,
+    most: float | None = None,
 ) -> Any:
     """A dataclass field that is a flag; one whose default is a tuple may be repeated.
 
@@ -82,14 +90,15 @@ def flag(
         kind: parses the flag's text; default: the type of ``default``.
         choices: the only values that are allowed; empty: any.
         placement: the flag names or places one process, so ``pillion serve`` chooses it for each component.
+        least, most: the bounds of a number, both allowed; :mod:`pillion.cli.checks` refuses others.
     """
     about = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata=about | {"least": least, "most": most})
 
 
-def size_flag(default: int, help: str) -> Any:  # noqa: A002
+def size_flag(default: int, help: str, **bounds: Any) -> Any:  # noqa: A002
     """A flag that :func:`parse_size` reads."""
-    return flag(default, help, kind=parse_size)
+    return flag(default, help, kind=parse_size, **bounds)
 
 
 def other_default(cls: type, name: str, default: Any) -> Any:
@@ -106,8 +115,8 @@ class CommonFlags:
     )
     log_level: str = flag("info", "Least serious log line.", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
-    heartbeat_ms: int = flag(1000, "Time between two heartbeats of a component.")
-    heartbeat_timeout_ms: int = flag(5000, "Silence after which a component counts as lost.")
+    heartbeat_ms: int = flag(1000, "Time between two heartbeats of a component.", least=10)
+    heartbeat_timeout_ms: int = flag(5000, "Silence after which a component counts as lost.", least=50)
     metrics_port: int = flag(0, "Port of this component's metrics page. 0: none.")
     metrics_host: str = flag("127.0.0.1", "Address of the metrics page. It has no keys: keep clients away from it.")
     vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
@@ -126,8 +135,10 @@ class ModelFlags:
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
     dtype: str = flag("auto", "Type of weights and KV.", choices=DTYPE_CHOICES)
-    max_model_len: int = size_flag(0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192.")
-    block_size: int = flag(16, "Tokens per KV block.")
+    max_model_len: int = size_flag(
+        0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192.", least=0
+    )
+    block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
 
 
@@ -146,17 +157,25 @@ class ComputeFlags(ModelFlags):
 class PoolFlags:
     """The KV pool's memory."""
 
-    kv_pool_bytes: int = size_flag(0, "Memory for KV blocks. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.")
-    gpu_memory_utilization: float = flag(0.9, "Share of the GPU's memory for weights, workspaces and KV pool together.")
-    host_bytes: int = size_flag(0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.")
-    decode_reserve_percent: int = flag(10, "Share of the pool that prompts leave to running decodes (I5).")
+    kv_pool_bytes: int = size_flag(0, "Memory for KV blocks. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.", least=0)
+    gpu_memory_utilization: float = flag(
+        0.9, "Share of the GPU's memory for weights, workspaces and KV pool together.", least=0, most=1
+    )
+    host_bytes: int = size_flag(
+        0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0
+    )
+    decode_reserve_percent: int = flag(
+        10, "Share of the pool that prompts leave to running decodes (I5).", least=0, most=90
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadFlags:
     """The threads of a forward pass on a CPU."""
 
-    cpu_threads: int = flag(0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.")
+    cpu_threads: int = flag(
+        0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.", least=0, most=MAX_CPU_THREADS
+    )
     cpu_affinity: str = flag("", "Cores of those threads in order, such as 0,1 or 4-7. Empty: the system chooses.")
 
 
@@ -164,9 +183,11 @@ class ThreadFlags:
 class StepFlags:
     """The budgets of a decode worker's step."""
 
-    max_num_batched_tokens: int = size_flag(256, "Token budget of a decode step (I5).")
-    max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.")
-    num_speculative_tokens: int = flag(0, "Most tokens a step guesses for a sequence from its own text. 0: none.")
+    max_num_batched_tokens: int = size_flag(256, "Token budget of a decode step (I5).", least=1)
+    max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
+    num_speculative_tokens: int = flag(
+        0, "Most tokens a step guesses for a sequence from its own text. 0: none.", least=0, most=MAX_SPECULATIVE_TOKENS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +209,7 @@ class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
     """Flags of workers and gateways."""
 
     component_id: str = flag("", "Unique name of this process. Default: one made of role and pid.", placement=True)
-    drain_timeout_s: float = flag(2.0, "Time that requests have to finish when the process is told to stop.")
+    drain_timeout_s: float = flag(2.0, "Time that requests have to finish when the process is told to stop.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +234,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
     )
     node_advertise: str = flag("", ADVERTISE, placement=True)
     kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
-    max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.")
+    max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
     low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
     high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.")
@@ -237,16 +258,16 @@ class WorkerFlags(ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeF
 class PrefillFlags(WorkerFlags):
     """``pillion prefill``: turns spans of chunks into committed blocks."""
 
-    max_num_batched_prefill_tokens: int = size_flag(512, "Token budget of a prefill step.")
-    max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.")
+    max_num_batched_prefill_tokens: int = size_flag(512, "Token budget of a prefill step.", least=1)
+    max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(StepFlags, WorkerFlags):
     """``pillion decode``: prompt tails and decodes under one token budget."""
 
-    target_itl_ms: float = flag(0.0, "Inter-token latency to aim at, within --max-num-batched-tokens. 0: off.")
-    max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.")
+    target_itl_ms: float = flag(0.0, "Inter-token latency to aim at, within --max-num-batched-tokens. 0: off.", least=0)
+    max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,21 +276,25 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
     host: str = flag("127.0.0.1", "Address of the public ports.")
-    http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.")
-    grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.")
+    http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.", least=0, most=MAX_PORT)
+    grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.", least=0, most=MAX_PORT)
     split_policy: str = flag("auto", "Where prefill ends: auto, disaggregated, colocated or fraction:x.")
-    chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.")
-    max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.")
-    max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.")
-    max_running_requests: int = flag(0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.")
+    chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
+    max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.", least=1)
+    max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.", least=1)
+    max_running_requests: int = flag(
+        0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.", least=0
+    )
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
     tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")
-    max_attempts: int = flag(4, "Times a request is tried over when components are lost under it.")
-    max_message_bytes: int = size_flag(16 * 2**20, "Largest gRPC message that is received or sent.")
+    max_attempts: int = flag(4, "Times a request is tried over when components are lost under it.", least=1)
+    max_message_bytes: int = size_flag(
+        16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
+    )
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
-    gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.")
+    gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)
     probe_listen: str = flag("", "Another address whose gRPC health says whether the gateway is ready.", placement=True)
     share_ports: bool = flag(False, "Let this user's other processes listen on the same public ports.", placement=True)
 
@@ -278,9 +303,13 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
 class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
 
-    fence_kill_after_s: float = flag(30.0, "A worker that stays fenced for longer is killed and started again.")
-    prefill_workers: int = flag(-1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.")
-    decode_workers: int = flag(1, "Decode workers to start.")
+    fence_kill_after_s: float = flag(
+        30.0, "A worker that stays fenced for longer is killed and started again.", least=0
+    )
+    prefill_workers: int = flag(
+        -1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.", least=-1, most=MAX_WORKERS
+    )
+    decode_workers: int = flag(1, "Decode workers to start.", least=1, most=MAX_WORKERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,4 @@
-"""Every error that Pillion raises on purpose.
-
-    PillionError
-    +-- InvalidRequest       the request is wrong, field by field        INVALID_ARGUMENT
-    +-- NotFound             a ticket, slot or model that is not there   NOT_FOUND
-    +-- Conflict             a state that forbids the call               FAILED_PRECONDITION
-    +-- Overloaded           a named bound was met                       RESOURCE_EXHAUSTED
-    +-- Unavailable          a component that is needed does not answer  UNAVAILABLE
-    +-- DeadlineExceeded     the caller's time is over                   DEADLINE_EXCEEDED
-    +-- Cancelled            the caller went away                        CANCELLED
-    +-- PermissionDenied     the caller may not do this                  PERMISSION_DENIED
-    +-- Unauthenticated      no API key, or an unknown one               UNAUTHENTICATED
-    +-- Internal             a defect of Pillion                         INTERNAL
-    +-- ConfigError          a flag or model that cannot work (start-up only)
+"""Every error that Pillion raises on purpose: a subclass of PillionError for each google.rpc.Code, and ConfigError.
 
 Servicers raise these errors; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the
 client turns statuses back into them. Nothing else maps errors.
@@ -137,18 +124,5 @@ class ConfigError(PillionError):
     """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
 
 
-BY_CODE: dict[int, type[PillionError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidRequest,
-        NotFound,
-        Conflict,
-        Overloaded,
-        Unavailable,
-        DeadlineExceeded,
-        Cancelled,
-        PermissionDenied,
-        Unauthenticated,
-        Internal,
-    )
-}
+# ConfigError is not in here: it never leaves its process.
+BY_CODE = {cls.code: cls for cls in PillionError.__subclasses__() if cls is not ConfigError}

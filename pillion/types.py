@@ -100,6 +100,14 @@ class Usage:
     cached_tokens: int
     completion_tokens: int
 
+    def __add__(self, other: Usage) -> Usage:
+        """The counts of two requests together."""
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,7 +37,8 @@ async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory 
         max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else 1,
         backend_factory=backend_factory,
     )
-    return await serve(worker, flags.listen, SERVICE_NAME, PrefillServicer(worker, flags.max_waiting_spans))
+    servicer = PrefillServicer(worker, flags.max_waiting_spans)
+    return await serve(worker, SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -47,13 +49,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._max_spans = max_spans
         self._live: set[SpanRun] = set()
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
-        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
-
-    def finish(self) -> None:
-        """Does nothing: spans that still run are cancelled with their calls."""
-
     async def RunSpan(  # noqa: N802
         self, request: prefill_pb2.RunSpanRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.ChunkAck]:
@@ -61,12 +56,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         check_hello(request.hello)
         worker = self._worker
         worker.check_open()
-        check_span(
-            request,
-            block_size=worker.block_size,
-            vocab_size=worker.model.backend.vocab_size,
-            max_model_len=worker.max_model_len,
-        )
+        check_span(request, worker)
         if len(self._live) >= self._max_spans:
             raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
         run = SpanRun(worker, request, telemetry.extract(_metadata(context)))

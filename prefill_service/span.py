@@ -13,8 +13,8 @@ from itertools import accumulate
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.sequence import SequenceSpec
-from pillion.engine.scheduling.step_plan import ChunkDone, Update
+from pillion.engine.scheduling.sequence import ChunkDone, SequenceSpec
+from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import Worker
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
@@ -85,12 +85,10 @@ class SpanRun:
         epoch.add(sequence, self)
 
     def on_update(self, update: Update) -> None:
-        """Note that the span is computed, or has failed."""
         if update.ending is not None:
             self._results.put_nowait(update.ending.error)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
-        """Acknowledge a committed chunk."""
         tokens = self._span.chunk_tokens[chunk.index]
         attributes = {"pillion.chunk.index": chunk.index, "pillion.chunk.tokens": tokens}
         record("prefill.chunk", self.trace, chunk.started_s, chunk.computed_s, attributes)
@@ -104,9 +102,9 @@ class SpanRun:
         self._results.put_nowait(ack)
 
 
-def check_span(span: RunSpanRequest, *, block_size: int, vocab_size: int, max_model_len: int) -> None:
+def check_span(span: RunSpanRequest, worker: Worker) -> None:
     """Check a span before anything is done for it. Raises InvalidRequest with every violation."""
-    violations = tuple(_violations(span, block_size, vocab_size, max_model_len))
+    violations = tuple(_violations(span, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len))
     if violations:
         raise InvalidRequest.of(*violations)
 

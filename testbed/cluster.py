@@ -17,7 +17,7 @@ import psutil
 from pillion import Client
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.wire.kvnode import NodeStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
 READY_TIMEOUT_S = 60.0

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -32,6 +30,7 @@ from pillion.net.rpc import start_server
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
+from testbed.redis import die_with_parent
 
 NAMESPACE = b"n" * 32
 
@@ -80,7 +79,7 @@ def start_source(
         [sys.executable, "-m", "testbed.plane_source", *map(str, words)],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     )
     assert process.stdout is not None
     with process.stdout:
@@ -99,12 +98,6 @@ def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
         yield started
     finally:
         started.kill()
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 class FilledPool:

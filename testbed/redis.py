@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from testbed.conditions import wait_for
 
 START_TIMEOUT_S = 10.0
 
@@ -46,11 +47,7 @@ class RedisServer:
     def start(self) -> None:
         quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
         self.process = spawn([redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"])
-        give_up_s = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            assert self.process.poll() is None, "redis-server ended at once"
-            assert time.monotonic() < give_up_s, "redis-server does not answer"
-            time.sleep(0.02)
+        wait_for("redis-server to answer", self._answers, START_TIMEOUT_S)
 
     def kill(self) -> None:
         if self.process is not None:
@@ -79,6 +76,8 @@ class RedisServer:
     def _answers(self) -> bool:
         import redis
 
+        assert self.process is not None
+        assert self.process.poll() is None, "redis-server ended at once"
         try:
             return bool(self.command("PING"))
         except redis.RedisError:
@@ -87,11 +86,11 @@ class RedisServer:
 
 def spawn(command: list[str]) -> subprocess.Popen[bytes]:
     """Start a process without output that ends with the test run."""
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
 
 
-def _die_with_parent() -> None:
-    """Let a server end with a test run that is killed (Linux)."""
+def die_with_parent() -> None:
+    """Let a process end with a test run that is killed (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

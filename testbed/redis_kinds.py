@@ -10,13 +10,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import redis
 
+from testbed.cluster import free_port
+from testbed.conditions import wait_for
 from testbed.redis import redis_executable, spawn
 
 START_TIMEOUT_S = 20.0
@@ -26,26 +27,25 @@ BUS_OFFSET = 10_000
 QUIET = ("--save", "", "--appendonly", "no", "--loglevel", "warning", "--bind", "127.0.0.1")
 
 
-def until_true(condition: Callable[[], object], what: str) -> None:
-    give_up_s = time.monotonic() + START_TIMEOUT_S
-    while True:
+def _until_redis(what: str, condition: Callable[[], object]) -> None:
+    """Wait for a condition whose question a server may not answer yet."""
+
+    def asked() -> object:
         with contextlib.suppress(redis.RedisError):
-            if condition():
-                return
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.05)
+            return condition()
+        return None
+
+    wait_for(what, asked, START_TIMEOUT_S)
 
 
-def free_port() -> int:
+def free_port_with_bus() -> int:
     """Return a port that is free now, as is the one for a Cluster's bus."""
     while True:
-        with socket.socket() as probe, socket.socket() as bus:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-            if port + BUS_OFFSET < 65_536:
-                with contextlib.suppress(OSError):
-                    bus.bind(("127.0.0.1", port + BUS_OFFSET))
-                    return port
+        port = free_port()
+        if port + BUS_OFFSET < 65_536:
+            with contextlib.suppress(OSError), socket.socket() as bus:
+                bus.bind(("127.0.0.1", port + BUS_OFFSET))
+                return port
 
 
 @dataclass
@@ -54,7 +54,7 @@ class PortServer:
 
     folder: pathlib.Path
     options: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=free_port_with_bus)
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class PortServer:
         home.mkdir(exist_ok=True)
         command = [redis_executable(), "--port", str(self.port), "--dir", str(home), *QUIET, *self.options]
         self.process = spawn(command)
-        until_true(lambda: self.command("PING"), f"redis-server at port {self.port} does not answer")
+        _until_redis(f"redis-server at port {self.port} to answer", lambda: self.command("PING"))
 
     def command(self, *words: str | bytes | int) -> object:
         with redis.Redis(port=self.port) as client:
@@ -100,7 +100,7 @@ def running_cluster(masters: int = 3) -> Iterator[list[PortServer]]:
             for server in servers[1:]:
                 server.command("CLUSTER MEET", "127.0.0.1", servers[0].port)
             for server in servers:
-                until_true(partial(_sees, server, masters), "the Cluster does not come together")
+                _until_redis("the Cluster to come together", partial(_sees, server, masters))
             yield servers
         finally:
             for server in servers:
@@ -141,13 +141,13 @@ def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
         try:
             master.start()
             replica.start()
-            until_true(lambda: _synced(replica), "the replica does not follow")
+            _until_redis("the replica to follow", lambda: _synced(replica))
             for port in made.sentinels:
                 config = folder / f"sentinel-{port}.conf"
                 config.write_text(_sentinel_config(made, port, count))
                 processes.append(spawn([redis_executable(), str(config), "--sentinel"]))
             for port in made.sentinels:
-                until_true(partial(_knows, port, made.service, count), "the Sentinels do not meet")
+                _until_redis("the Sentinels to meet", partial(_knows, port, made.service, count))
             yield made
         finally:
             for process in processes:
@@ -231,7 +231,7 @@ def running_tls(binary: str, acl: str) -> Iterator[TlsServer]:
         config.write_text("\n".join(lines) + "\n")
         process = spawn([binary, str(config), "--dir", str(folder)])
         try:
-            until_true(lambda: _listens(made.port), "redis-server with TLS does not listen")
+            _until_redis("redis-server with TLS to listen", lambda: _listens(made.port))
             yield made
         finally:
             process.kill()

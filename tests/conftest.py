@@ -19,10 +19,10 @@ LONG = (
     "tests/cluster/",
     "tests/gpu/test_b",
     "tests/gpu/test_cluster.py",
-    "tests/bench/test_gpu.py",
+    "tests/benchmarks/test_gpu.py",
     "tests/engine/models/test_demo_model.py",
     "tests/deploy/test_compose.py",
-    "tests/gateway/test_demo_tokenizer.py",
+    "tests/gateway/tokens/test_demo_tokenizer.py",
 )
 
 

@@ -193,7 +193,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
         logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
         sampling = sampled_rows(rows, temperature, top_p)
         record = torch.from_numpy(pack_rows(sampling)).to(bench.device)
-        scratch = SamplerScratch.allocate(rows, shape.vocab, bench.device)
+        scratch = SamplerScratch(rows, shape.vocab, bench.device)
         out = torch.zeros(rows, dtype=torch.int32, device=bench.device)
         cutting = cuts_any(sampling)
 

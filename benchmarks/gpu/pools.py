@@ -96,8 +96,8 @@ class AttentionPool:
             max_context_blocks=batch.block_tables.shape[1],
             kv=self._kv,
         )
-        work = attention.plan(batch)
-        record = torch.zeros(attention.max_record_words, dtype=torch.int32)
+        work = attention.planner.plan(batch)
+        record = torch.zeros(attention.planner.max_record_words, dtype=torch.int32)
         record[: len(work.record)] = torch.from_numpy(work.record)
         record = record.to(self._device)
         queries = torch.randn(batch.num_tokens, shape.heads, shape.head_dim, device=self._device).bfloat16()

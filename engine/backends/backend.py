@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rope_config import served_variant
@@ -74,9 +75,7 @@ def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VER
 
 
 def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
-    """Returns a pool's memory as bytes, and how many of them are in use. Raises ConfigError for memory that is too
-    small, read-only, or a GPU's.
-    """
+    """Returns a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
     if not isinstance(memory, memoryview):
         raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
     needed = num_slots * layout.block_bytes
@@ -98,6 +97,17 @@ def warm_up_batches(max_tokens: int, block_size: int) -> Iterator[StepBatch]:
             block_tables=tables,
             sample_rows=positions[-1:],
         )
+
+
+def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
+    """Returns the rows whose logits a step computes, and the place among them of each of ``batch.sample_rows``.
+
+    Several answers to one prompt sample the same row, computed once. The places are None where no row occurs twice.
+    """
+    rows = batch.sample_rows
+    if len(set(rows.tolist())) == len(rows):
+        return rows, None
+    return np.unique(rows, return_inverse=True)
 
 
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:
@@ -122,10 +132,7 @@ class DevicePool(Protocol):
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
-    """The device has failed for good, and every later step would fail. The worker exits and is started again.
-
-    ``Backend.launch`` and ``InFlightStep.wait`` raise it.
-    """
+    """``launch`` and ``wait`` raise it when the device has failed for good; the worker exits and is started again."""
 
 
 class InFlightStep(Protocol):
@@ -145,8 +152,7 @@ class Backend(Protocol):
         schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   it does not
 
     A backend that runs ahead queues at most two steps on its device. Each step sees what earlier steps wrote, and the
-    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s and have ``copy_blocks`` and
-    ``forward``, too.
+    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s.
 
     Threads: every call of a backend and of its in-flight steps comes from the step loop's thread. What changes: only
     the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;

@@ -34,10 +34,8 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of query tokens, T."""
         return len(self.token_ids)
 
     @property
     def num_seqs(self) -> int:
-        """Number of sequences, S."""
         return len(self.context_lens)

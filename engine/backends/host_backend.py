@@ -1,17 +1,18 @@
-"""Backends whose steps run on the calling thread: what they add to :class:`Backend`, and how they launch a step."""
+"""Backends whose steps run on the calling thread: their pool in the host's memory, and how they launch a step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from pillion.engine.backends.backend import Backend
+from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.errors import Internal
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +22,62 @@ class FinishedStep:
     sampled: Sampled
 
     def wait(self) -> Sampled:
-        """Returns the results at once."""
         return self.sampled
 
 
-class HostBackend(Backend, Protocol):
-    """A backend whose steps run on the calling thread, so that forward pass and copies can be called one by one.
+class HostBackend(ABC):
+    """Implements :class:`pillion.engine.backends.backend.Backend`, which has the contract, over a subclass's ``_run``.
 
-    The logits of a forward pass stay valid until the next one, which may use their memory again.
+    Forward pass and copies can also be called one by one. The logits of a forward pass stay valid until the next one,
+    which may use their memory again. Lifecycle: made -> bind_pool -> forward, forward, ... -> close; warm_up may be
+    called at any time before close and uses memory of its own.
     """
+
+    runs_ahead = False
+
+    def __init__(self, layout: KVLayout, vocab_size: int) -> None:
+        self.layout = layout
+        self.vocab_size = vocab_size
+        self._pool: torch.Tensor | None = None
+
+    @abstractmethod
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns as :meth:`forward` does."""
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Uses ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
+        view, needed = checked_memory(memory, num_slots, self.layout)
+        self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Writes the batch's KV and returns float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
+        return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, sources[i] to targets[i], before the next forward pass reads them. The targets are leased
-        to this worker.
-        """
+        """Copies whole slots, sources[i] to targets[i], pair after pair. The targets are leased to this worker. Raises
+        Internal for lists of different length and for slots that the pool does not have."""
+        pool = self._bound_pool()
+        for source, target in checked_copies(sources, targets, len(pool)):
+            pool[target].copy_(pool[source])
 
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
+        """Runs the whole step before it returns: copies blocks, runs the forward pass and samples."""
+        if copies:
+            self.copy_blocks(*zip(*copies, strict=True))
+        return FinishedStep(sample(self.forward(batch), rows))
 
-def run_at_once(
-    backend: HostBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows
-) -> FinishedStep:
-    """Launches a step by running it: copies blocks, runs the forward pass and samples before it returns."""
-    if copies:
-        backend.copy_blocks(*zip(*copies, strict=True))
-    return FinishedStep(sample(backend.forward(batch), rows))
+    def warm_up(self, max_tokens: int) -> None:
+        """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""
+        block_size = self.layout.block_size
+        pool = torch.zeros(-(-max_tokens // block_size), self.layout.block_bytes, dtype=torch.uint8)
+        for batch in warm_up_batches(max_tokens, block_size):
+            self._run(pool, batch)
+
+    def close(self) -> None:
+        """Releases the pool, so that its mapping can be closed. Idempotent."""
+        self._pool = None
+
+    def _bound_pool(self) -> torch.Tensor:
+        if self._pool is None:
+            raise Internal("a step before bind_pool")
+        return self._pool

@@ -45,10 +45,7 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch.
-
-    Logs the choice and its reason.
-    """
+    """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
@@ -59,7 +56,9 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         # Torch that was not requested is worth a warning: the kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
-        return torch_backend(flags, threads, prepared)
+        from pillion.engine.backends.torch_backend import TorchBackend
+
+        return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
     import torch
 
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
@@ -74,17 +73,6 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         model.weights.nbytes / 2**20,
     )
     return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
-
-
-def torch_backend(flags: WorkerFlags, threads: int, prepared: PreparedModel | None = None) -> LoadedModel:
-    """Loads the backend that runs on any processor."""
-    import torch
-
-    from pillion.engine.backends.torch_backend import TorchBackend
-
-    torch.set_num_threads(threads)
-    prepared = prepared or prepare(flags, log.info)
-    return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
 
 
 def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,17 +55,18 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
         tensors.update(_experts(config) if has_experts else _mlp(config))
         for key, spellings in tensors.items():
             wanted[f"layers.{layer}.{key}"] = tuple(
-                tuple(
-                    CheckpointTensor(f"model.layers.{layer}.{tensor.name}", tensor.shape, tensor.part)
-                    for tensor in spelling
-                )
+                tuple(replace(tensor, name=f"model.layers.{layer}.{tensor.name}") for tensor in spelling)
                 for spelling in spellings
             )
     return wanted
 
 
+def _spelling(shape: tuple[int, ...], *names: str, part: int | None = None) -> Spelling:
+    return tuple(CheckpointTensor(name, shape, part) for name in names)
+
+
 def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
-    return ((CheckpointTensor(name, shape),),)
+    return (_spelling(shape, name),)
 
 
 def _norms(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
@@ -108,48 +109,34 @@ def _linear(
     key: str, spellings: tuple[dict[str, int], ...], columns: int, bias: bool
 ) -> dict[str, tuple[Spelling, ...]]:
     """A linear layer's weight [rows, columns] and bias [rows]; each spelling has the rows of its tensors, by name."""
-    wanted = {
-        f"{key}.weight": tuple(
-            tuple(CheckpointTensor(f"{name}.weight", (rows, columns)) for name, rows in spelling.items())
+    parts = {"weight": (columns,), "bias": ()} if bias else {"weight": (columns,)}
+    return {
+        f"{key}.{part}": tuple(
+            tuple(CheckpointTensor(f"{name}.{part}", (rows, *inner)) for name, rows in spelling.items())
             for spelling in spellings
         )
+        for part, inner in parts.items()
     }
-    if bias:
-        wanted[f"{key}.bias"] = tuple(
-            tuple(CheckpointTensor(f"{name}.bias", (rows,)) for name, rows in spelling.items())
-            for spelling in spellings
-        )
-    return wanted
 
 
 def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     """Experts by Qwen's names, by Mixtral's, and by those of transformers 5, where experts of both are stacked."""
     assert config.moe is not None
     count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
-    router = (count, hidden)
-    wanted: dict[str, tuple[Spelling, ...]] = {
-        "router": (
-            (CheckpointTensor("mlp.gate.weight", router),),
-            (CheckpointTensor("block_sparse_moe.gate.weight", router),),
-        )
+    wanted = {
+        "router": tuple(_spelling((count, hidden), f"{block}.gate.weight") for block in ("mlp", "block_sparse_moe"))
     }
     for index in range(count):
         qwen, mixtral = f"mlp.experts.{index}", f"block_sparse_moe.experts.{index}"
         wanted[f"experts.{index}.gate_up"] = (
-            (
-                CheckpointTensor(f"{qwen}.gate_proj.weight", (inner, hidden)),
-                CheckpointTensor(f"{qwen}.up_proj.weight", (inner, hidden)),
-            ),
-            (
-                CheckpointTensor(f"{mixtral}.w1.weight", (inner, hidden)),
-                CheckpointTensor(f"{mixtral}.w3.weight", (inner, hidden)),
-            ),
-            (CheckpointTensor("mlp.experts.gate_up_proj", (count, 2 * inner, hidden), index),),
+            _spelling((inner, hidden), f"{qwen}.gate_proj.weight", f"{qwen}.up_proj.weight"),
+            _spelling((inner, hidden), f"{mixtral}.w1.weight", f"{mixtral}.w3.weight"),
+            _spelling((count, 2 * inner, hidden), "mlp.experts.gate_up_proj", part=index),
         )
         wanted[f"experts.{index}.down"] = (
-            (CheckpointTensor(f"{qwen}.down_proj.weight", (hidden, inner)),),
-            (CheckpointTensor(f"{mixtral}.w2.weight", (hidden, inner)),),
-            (CheckpointTensor("mlp.experts.down_proj", (count, hidden, inner), index),),
+            _spelling((hidden, inner), f"{qwen}.down_proj.weight"),
+            _spelling((hidden, inner), f"{mixtral}.w2.weight"),
+            _spelling((count, hidden, inner), "mlp.experts.down_proj", part=index),
         )
     return wanted
 

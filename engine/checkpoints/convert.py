@@ -153,9 +153,7 @@ def turn_ends(config: dict[str, Any], reader: Any, tokenizer: Any) -> list[int]:
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:
     """Fills ``folder`` with links to the files of a model without tokenizer.json, and with a converted tokenizer.
-
-    Raises ConfigError for a ``source`` in which transformers finds no tokenizer either.
-    """
+    Raises ConfigError for a ``source`` in which transformers finds no tokenizer either."""
     progress("converting the tokenizer")
     try:
         from transformers import AutoTokenizer

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
@@ -31,11 +31,9 @@ PACKING_VERSION = 3
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-_DIGEST_PIECE_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecord:
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts about one source in one dtype. ``files``: (path, bytes, time of change in ns) of each file."""
 
     folder: str
@@ -56,21 +54,19 @@ class ModelCache:
     def read_record(self, source: Path, dtype: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            fields = json.loads(self._record_path(source, dtype).read_text("utf-8"))
-            files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
-            record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
-            now = stamp(Path(path) for path, _, _ in files)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            record = msgspec.json.decode(self._record_path(source, dtype).read_bytes(), type=ModelRecord)
+            now = stamp(Path(path) for path, _, _ in record.files)
+        except (OSError, ValueError, msgspec.MsgspecError):
             return None  # Missing, from another version, or about missing files: prepared again.
-        return record if now == files else None
+        return record if now == record.files else None
 
     def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
         path = self._record_path(source, dtype)
-        self._make(path.parent)
+        self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
-            draft.write_text(json.dumps(asdict(record)), "utf-8")
+            draft.write_bytes(msgspec.json.encode(record))
             draft.replace(path)
         except OSError as error:
             raise ConfigError(f"the model cache {self._root} cannot be written: {error.strerror}") from None
@@ -84,11 +80,10 @@ class ModelCache:
         target = self._root / "models" / digest
         if target.is_dir():
             return target
-        self._make(target.parent)
+        self.make("models")
         for left_over in target.parent.glob("*.tmp"):
-            shutil.rmtree(
-                left_over, ignore_errors=True
-            )  # Left by a process that died: the lock's holder is alone here.
+            # Left by a process that died: the lock's holder is alone here.
+            shutil.rmtree(left_over, ignore_errors=True)
         draft = target.with_name(digest + ".tmp")
         try:
             draft.mkdir()
@@ -103,7 +98,7 @@ class ModelCache:
     @contextmanager
     def lock(self, progress: Progress) -> Iterator[None]:
         """Lets one process of this machine prepare at a time. Raises ConfigError after LOCK_TIMEOUT_S."""
-        self._make(self._root)
+        self.make("")
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with (self._root / "prepare.lock").open("w") as file:
             reported = False
@@ -125,33 +120,24 @@ class ModelCache:
         return self.make("packed") / f"{fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
-        """Makes a folder of the cache, such as for machine code, and returns its path."""
-        self._make(self._root / name)
-        return self._root / name
-
-    def _make(self, folder: Path) -> None:
+        """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""
+        folder = self._root / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the model cache {self._root} cannot be made: {error.strerror}") from None
+        return folder
 
 
-def stamp(paths: Iterator[Path]) -> tuple[tuple[str, int, int], ...]:
+def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
     """Returns (path, bytes, time of change in ns) of each file. Raises OSError for a missing one."""
-    found = []
-    for path in paths:
-        status = path.stat()
-        found.append((str(path), status.st_size, status.st_mtime_ns))
-    return tuple(found)
+    return tuple((str(path), status.st_size, status.st_mtime_ns) for path in paths for status in (path.stat(),))
 
 
 def digest_file(path: Path) -> str:
     """Returns the SHA-256 of a file's content, in hexadecimal. Raises ConfigError for a file that cannot be read."""
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(_DIGEST_PIECE_BYTES):
-                digest.update(piece)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return digest.hexdigest()

@@ -9,6 +9,7 @@ and read-only: a file's pages are in memory once, however many workers of a host
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import warnings
@@ -51,11 +52,9 @@ class PackedWriter:
         self._end += -(-flat.numel() // _PAGE_BYTES) * _PAGE_BYTES
 
     def number(self, name: str, value: int) -> None:
-        """Adds a whole number to the header."""
         self._numbers[name] = value
 
     def finish(self) -> None:
-        """Writes the header."""
         header = json.dumps({"tensors": self._tensors, "numbers": self._numbers, "bytes": self._end}).encode()
         if len(header) + len(_MAGIC) + 8 > _HEADER_BYTES:
             raise ConfigError("a model of so many tensors has no room in a packed file's header")
@@ -84,7 +83,9 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
 
 
 class PackedFile:
-    """A mapped file. Its tensors are views of the mapping, which lives as long as one of them does."""
+    """A mapped file. Its ``tensors`` are views of the mapping, which lives as long as one of them does. Nobody may
+    write to them.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is not whole, and OSError for a missing one."""
@@ -95,7 +96,7 @@ class PackedFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = self._read_header()
             self.numbers: dict[str, int] = {name: int(value) for name, value in header["numbers"].items()}
-            self._tensors = {name: self._view(*place) for name, place in header["tensors"].items()}
+            self.tensors = {name: self._view(*place) for name, place in header["tensors"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         if hasattr(mmap, "MADV_WILLNEED"):
@@ -103,16 +104,7 @@ class PackedFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
-
-    def has(self, name: str) -> bool:
-        """Whether the file has a tensor of that name."""
-        return name in self._tensors
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Returns a tensor. Nobody may write to it."""
-        return self._tensors[name]
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def _read_header(self) -> dict[str, Any]:
         start = len(_MAGIC) + 8
@@ -127,9 +119,7 @@ class PackedFile:
         return header
 
     def _view(self, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
-        count = 1
-        for length in shape:
-            count *= length
+        count = math.prod(shape)
         size = count * _DTYPES[dtype].itemsize
         if begin < _HEADER_BYTES or count < 0 or begin + size > len(self._map):
             raise ValueError("a tensor reaches beyond the file")

@@ -48,11 +48,7 @@ class PreparedModel:
     bos_token_id: int | None
 
 
-def _quiet(message: str) -> None:
-    """Discards progress messages."""
-
-
-def prepare(flags: ModelFlags, progress: Progress = _quiet) -> PreparedModel:
+def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
     """Finds, converts and fingerprints ``flags.model``; ``progress`` gets one line per longer stage.
 
     Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
@@ -119,15 +115,7 @@ def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progr
     progress("fingerprinting weights")
     small = [folder / name for name in _SMALL_FILES if (folder / name).is_file()]
     sources = [source.path] if source.is_gguf else []
-    return ModelRecord(
-        folder=str(folder),
-        fingerprint=_fingerprint(weights, config, dtype),
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(folder, config),
-        bos_token_id=config.bos_token_id,
-        files=stamp(iter([*sources, *small, *weights])),
-    )
+    return _record_of(folder, config, _fingerprint(weights, config, dtype), stamp([*sources, *small, *weights]))
 
 
 def _record_of_dummy(source: ModelSource, dtype: str) -> ModelRecord:
@@ -135,14 +123,20 @@ def _record_of_dummy(source: ModelSource, dtype: str) -> ModelRecord:
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     config = load_config(source.path)
+    return _record_of(source.path, config, _fingerprint((), config, f"{dtype} dummy"), ())
+
+
+def _record_of(
+    folder: Path, config: ModelConfig, fingerprint: str, files: tuple[tuple[str, int, int], ...]
+) -> ModelRecord:
     return ModelRecord(
-        folder=str(source.path),
-        fingerprint=_fingerprint((), config, f"{dtype} dummy"),
+        folder=str(folder),
+        fingerprint=fingerprint,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(source.path, config),
+        eos_token_ids=_eos_token_ids(folder, config),
         bos_token_id=config.bos_token_id,
-        files=stamp(iter(())),
+        files=files,
     )
 
 

@@ -13,9 +13,8 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
 from pillion.engine.models.decoder import LayerWeights, ModelWeights
-from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
+from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
 from pillion.engine.models.rope import partial_order
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -44,16 +43,13 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
-    """Loads the norm before the head."""
     return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 
 def load_head(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor
 ) -> torch.Tensor:
-    """Loads the head. It is the embedding if the model ties the two and the checkpoint holds no other head, as in
-    transformers 5.
-    """
+    """Loads the head: the embedding if the model ties the two and the checkpoint holds no other head."""
     if not checkpoint.has("lm_head"):
         return embedding
     head = checkpoint.take("lm_head", dtype)

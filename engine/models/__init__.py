@@ -4,7 +4,7 @@
     model_config.py   ``config.json`` -> ModelConfig, the options of the decoder; rope_config.py its rotary embeddings
     config_json.py    checked values of a ``config.json``
     decoder.py        the forward pass of every family, and the weights that it reads
-    layers.py         norms, activations, gated MLP;  moe.py: mixture of experts;  rope.py: rotary embedding
+    layers.py         norms, activations, gated MLP, mixture of experts;  rope.py: rotary embedding
 
 Read families.py first, then decoder.py. Never in here: files and tensor names (engine/checkpoints), and kernels of one
 device (engine/backends). families, model_config, rope_config and config_json import no torch, because the gateway and

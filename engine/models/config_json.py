@@ -33,7 +33,6 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """Returns ``default`` for a key that is missing or null."""
     value = raw.get(key)
     return default if value is None else value
 
@@ -63,10 +62,7 @@ def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | None:
-    """Returns a list with one entry for each layer, or None for a missing key or null.
-
-    Longer lists are cut, as transformers does.
-    """
+    """Returns a list with one entry for each layer, cut as in transformers; None for a missing key or null."""
     value = raw.get(key)
     if value is None:
         return None

@@ -15,14 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.models.layers import GatedMLP, RmsNorm, soft_cap
+from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm, soft_cap
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
-from pillion.engine.models.rope import Rope, rotate
+from pillion.engine.models.rope import CosSin, Rope, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
 from pillion.kernels.torch.torch_linear import Linear
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

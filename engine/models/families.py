@@ -30,6 +30,7 @@ class ModelFamily:
     partial_rope: bool = False
 
 
+_NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _QWEN = {
     "max_position_embeddings": 32_768,
     "use_sliding_window": False,
@@ -56,7 +57,7 @@ _GEMMA = {
 }
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily({"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}),
+    "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}),
     "smollm3": ModelFamily(
         {
             "max_position_embeddings": 32_768,
@@ -68,8 +69,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_sliding_window": False,
             "sliding_window": None,
             "layer_types": None,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **_NO_BIAS,
             "tie_word_embeddings": True,
         }
     ),
@@ -149,12 +149,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "granite": ModelFamily(
         {
             "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
+            **_NO_BIAS,
+            **dict.fromkeys(
+                ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+            ),
         }
     ),
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, linear, silu
 
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -21,10 +21,7 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, in float32, rounded after a float32 ``weight`` is applied: OLMo 2 and Gemma.
-
-    Gemma's weight is 1 + w; the sum is made when weights are loaded.
-    """
+    """RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, and Gemma, whose weight is 1 + w."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight).to(values.dtype)
@@ -32,10 +29,7 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """An RMS norm with its weight: [last dimension], or [heads, head_dim] for values [T, heads, head_dim].
-
-    ``wide`` chooses :func:`rms_norm_wide`, else :func:`rms_norm`.
-    """
+    """An RMS norm, ``wide`` or not; its weight is [last dimension], or [heads, head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
@@ -78,3 +72,59 @@ class GatedMLP:
 def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
     """cap * tanh(values / cap), in place: values stay within +-cap."""
     return values.div_(cap).tanh_().mul_(cap)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """A mixture of experts: a layer's router [num_experts, hidden] and its experts.
+
+    Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A fused
+    kernel could replace :func:`run_grouped`, which sees only rows in groups and the sizes of the groups. A token's
+    result depends on the other tokens of the batch only through the rounding of the products.
+    """
+
+    router: torch.Tensor
+    experts: tuple[GatedMLP, ...]
+    experts_per_token: int
+    normalize: bool
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        scores, chosen = route(rows, self.router, self.experts_per_token, self.normalize)
+        # Sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token, choice).
+        order = chosen.view(-1).argsort(stable=True)
+        counts = torch.bincount(chosen.view(-1), minlength=len(self.experts))
+        grouped = run_grouped(self.experts, rows[order // self.experts_per_token], counts)
+        return combine(grouped, order, scores)
+
+
+def route(
+    rows: torch.Tensor, router: torch.Tensor, experts_per_token: int, normalize: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k].
+
+    Scores are the softmax over all experts; ``normalize`` scales those of the chosen experts to a sum of 1.
+    """
+    scores, chosen = torch.softmax(linear(rows, router).float(), -1).topk(experts_per_token, -1)
+    if normalize:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return scores, chosen
+
+
+def run_grouped(experts: tuple[GatedMLP, ...], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Runs the first counts[0] rows of [N, hidden] through expert 0, the next through expert 1 ... -> [N, hidden]."""
+    out = torch.empty_like(rows)
+    begin = 0
+    for expert, count in zip(experts, counts.tolist(), strict=True):
+        if count:
+            out[begin : begin + count] = expert(rows[begin : begin + count])
+            begin += count
+    return out
+
+
+def combine(grouped: torch.Tensor, order: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T, hidden]."""
+    num_tokens, choices = scores.shape
+    by_token = torch.empty_like(grouped)
+    by_token[order] = grouped
+    weights = scores.to(grouped.dtype)[:, None]
+    return torch.bmm(weights, by_token.view(num_tokens, choices, -1))[:, 0]

@@ -152,7 +152,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         attention_scale=_attention_scale(options, head_dim),
         attention_softcap=number(options, "attn_logit_softcapping", 0.0),
         logit_softcap=number(options, "final_logit_softcapping", 0.0),
-        embedding_scale=_embedding_scale(raw, options, family),
+        embedding_scale=math.sqrt(size(raw, "hidden_size"))
+        if family.scaled_embedding
+        else number(options, "embedding_multiplier", 1.0),
         residual_scale=number(options, "residual_multiplier", 1.0),
         logit_divisor=above_zero(options, "logits_scaling", 1.0),
         moe=_moe(raw, options, num_layers),
@@ -192,12 +194,6 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
     if "attention_multiplier" in options:
         return number(options, "attention_multiplier", 1.0)
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
-
-
-def _embedding_scale(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily) -> float:
-    if family.scaled_embedding:
-        return math.sqrt(size(raw, "hidden_size"))
-    return number(options, "embedding_multiplier", 1.0)
 
 
 def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:

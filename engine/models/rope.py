@@ -15,6 +15,8 @@ import torch
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope_config import RopeConfig
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -28,10 +30,14 @@ class Rope:
     frequencies: torch.Tensor
     scales: torch.Tensor
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cosines and signed sines [T, 1, head_dim] of positions [T], the arguments of :func:`rotate`."""
+    def cos_sin(self, positions: torch.Tensor) -> CosSin:
+        """Returns cosines and sines [T, head_dim / 2] float32 of positions [T]."""
         angles = positions.to(torch.float32)[:, None] * self.frequencies
-        cos, sin = angles.cos() * self.scales, angles.sin() * self.scales
+        return angles.cos() * self.scales, angles.sin() * self.scales
+
+    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> CosSin:
+        """Returns cosines and signed sines [T, 1, head_dim] of positions [T], the arguments of :func:`rotate`."""
+        cos, sin = self.cos_sin(positions)
         # The first half of a rotated head subtracts, so its sign sits in the table and rotate() has no negation.
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
@@ -55,6 +61,12 @@ def partial_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
     """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
     return tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
+
+
+def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
+    """Makes cosines and sines [max_model_len, head_dim / 2] float32 of each of the model's embeddings."""
+    positions = torch.arange(max_model_len)
+    return tuple(rope.cos_sin(positions) for rope in make_ropes(config, max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:

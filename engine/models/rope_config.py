@@ -17,6 +17,8 @@ from pillion.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
+# Numbers of scaled embeddings that must be above 0, and what transformers assumes where a config lacks them.
+_ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -141,13 +143,10 @@ def _parse(
         rotary_dim=rotary_dim,
         factor=above_zero(rope, "factor", max_position / original),
         original_max_position=original,
-        low_freq_factor=above_zero(rope, "low_freq_factor", 1.0),
-        high_freq_factor=above_zero(rope, "high_freq_factor", 4.0),
         attention_factor=None if attention_factor is None else number(rope, "attention_factor", 1.0),
-        beta_fast=above_zero(rope, "beta_fast", 32.0),
-        beta_slow=above_zero(rope, "beta_slow", 1.0),
         mscale=number(rope, "mscale", 0.0),
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0),
+        **{key: above_zero(rope, key, default) for key, default in _ABOVE_ZERO.items()},
         truncate=bool(rope.get("truncate", True)),
         short_factors=_factors(rope, "short_factor", rotary_dim // 2) if kind == "longrope" else (),
         long_factors=_factors(rope, "long_factor", rotary_dim // 2) if kind == "longrope" else (),

@@ -91,9 +91,7 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
 
 
 def random_words(seeds: UInt64, positions: Int64, index: UInt64, stream: UInt64) -> UInt64:
-    """Returns the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis. The arrays
-    broadcast together.
-    """
+    """Returns the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis."""
     places = positions.astype(np.uint64)
     counter = (places & _WORD, places >> _HALF, index, stream)
     return philox(counter, (seeds & _WORD, seeds >> _HALF))

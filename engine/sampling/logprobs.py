@@ -20,9 +20,7 @@ class LogprobReport:
     """
 
     def __init__(self, table: Float32, vocab_size: int, alternatives: Int64) -> None:
-        """``table`` [R, W] is C-contiguous, with -inf behind the vocabulary; ``alternatives`` is
-        ``SamplingRows.logprobs``.
-        """
+        """``table`` [R, W] is C-contiguous, -inf behind the vocabulary; ``alternatives``: SamplingRows.logprobs."""
         self._table = table
         self._reporting = np.flatnonzero(alternatives >= 0)
         counts = np.minimum(alternatives[self._reporting], vocab_size)

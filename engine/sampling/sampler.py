@@ -70,7 +70,6 @@ def whole_groups(logits: torch.Tensor) -> Float32:
 
 
 def _choose(table: Float32, rows: SamplingRows) -> Int64:
-    """Chooses tokens [R] of edited logits."""
     each = np.arange(len(table))
     drawn = rows.temperature >= MIN_TEMPERATURE
     if not drawn.any():

@@ -81,7 +81,6 @@ class SamplingRows:
         object.__setattr__(self, "plain", plain)
 
     def __len__(self) -> int:
-        """Number of rows, R."""
         return len(self.positions)
 
 

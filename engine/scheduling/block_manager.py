@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Holding, Sequence
 from pillion.engine.scheduling.slot_stock import SlotStock
-from pillion.engine.scheduling.step_plan import ChunkDone, CommitOrder, Outcome, ResumeOrder
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
 # The stock asks for slots when it lacks what decodes need within the first many tokens, and fills up to the second.
 STOCK_LOW_TOKENS = 4
@@ -37,11 +37,9 @@ class BlockManager:
     # Slots.
 
     def leased(self, slots: int) -> None:
-        """Count ``slots`` more as leased to this worker."""
         self._leased += slots
 
     def granted(self, slots: Seq[int], now: float) -> None:
-        """The node's answer to Outcome.lease_blocks."""
         self._leased += len(slots)
         self.stock.granted(slots, now)
 
@@ -83,7 +81,7 @@ class BlockManager:
                 slots=sequence.slots(start, end),
                 block_hashes=sequence.block_hashes(start, end),
                 ordered_s=now,
-                chunks=self.take_chunks(sequence, end),
+                chunks=sequence.take_chunks(end),
             )
         )
 
@@ -93,22 +91,6 @@ class BlockManager:
         replaced = sequence.commit(slots)
         self._leased -= len(slots) - len(replaced)
         self.stock.send_back(replaced)
-
-    def take_chunks(self, sequence: Sequence, blocks: int) -> tuple[ChunkDone, ...]:
-        """The next chunks that end within the first ``blocks`` blocks; each is returned once."""
-        if not sequence.is_span:
-            return ()
-        arrived_s = sequence.progress.arrived_s
-        return tuple(
-            ChunkDone(
-                seq_id=sequence.seq_id,
-                index=index,
-                end_tokens=chunk.end_tokens,
-                started_s=chunk.started_s or arrived_s,
-                computed_s=chunk.computed_s or arrived_s,
-            )
-            for index, chunk in sequence.take_chunks(blocks * self._block_size)
-        )
 
     # The outcome.
 

@@ -24,8 +24,7 @@ MAX_LOOKBACK_TOKENS = 16_384
 
 
 class Drafter(Protocol):
-    """Guesses tokens. Called on the step thread, once per decode and step, so it must be quick; only reads the
-    sequence."""
+    """Guesses tokens, once per decode and step, on the step thread: quickly. Only reads the sequence."""
 
     def draft(self, sequence: Sequence, most: int) -> Int32:
         """Up to ``most`` tokens that may follow ``sequence.tokens(0, sequence.num_tokens)``; may return none."""

@@ -37,12 +37,8 @@ from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A plan in flight.
-
-    Attributes:
-        generations, forks: those of each piece's sequence at the launch.
-        rows: by seq_id, the row that chooses the sequence's own token.
-    """
+    """A plan in flight. ``generations`` and ``forks`` are those of each piece's sequence at the launch; ``rows`` has,
+    by seq_id, the row that chooses the sequence's own token."""
 
     plan: StepPlan
     generations: tuple[int, ...]
@@ -99,11 +95,8 @@ class InFlightSteps:
         )
 
     def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[SequencePiece], Sampled]:
-        """Remove the step of ``plan``, which is the oldest one.
-
-        Returns its pieces that count, and the tokens that their sequences and forks still wait for. A plan that was
-        never launched counts whole.
-        """
+        """Remove the step of ``plan``, which is the oldest one. Returns its pieces that count, and the tokens that
+        their sequences and forks still wait for. A plan that was never launched counts whole."""
         if not (self._steps and self._steps[0].plan is plan):
             return plan.pieces, sampled
         step = self._steps.popleft()
@@ -130,7 +123,6 @@ class InFlightSteps:
 
     @property
     def holding_back(self) -> bool:
-        """Whether orders wait for a landing."""
         return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:

@@ -40,36 +40,33 @@ class SchedulerQueues:
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.waiting: list[Sequence] = []
+        self._queues = dict(zip(_CLASS, (self.running, self.preempted, self.waiting), strict=True))
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self.running, self.preempted, self.waiting)
 
     @property
     def free_seqs(self) -> int:
-        """How many more sequences may run."""
         return self.max_num_seqs - len(self.running)
 
     def join(self, sequence: Sequence) -> None:
-        """Put a sequence into the queue of its state."""
-        insort(self._queue(sequence.state), sequence, key=_place)
+        insort(self._queues[sequence.state], sequence, key=_place)
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of its queue, if it is in one; called before its state changes."""
-        if sequence.state in _CLASS:
-            queue = self._queue(sequence.state)
+        queue = self._queues.get(sequence.state)
+        if queue is not None:
             at = bisect_left(queue, _place(sequence), key=_place)
             if at < len(queue) and queue[at] is sequence:
                 del queue[at]
 
     def start_running(self, sequence: Sequence) -> None:
-        """Move a sequence from its queue to ``running``."""
         self.leave(sequence)
         sequence.start_running()
         self.join(sequence)
 
     def prompt_tails(self, now: float) -> list[Sequence]:
-        """Sequences that have prompt left to launch, in the order of service; of those that do not run yet, as many of
-        each queue as may start."""
+        """Sequences with prompt left to launch, in the order of service; of those queued, as many as may start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
@@ -89,13 +86,13 @@ class SchedulerQueues:
         waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
         return SchedulerLoad(
-            running=len(self.running),
-            waiting=len(queued),
+            running_requests=len(self.running),
+            waiting_requests=len(queued),
             waiting_tokens=waiting_tokens,
             queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
-            decoding=len(contexts),
+            decoding_requests=len(contexts),
             context_tokens=sum(contexts),
-            cost_s=budget.cost.weights_s(),
+            step_cost_s=budget.cost.weights_s(),
             largest_step_tokens=budget.largest_step_tokens,
         )
 
@@ -109,13 +106,7 @@ class SchedulerQueues:
     def check_integrity(self, alive: Iterable[Sequence]) -> None:
         """Raises AssertionError where a queue is out of order or holds a sequence that is not its own."""
         known = {id(sequence) for sequence in alive}
-        for state in _CLASS:
-            queue = self._queue(state)
+        for state, queue in self._queues.items():
             assert queue == sorted(queue, key=_place), f"the {state.value} queue is out of order"
             assert all(s.state is state and id(s) in known for s in queue), f"a stranger in the {state.value} queue"
         assert len(self.running) <= self.max_num_seqs, "more sequences run than max_num_seqs"
-
-    def _queue(self, state: SequenceState) -> list[Sequence]:
-        if state is SequenceState.RUNNING:
-            return self.running
-        return self.preempted if state is SequenceState.PREEMPTED else self.waiting

@@ -20,10 +20,7 @@ victim is preempted (maybe the asking decode itself): it lets go of its ticket a
 tokens (I6). The next preemption waits until the one before has settled. What a victim had committed stays findable at
 the node, in whatever tier the node keeps it: that, and not a copy of the worker's own, is where it is swapped out to.
 
-Several answers to one prompt are computed as one until the first token. Then each further one is a sequence that
-resumes (:mod:`pillion.engine.scheduling.forks`): its ticket pins the same blocks, and the partial block behind them is
-copied from its parent before it writes there. Where the parent is gone by then, those few tokens are computed again
-(I1).
+Several answers to one prompt are computed as one until the first token: :mod:`pillion.engine.scheduling.forks`.
 """
 
 from __future__ import annotations
@@ -99,16 +96,17 @@ class Scheduler:
         self.sequences[sequence.seq_id] = sequence
         blocks = self._block_manager
         blocks.leased(len(sequence.owned_slots()))
-        blocks.out.chunks += blocks.take_chunks(sequence, sequence.num_committed)
+        blocks.out.chunks += sequence.take_chunks(sequence.num_committed)
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
             self.queues.join(sequence)
 
     def cancel(self, seq_id: int, now: float) -> None:
-        """End a sequence that nobody listens to any more: its slots and its ticket are let go, and no update follows
-        (I8). What an ended stream is committing stays. A fork that has not begun never will. Unknown ids are
-        ignored."""
+        """End a sequence that nobody listens to any more: it lets go of slots and ticket, and no update follows (I8).
+
+        What an ended stream is committing stays. A fork that has not begun never will. Unknown ids are ignored.
+        """
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             for parent in self.sequences.values():
@@ -157,7 +155,7 @@ class Scheduler:
             self.let_go(holding, now)
             return
         self._block_manager.leased(len(holding.leased_slots))
-        sequence.resume(holding)
+        sequence.hold(holding, SequenceState.PREEMPTED)
         self.queues.join(sequence)
 
     def let_go(self, holding: Holding, now: float) -> None:
@@ -338,7 +336,6 @@ class Scheduler:
             self._forks.order_ticket(parent, child)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
-        """Stop a sequence without committing the rest."""
         if sequence.state is SequenceState.RESUMING:
             del self.sequences[sequence.seq_id]
         else:

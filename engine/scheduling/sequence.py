@@ -129,7 +129,6 @@ class SequenceProgress:
 
     @property
     def preemptions(self) -> int:
-        """How often the sequence was preempted."""
         return len(self.preempted_s)
 
     def tokens_came(self, now: float) -> None:
@@ -142,13 +141,19 @@ class SequenceProgress:
         self.last_token_s = now
 
 
-@dataclass(slots=True)
-class ChunkProgress:
-    """When a chunk of a span began its first step and ended its last one."""
+@dataclass(slots=True, kw_only=True)
+class ChunkDone:
+    """A chunk of a span: when it began its first step and ended its last one, by the scheduler's clock.
 
+    Reported once it is computed; it is committed as soon as the order that it comes with is. A chunk that was committed
+    before the span came has the span's arrival for both times. Never changes behind that.
+    """
+
+    seq_id: int
+    index: int
     end_tokens: int
-    started_s: float
-    computed_s: float
+    started_s: float = 0.0
+    computed_s: float = 0.0
 
 
 class Sequence:
@@ -169,9 +174,9 @@ class Sequence:
         self._tokens[: self.num_tokens] = spec.token_ids
         self._table: Int32 = np.zeros(room // block_size + 2, dtype=np.int32)
         self._hashes = bytearray(hashes)
-        self.state = SequenceState.WAITING
         self.progress = SequenceProgress(arrived_s=now)
-        self._chunks = [ChunkProgress(end, 0.0, 0.0) for end in spec.chunk_ends]
+        ends = enumerate(spec.chunk_ends)
+        self._chunks = [ChunkDone(seq_id=spec.seq_id, index=index, end_tokens=end) for index, end in ends]
         # Chunks whose acknowledgement is out, or waits only for the node's answer.
         self._acked_chunks = 0
         # Whether its end was reported, or nobody listens to it any more.
@@ -180,13 +185,18 @@ class Sequence:
         self.forks = spec.forks
         # The sequence whose prompt this fork shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
-        self.reads_history = _reads_history(spec.sampling)
+        sampling = spec.sampling
+        # Whether a sampled token depends on the tokens before it, and not only on the logits and its position.
+        self.reads_history = sampling is not None and (
+            sampling.repetition_penalty not in (None, 1.0)
+            or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        )
         self.num_drafts = 0
         # How many tickets the sequence has had: a step that was launched under an older one is void for it.
         self.generation = 0
         # How many drafts of the last guess were accepted; optimistic at first.
         self.accepted_drafts = MAX_SPECULATIVE_TOKENS
-        self.hold(holding)
+        self.hold(holding, SequenceState.WAITING)
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 
@@ -207,8 +217,8 @@ class Sequence:
 
     # Transitions.
 
-    def hold(self, holding: Holding) -> None:
-        """Start from a freshly adopted ticket: its chain is computed, the rest is to do."""
+    def hold(self, holding: Holding, state: SequenceState) -> None:
+        """Start from a freshly adopted ticket, WAITING or PREEMPTED: its chain is computed, the rest is to do."""
         slots = (*holding.chain_slots, *holding.leased_slots)
         self.ticket_id = holding.ticket_id
         self.num_blocks = len(slots)
@@ -220,7 +230,7 @@ class Sequence:
         # Tokens behind these that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
         self.generation += 1
-        self.state = SequenceState.WAITING
+        self.state = state
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
         # False once the node refused a run: the chain's tail is then not what the next block would follow.
@@ -228,20 +238,13 @@ class Sequence:
         # What the end of CLOSING does.
         self.commit_rest = self.resume_after = False
 
-    def resume(self, holding: Holding) -> None:
-        """RESUMING -> PREEMPTED, with a new ticket."""
-        self.hold(holding)
-        self.state = SequenceState.PREEMPTED
-
     def start_running(self) -> None:
         """WAITING or PREEMPTED -> RUNNING."""
         self.state = SequenceState.RUNNING
 
     def close(self, now: float, *, commit_rest: bool, resume: bool) -> tuple[int, ...]:
-        """Any state -> CLOSING. Returns the owned slots that will not be committed; they leave the table.
-
-        ``commit_rest``: full blocks are still committed. ``resume``: the sequence is preempted and comes back.
-        """
+        """Any state -> CLOSING. Returns the owned slots that will not be committed; they leave the table. With
+        ``commit_rest`` full blocks are still committed; with ``resume`` the sequence is preempted and comes back."""
         if resume:
             self.progress.preempted_s.append(now)
         self.state = SequenceState.CLOSING
@@ -293,10 +296,9 @@ class Sequence:
         self.decoding = True
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
-        """Append the tokens that a step chose, as far as the drafts behind each were right.
+        """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.
 
-        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. What the step
-        computed behind a wrong draft is void.
+        Returns how many tokens count, and why the stream ends with the last one, None when it goes on.
         """
         drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
         self.num_drafts = 0
@@ -365,16 +367,19 @@ class Sequence:
         """The position that one step may reach: the next chunk's end, or all there is."""
         return self.chunk_at(self.next_start).end_tokens if self.is_span else self.num_tokens
 
-    def chunk_at(self, position: int) -> ChunkProgress:
+    def chunk_at(self, position: int) -> ChunkDone:
         """The chunk of a span that ``position`` lies in. Chunks that were taken for acknowledgement are skipped."""
         return next(chunk for chunk in islice(self._chunks, self._acked_chunks, None) if chunk.end_tokens > position)
 
-    def take_chunks(self, end_tokens: int) -> list[tuple[int, ChunkProgress]]:
-        """The next chunks, with their indices, that end at or before ``end_tokens``; each is returned once."""
-        first = self._acked_chunks
-        done = [chunk for chunk in self._chunks[first:] if chunk.end_tokens <= end_tokens]
+    def take_chunks(self, blocks: int) -> tuple[ChunkDone, ...]:
+        """The next chunks that end within the first ``blocks`` blocks; each is returned once."""
+        waiting = islice(self._chunks, self._acked_chunks, None)
+        done = tuple(chunk for chunk in waiting if chunk.end_tokens <= blocks * self.block_size)
         self._acked_chunks += len(done)
-        return list(enumerate(done, start=first))
+        for chunk in done:
+            chunk.started_s = chunk.started_s or self.progress.arrived_s
+            chunk.computed_s = chunk.computed_s or self.progress.arrived_s
+        return done
 
     def tokens(self, start: int, end: int) -> Int32:
         """int32 [end - start], a view."""
@@ -399,7 +404,6 @@ class Sequence:
         return self._table[: self.num_blocks]
 
     def slots(self, start: int, end: int) -> tuple[int, ...]:
-        """Slots of blocks start .. end."""
         return tuple(self._table[start:end].tolist())
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -407,7 +411,6 @@ class Sequence:
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
-        """Append one block."""
         self._table[self.num_blocks] = slot
         self.num_blocks += 1
 
@@ -427,10 +430,8 @@ class Sequence:
         self.num_sent = end
 
     def commit(self, slots: Seq[int]) -> list[int]:
-        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2).
-
-        Returns own slots that another committer's block replaced; launched steps may still read them.
-        """
+        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2). Returns own slots that
+        another committer's block replaced; launched steps may still read them."""
         start = self.num_committed
         own = self._table[start : start + len(slots)].tolist()
         self._table[start : start + len(slots)] = slots
@@ -461,11 +462,3 @@ class Sequence:
         """32 bytes for each of blocks start .. end, all of them at or behind ``start_tokens``."""
         first = self.spec.start_tokens // self.block_size
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])
-
-
-def _reads_history(sampling: SamplingParams | None) -> bool:
-    """Whether a sampled token depends on the tokens before it, and not only on the logits and its position."""
-    if sampling is None:
-        return False
-    repeats = sampling.repetition_penalty not in (None, 1.0)
-    return repeats or bool(sampling.presence_penalty or sampling.frequency_penalty)

@@ -22,12 +22,7 @@ LEASE_RETRY_S = 0.05
 
 
 class SlotStock:
-    """Free slots leased to this worker.
-
-    Attributes:
-        low_blocks: below this many slots, more are leased.
-        target_blocks: so many slots are in the stock after a lease call.
-    """
+    """Free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
@@ -44,12 +39,10 @@ class SlotStock:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """All slots of the stock."""
         return (*self._free, *self._leaving)
 
     @property
     def lease_under_way(self) -> bool:
-        """Whether a lease call is under way."""
         return self._requested_blocks > 0
 
     def exhausted(self, now: float) -> bool:
@@ -74,10 +67,7 @@ class SlotStock:
         self.target_blocks = max(low_blocks, target_blocks)
 
     def wanted(self, now: float, urgent: bool) -> int:
-        """Blocks to lease now; the call counts as under way until :meth:`granted`. 0: none.
-
-        ``urgent``: a decode waits for a slot.
-        """
+        """Blocks to lease now, 0 for none; under way until :meth:`granted`. ``urgent``: a decode waits for a slot."""
         if self.lease_under_way or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
             return 0
         self._requested_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
@@ -85,7 +75,6 @@ class SlotStock:
         return self._requested_blocks
 
     def granted(self, slots: Sequence[int], now: float) -> None:
-        """The node's answer to the lease call."""
         short = len(slots) < self._requested_blocks
         self._requested_blocks = 0
         self._free.extend(slots)

@@ -67,8 +67,7 @@ class StepCost:
         return self._factor * float(self._weights @ found)
 
     def weights_s(self) -> tuple[float, ...]:
-        """Seconds of a step, and of each token, sequence, KV token read and query-key pair in it; empty before any step
-        was seen."""
+        """Seconds of a step, and of each token, sequence, KV token read and query-key pair; empty before any step."""
         return tuple((self._factor * self._weights / SCALES).tolist()) if self.steps else ()
 
     def observe(self, found: Float64, seconds: float) -> None:
@@ -95,8 +94,7 @@ class StepCost:
             self._factor = sorted(self._recent)[len(self._recent) // 2]
 
     def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
-        """Most tokens, up to ``most``, of a prompt tail at position ``start`` that fit beside ``decodes`` in a step of
-        ``seconds``. May be 0."""
+        """Most tokens, 0 to ``most``, of a tail at ``start`` that fit beside ``decodes`` in a step of ``seconds``."""
         base = self.predict(features(decodes))
         tokens, sequences, reads, pairs = (self._factor * self._weights / SCALES)[1:]
         left = seconds - base - sequences - reads * start

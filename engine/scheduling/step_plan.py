@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
+from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
 
@@ -52,26 +52,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Tokens of one sequence since its last update, and, once, how it ended. ``progress`` comes with the end, and with
-    a fork's first token."""
+    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a fork's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
     progress: SequenceProgress | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkDone:
-    """A chunk of a span is computed, and committed as soon as the order that it comes with is. Times are those of the
-    scheduler's clock."""
-
-    seq_id: int
-    index: int
-    end_tokens: int
-    started_s: float
-    computed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,22 +89,22 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """A scheduler's load, for the registry and so for the planner; the fields as in ComponentRecord.
+    """A scheduler's load, for the registry and so for the planner: fields of a ComponentRecord.
 
     Attributes:
-        running, waiting: sequences that run, and those that do not.
+        running_requests, waiting_requests: sequences that run, and those that do not.
         queued_tokens: tokens of prompts, begun or not, that are yet to be computed.
-        context_tokens: KV tokens that the ``decoding`` streams read in a step.
-        cost_s: see StepCost.weights_s.
+        context_tokens: KV tokens that the ``decoding_requests`` streams read in a step.
+        step_cost_s: see StepCost.weights_s.
     """
 
-    running: int = 0
-    waiting: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
     waiting_tokens: int = 0
     queued_tokens: int = 0
-    decoding: int = 0
+    decoding_requests: int = 0
     context_tokens: int = 0
-    cost_s: tuple[float, ...] = ()
+    step_cost_s: tuple[float, ...] = ()
     largest_step_tokens: int = 0
 
 
@@ -147,12 +134,10 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do and nothing to report."""
         return not (self.updates or self.chunks or self.preemptions or self.has_orders)
 
     @property
     def has_orders(self) -> bool:
-        """Whether there is something to do at the node."""
         return bool(self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes)
 
     def add_orders(self, other: Outcome) -> None:

@@ -33,7 +33,7 @@ class Lease:
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
-        self._clock = clock
+        self.clock = clock
         self._renewed_s = -math.inf
 
     def renew(self, asked_s: float) -> None:
@@ -42,7 +42,7 @@ class Lease:
 
     def held(self) -> bool:
         """Whether the node cannot have fenced this worker yet."""
-        return self._clock() - self._renewed_s <= self._timeout_s
+        return self.clock() - self._renewed_s <= self._timeout_s
 
 
 class Heartbeats:
@@ -50,7 +50,7 @@ class Heartbeats:
 
     Args:
         lease: renewed here.
-        describe: makes the registry's record; called once per heartbeat, while ``announcing`` and the lease is held.
+        describe: makes the registry's record; called once per heartbeat while the worker is announced and may emit.
         on_lost: called once, when the epoch is fenced.
         on_fail: called with a reason, once, when the worker may not go on at all.
         on_renewed: called when the lease is renewed.
@@ -70,7 +70,6 @@ class Heartbeats:
         on_renewed: Callable[[], None],
         on_recall: Callable[[int], None],
     ) -> None:
-        self.announcing = False
         self._period_s = flags.heartbeat_ms / 1000
         self._timeout_s = flags.heartbeat_timeout_ms / 1000
         self._node = node
@@ -82,21 +81,17 @@ class Heartbeats:
         self._on_renewed = on_renewed
         self._on_recall = on_recall
         self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms) if flags.redis_url else None
-        self._registry_answers = True
-        self._announced = asyncio.Event()
+        self._announcing = asyncio.Event()
 
     async def run(self) -> None:
         """Send heartbeats until cancelled, or until the epoch is over."""
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
-        """Send heartbeats to the registry from now on."""
-        self.announcing = True
-        self._announced.set()
+        self._announcing.set()
 
     async def leave(self, component_id: str) -> None:
-        """Take the worker out of the registry."""
-        self.announcing = False
+        self._announcing.clear()
         if self._registry is not None:
             try:
                 await self._registry.leave(component_id)
@@ -104,7 +99,6 @@ class Heartbeats:
                 log.info("the registry does not answer: %s", error.message)
 
     async def close(self) -> None:
-        """Close the registry's connection."""
         if self._registry is not None:
             await self._registry.aclose()
 
@@ -113,12 +107,12 @@ class Heartbeats:
         # says nothing about the node.
         missing_s: float | None = None
         while True:
-            asked_s = time.monotonic()
+            asked_s = self._lease.clock()
             try:
                 reply = await self._node.heartbeat(self._epoch)
             except (Unavailable, DeadlineExceeded) as error:
                 # The node may be busy for a moment; its end is seen on the attach socket, not here.
-                now = time.monotonic()
+                now = self._lease.clock()
                 missing_s = now if missing_s is None else missing_s
                 if now - missing_s > self._timeout_s:
                     self._on_fail(describe_failure(error))
@@ -140,19 +134,18 @@ class Heartbeats:
     async def _beat_registry(self) -> None:
         if self._registry is None:
             return
-        await self._announced.wait()
-        while self.announcing:
+        await self._announcing.wait()
+        answers = True
+        while self._announcing.is_set():
             # A worker that may not emit must not be found: one that wakes asks its node first.
             if self._lease.held():
-                await self._announce_once(self._registry)
+                try:
+                    await self._registry.heartbeat(self._describe())
+                    answers = True
+                except PillionError as error:
+                    if answers:
+                        log.warning(
+                            "the registry does not answer, gateways may lose sight of this worker: %s", error.message
+                        )
+                    answers = False
             await asyncio.sleep(self._period_s)
-
-    async def _announce_once(self, registry: Registry) -> None:
-        try:
-            await registry.heartbeat(self._describe())
-            answers = True
-        except PillionError as error:
-            answers = False
-            if self._registry_answers:
-                log.warning("the registry does not answer, gateways may lose sight of this worker: %s", error.message)
-        self._registry_answers = answers

@@ -11,23 +11,23 @@ ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
+from pillion.engine.worker.tickets import Tickets
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.wire.kvnode import CommitResult, CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
 
 class NodeUpdates:
     """The ordered calls of one epoch of a worker.
 
     Args:
-        node: the client of the worker's node.
-        epoch: this worker's.
+        tickets: told which of them this worker holds no more.
+        post_event: has a method of Scheduler called between two steps.
         on_committed: called with an order and the node's answer.
-        on_released: called with tickets that this worker holds no more.
-        on_granted: called with the answer to a lease call.
         on_resume: called for a sequence whose ticket has been released and that needs a new one.
     """
 
@@ -36,16 +36,16 @@ class NodeUpdates:
         node: NodeClient,
         epoch: int,
         *,
-        on_committed: Callable[[CommitOrder, CommitResult], None],
-        on_released: Callable[[Sequence[int]], None],
-        on_granted: Callable[[tuple[int, ...]], None],
+        on_committed: Callable[[CommitOrder, CommitRunResult], None],
+        tickets: Tickets,
+        post_event: Callable[..., None],
         on_resume: Callable[[ResumeOrder], None],
     ) -> None:
         self._node = node
         self._epoch = epoch
         self._on_committed = on_committed
-        self._on_released = on_released
-        self._on_granted = on_granted
+        self._tickets = tickets
+        self._post_event = post_event
         self._on_resume = on_resume
         # Bounded by the scheduler: one commit, release or resume per sequence, one lease call, slots that exist.
         self._next = Outcome()
@@ -76,17 +76,20 @@ class NodeUpdates:
 
     async def _send(self, batch: Outcome) -> None:
         if batch.commits:
-            runs = [CommitRun(order.ticket_id, order.slots, order.block_hashes) for order in batch.commits]
+            runs = [
+                CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)
+                for order in batch.commits
+            ]
             results = await self._node.commit(self._epoch, runs)
             for order, result in zip(batch.commits, results, strict=True):
                 self._on_committed(order, result)
         if batch.releases:
             await self._node.release(self._epoch, batch.releases)
-            self._on_released(batch.releases)
+            self._tickets.released(batch.releases)
         if batch.give_back:
             await self._node.give_back(self._epoch, batch.give_back)
         if batch.lease_blocks:
-            self._on_granted(await self._node.lease(self._epoch, batch.lease_blocks))
+            self._post_event(Scheduler.granted, await self._node.lease(self._epoch, batch.lease_blocks))
         for resume in batch.resumes:
             self._on_resume(resume)
 

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pillion.engine.backends.backend import BackendLost, InFlightStep
 from pillion.engine.sampling.sampling_rows import Sampled
@@ -38,17 +38,8 @@ MAX_UNREAD_OUTCOMES = 64
 UNREAD_POLL_S = 1.0
 
 Launch = Callable[[StepPlan], InFlightStep]
-
-
-class OnStep(Protocol):
-    """Called on the step thread when a step has ended, before it is committed. The step took the ``seconds`` since it
-    was launched, or since the step before it ended, whichever was later."""
-
-    def __call__(self, plan: StepPlan, seconds: float, *, ok: bool) -> None: ...
-
-
-def _ignore_step(plan: StepPlan, seconds: float, *, ok: bool) -> None:
-    pass
+# Called on the step thread with a plan, the seconds that it took and whether it succeeded.
+OnStep = Callable[[StepPlan, float, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +61,10 @@ class StepLoop:
         ahead: whether a step may be launched before the one before it has ended.
         on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
-        on_step: called on the step thread.
-        may_publish: asked there before each on_outcome. Outcomes that it forbids are held back, in order, for
-            :meth:`publish`.
-        clock: seconds, monotonic.
+        on_step: called on the step thread when a step has ended, before it is committed. The step took the time since
+            it was launched, or since the step before it ended, whichever was later.
+        may_publish: asked on the asyncio loop before each on_outcome. Outcomes that it forbids are held back, in order,
+            for :meth:`publish`.
     """
 
     def __init__(
@@ -81,12 +72,11 @@ class StepLoop:
         scheduler: Scheduler,
         launch: Launch,
         *,
-        ahead: bool = False,
+        ahead: bool,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
-        on_step: OnStep = _ignore_step,
-        may_publish: Callable[[], bool] = lambda: True,
-        clock: Callable[[], float] = time.monotonic,
+        on_step: OnStep,
+        may_publish: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
         self._launch = launch
@@ -100,7 +90,6 @@ class StepLoop:
         self._may_publish = may_publish
         # Counted as unread, and so bounded with them.
         self._held_back: deque[Outcome] = deque()
-        self._clock = clock
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._wake = threading.Condition()
@@ -109,12 +98,10 @@ class StepLoop:
         self._thread = threading.Thread(target=self._main, name="pillion-step", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -123,10 +110,8 @@ class StepLoop:
         return len(self._held_back)
 
     def post_event(self, event: Callable[..., None], *args: Any) -> None:
-        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step.
-
-        Any thread may call this. Raises Internal when MAX_EVENTS wait.
-        """
+        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step, from any
+        thread. Raises Internal when MAX_EVENTS wait."""
         with self._wake:
             if len(self._inbox) >= MAX_EVENTS:
                 raise Internal(f"{MAX_EVENTS} events wait for the step loop")
@@ -169,9 +154,9 @@ class StepLoop:
 
     def _step(self) -> bool:
         """Schedule and launch one step, and commit the steps that are due. False when there was nothing to do."""
-        plan = self._scheduler.schedule(self._clock())
+        plan = self._scheduler.schedule(time.monotonic())
         # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
-        self._report(self._scheduler.flush(self._clock()))
+        self._report(self._scheduler.flush(time.monotonic()))
         stays_in_flight = bool(plan.pieces) and self._launch_step(plan)
         busy = bool(self._in_flight)
         while len(self._in_flight) > stays_in_flight:
@@ -180,7 +165,7 @@ class StepLoop:
 
     def _launch_step(self, plan: StepPlan) -> bool:
         """Launch a step. True when it may stay in flight while the next one is scheduled."""
-        began_s = self._clock()
+        began_s = time.monotonic()
         step: InFlightStep
         try:
             step = self._launch(plan)
@@ -205,13 +190,13 @@ class StepLoop:
         except Exception as error:
             log.exception("a step of %d sequences failed", len(plan.pieces))
             failure = error
-        self._last_end_s = self._clock()
-        self._on_step(plan, self._last_end_s - began_s, ok=failure is None)
+        self._last_end_s = time.monotonic()
+        self._on_step(plan, self._last_end_s - began_s, failure is None)
         if failure is None:
-            self._report(self._scheduler.commit(plan, sampled, self._clock()))
+            self._report(self._scheduler.commit(plan, sampled, time.monotonic()))
         else:
             internal = Internal(f"the step failed on the worker: {type(failure).__name__}")
-            self._report(self._scheduler.fail_step(plan, internal, self._clock()))
+            self._report(self._scheduler.fail_step(plan, internal, time.monotonic()))
 
     def _handle_events(self, wait: bool) -> bool:
         """Apply the events in the inbox; sleeps for the first one when ``wait``. False: stop."""
@@ -223,7 +208,7 @@ class StepLoop:
             if self._stopping:
                 return False
         for event, args in events:
-            event(self._scheduler, *args, self._clock())
+            event(self._scheduler, *args, time.monotonic())
         return True
 
     def _report(self, outcome: Outcome) -> None:

@@ -12,8 +12,7 @@ DECODE, TAIL, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "specula
 
 
 class StepMeter:
-    """Counts the steps of one worker, over all its epochs. The step thread calls :meth:`count_step`, asyncio's thread
-    :meth:`count_outcome`."""
+    """Counts a worker's steps over all its epochs: count_step on the step thread, count_outcome on asyncio's."""
 
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
@@ -23,7 +22,7 @@ class StepMeter:
         self._preemptions = meters.counter(names.PREEMPTIONS)
         self._accepted = meters.counter(names.ACCEPTED)
 
-    def count_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> dict[str, int]:
+    def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
         """Count a step that has run and is not committed yet. Returns its tokens by use."""
         self._duration.observe(seconds)
         self._steps[ok].add()
@@ -39,8 +38,7 @@ class StepMeter:
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
-    """Tokens of a step that is not committed yet, by use. They add up to its budget, or to more where decodes alone are
-    more."""
+    """Tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone are more."""
     used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE), 0)
     for piece in plan.pieces:
         sequence = piece.sequence
@@ -56,8 +54,7 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
 
 
 def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
-    """The gauges of a worker's queues."""
-    for state, count in (("running", load.running), ("decoding", load.decoding), ("waiting", load.waiting)):
-        yield names.SEQUENCES, (state,), count
-    yield names.SEATS, (), max(0, max_num_seqs - load.running)
+    for state in ("running", "decoding", "waiting"):
+        yield names.SEQUENCES, (state,), getattr(load, f"{state}_requests")
+    yield names.SEATS, (), max(0, max_num_seqs - load.running_requests)
     yield names.QUEUED_TOKENS, (), load.queued_tokens

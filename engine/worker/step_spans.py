@@ -9,7 +9,6 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 
 from pillion.engine.scheduling.sequence import SequenceProgress
-from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.observability import telemetry
 
 # Most links of one step's span; OpenTelemetry's own bound is 128.
@@ -24,22 +23,14 @@ def record(
     attributes: Mapping[str, int | float | str] | None = None,
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """Record a finished span under ``parent``; does nothing when ``parent`` is not recorded. Times are those of
-    time.monotonic()."""
+    """Record a finished span under ``parent``, if that is recorded. Times are those of time.monotonic()."""
     if not trace.get_current_span(parent).get_span_context().is_valid:
         return
-    wall_ns = _wall_ns()
-    span = telemetry.tracer().start_span(
-        name, context=parent, start_time=wall_ns + int(start_s * 1e9), attributes=dict(attributes or {})
-    )
-    for event, at_s in events:
-        span.add_event(event, timestamp=wall_ns + int(at_s * 1e9))
-    span.end(end_time=wall_ns + int(end_s * 1e9))
+    _make_span(name, parent, start_s, end_s, attributes or {}, events=events)
 
 
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
-    """Record a stream's way through a decode worker: queue, prompt tail, decode. A stage that it did not reach is left
-    out."""
+    """Record the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
     end_s = progress.ended_s
     record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s)
     if not progress.first_step_s:
@@ -57,34 +48,31 @@ def record_stream(parent: Context, progress: SequenceProgress, generated_tokens:
         record("decode", parent, progress.first_token_s, end_s, attributes, events)
 
 
-def carried_prompt(plan: StepPlan) -> bool:
-    """Whether a step carried prompt tokens: such a step may delay the decodes in it, which is worth a span."""
-    return any(piece.sequence.is_span or not piece.sequence.decoding for piece in plan.pieces)
-
-
 def record_step(start_s: float, end_s: float, tokens: Mapping[str, int], parents: Iterable[Context]) -> None:
-    """Record a step as a trace of its own, with a link to each recorded request that it carried.
-
-    Args:
-        tokens: the step's tokens by use (:mod:`pillion.engine.worker.step_meter`).
-        parents: the requests' contexts.
-    """
+    """Record a step as a trace of its own, with its ``tokens`` by use, linked to those of the requests that it carried
+    (``parents``) that are recorded."""
     contexts = (trace.get_current_span(parent).get_span_context() for parent in parents)
     links = [trace.Link(context) for context in contexts if context.is_valid and context.trace_flags.sampled]
     if not links:
         return
-    wall_ns = _wall_ns()
     attributes = {f"pillion.step.{use}_tokens": count for use, count in tokens.items()}
-    span = telemetry.tracer().start_span(
-        "step",
-        context=Context(),
-        start_time=wall_ns + int(start_s * 1e9),
-        attributes=attributes,
-        links=links[:MAX_LINKS],
-    )
+    _make_span("step", Context(), start_s, end_s, attributes, links=links[:MAX_LINKS])
+
+
+def _make_span(
+    name: str,
+    parent: Context,
+    start_s: float,
+    end_s: float,
+    attributes: Mapping[str, int | float | str],
+    *,
+    links: Sequence[trace.Link] = (),
+    events: Sequence[tuple[str, float]] = (),
+) -> None:
+    # From time.monotonic() to the time of day.
+    wall_ns = time.time_ns() - time.monotonic_ns()
+    begin = wall_ns + int(start_s * 1e9)
+    span = telemetry.tracer().start_span(name, parent, start_time=begin, attributes=dict(attributes), links=links)
+    for event, at_s in events:
+        span.add_event(event, timestamp=wall_ns + int(at_s * 1e9))
     span.end(end_time=wall_ns + int(end_s * 1e9))
-
-
-def _wall_ns() -> int:
-    """Nanoseconds from time.monotonic_ns() to the time of day."""
-    return time.time_ns() - time.monotonic_ns()

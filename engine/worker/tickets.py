@@ -20,7 +20,7 @@ from pillion.engine.scheduling.sequence import Holding
 from pillion.engine.scheduling.step_plan import ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.wire.kvnode import AdoptedTicket, OpenTicketReply
+from pillion.v1.kvnode_pb2 import AwaitChainReply, OpenTicketReply
 
 # Longest time that a preempted stream waits in the node's queue for memory.
 RESUME_TIMEOUT_S = 120.0
@@ -31,12 +31,8 @@ IN_USE_TIMEOUT_S = 1.0
 
 
 class Tickets:
-    """The tickets of one epoch.
-
-    Args:
-        post_event: has a method of Scheduler called between two steps.
-        lost: called with the error of a call that the epoch cannot survive.
-    """
+    """The tickets of one epoch. ``post_event`` has a method of Scheduler called between two steps; ``lost`` is called
+    with the error of a call that the epoch cannot survive."""
 
     def __init__(
         self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
@@ -48,7 +44,7 @@ class Tickets:
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
         self._opening: dict[int, asyncio.Task[OpenTicketReply]] = {}
-        self._awaiting: dict[int, asyncio.Task[AdoptedTicket]] = {}
+        self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
@@ -73,13 +69,13 @@ class Tickets:
         except PillionError as error:
             self.released((ticket_id,))
             raise self._judge(error) from None
-        chain, leased = first.chain_slots, first.leased_slots
+        chain, leased = tuple(first.chain_slots), tuple(first.leased_slots)
         try:
             if len(chain) < start_block:
                 raise NotFound(f"the ticket holds {len(chain)} blocks, {start_block} are needed: plan again")
             missing = end_block - max(len(chain), awaited_blocks) - len(leased)
             if missing > 0:
-                leased += (await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots
+                leased += tuple((await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots)
                 self._check_open()
         except PillionError as error:
             self.let_go(Holding(ticket_id, chain, leased))
@@ -98,9 +94,9 @@ class Tickets:
         except PillionError as error:
             self.let_go(holding)
             raise self._judge(error) from None
-        return replace(holding, chain_slots=chain.chain_slots), chain.tail_hash
+        return replace(holding, chain_slots=tuple(chain.chain_slots)), chain.tail_hash
 
-    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AdoptedTicket:
+    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
         """The chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
@@ -150,8 +146,7 @@ class Tickets:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Mark a ticket as in use. Two uses of one ticket would each release the other's hold, so a use that is just
-        ending is waited for."""
+        """Mark a ticket as in use, once its last use has ended: each use would release the other's hold."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)

@@ -22,6 +22,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
@@ -55,13 +57,14 @@ class Worker:
         self,
         flags: WorkerFlags,
         role: str,
+        component_id: str,
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
     ) -> None:
         self.flags = flags
         self.role = role
-        self.component_id = flags.component_id or f"{role}-{os.getpid()}"
+        self.component_id = component_id
         self.model = model
         self.block_size = flags.block_size
         self.draining = False
@@ -90,32 +93,32 @@ class Worker:
         num_speculative_tokens: int = 0,
         backend_factory: BackendFactory = load_model,
     ) -> Worker:
-        """SchedulerLoad, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
+        """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
 
-        def make_scheduler() -> Scheduler:
-            return Scheduler(
-                block_size=flags.block_size,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                target_itl_s=target_itl_ms / 1000,
-                max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
-                drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
-            )
-
+        make_scheduler = partial(
+            Scheduler,
+            block_size=flags.block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            target_itl_s=target_itl_ms / 1000,
+            max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+            drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+        )
         # Flags that it refuses are refused before anything is held.
         make_scheduler()
+        component_id = flags.component_id or f"{role}-{os.getpid()}"
         attachment = await asyncio.to_thread(
             attach,
             flags.attach_socket,
-            component_id=flags.component_id or f"{role}-{os.getpid()}",
+            component_id=component_id,
             role=role,
             block_bytes=model.backend.layout.block_bytes,
             namespace=model.namespace().hex(),
             timeout_s=ATTACH_TIMEOUT_S,
         )
-        worker = cls(flags, role, model, attachment, make_scheduler)
+        worker = cls(flags, role, component_id, model, attachment, make_scheduler)
         try:
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
@@ -139,7 +142,7 @@ class Worker:
             self.node,
             number,
             self._make_scheduler(),
-            describe=self._describe,
+            describe=self.describe,
             on_lost=self._epoch_lost,
             on_fail=self.fail,
             meter=self._meter,
@@ -150,7 +153,8 @@ class Worker:
         self._address = address
         self.epoch.heartbeats.announce()
 
-    def _describe(self) -> ComponentRecord:
+    def describe(self) -> ComponentRecord:
+        """What a heartbeat writes to the registry."""
         prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
         return ComponentRecord(
             component_id=self.component_id,
@@ -164,17 +168,10 @@ class Worker:
             vocab_size=self.model.backend.vocab_size,
             node_id=self.attachment.node_id,
             kernels=self.model.operators,
-            running_requests=load.running,
-            waiting_requests=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            queued_tokens=load.queued_tokens,
-            decoding_requests=load.decoding,
-            context_tokens=load.context_tokens,
-            free_seqs=max(0, epoch.max_num_seqs - load.running - load.waiting),
+            free_seqs=max(0, epoch.max_num_seqs - load.running_requests - load.waiting_requests),
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,
-            step_cost_s=load.cost_s,
-            largest_step_tokens=load.largest_step_tokens,
+            **asdict(load),
             block_bytes=self.model.backend.layout.block_bytes,
         )
 
@@ -192,16 +189,6 @@ class Worker:
             raise Unavailable(f"{self.component_id} is stopping")
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
-
-    @property
-    def failed(self) -> bool:
-        """Whether the worker cannot go on."""
-        return self._failure.done()
-
-    @property
-    def awaits_epoch(self) -> bool:
-        """Whether the worker was fenced and has no new epoch yet."""
-        return self._returning is not None
 
     def next_id(self) -> int:
         """A new seq_id: the place in the order of arrival."""

@@ -26,26 +26,18 @@ from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, Holding, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
-    CommitOrder,
-    Outcome,
-    ResumeOrder,
-    SchedulerLoad,
-    StepPlan,
-    Update,
-)
+from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
-from pillion.engine.worker.step_meter import StepMeter
-from pillion.engine.worker.step_spans import carried_prompt, record, record_step
+from pillion.engine.worker.step_meter import PREFILL, TAIL, StepMeter
+from pillion.engine.worker.step_spans import record, record_step
 from pillion.engine.worker.tickets import Tickets
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
-from pillion.wire.kvnode import CommitResult
+from pillion.v1.kvnode_pb2 import CommitRunResult
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -136,9 +128,9 @@ class WorkerEpoch:
         self._updates = NodeUpdates(
             node,
             number,
+            tickets=self.tickets,
+            post_event=self._steps.post_event,
             on_committed=self._on_committed,
-            on_released=self.tickets.released,
-            on_granted=lambda slots: self._steps.post_event(Scheduler.granted, slots),
             on_resume=self.resume,
         )
 
@@ -151,11 +143,8 @@ class WorkerEpoch:
     # Work.
 
     def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
-        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted.
-
-        Raises NotFound, and lets go of the holding, if the ticket's chain holds other tokens than ``spec`` has: KV of
-        another prompt is never read.
-        """
+        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted. Raises NotFound, and lets go of the
+        holding, if the chain holds other tokens than ``spec`` has: KV of another prompt is never read."""
         chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
         sequence = Sequence(spec, holding, self._block_size, time.monotonic())
         if chain > first:
@@ -202,7 +191,6 @@ class WorkerEpoch:
 
     @property
     def over(self) -> bool:
-        """Whether :meth:`end` was called."""
         return self._end_error is not None
 
     def end(self, error: PillionError) -> None:
@@ -274,9 +262,10 @@ class WorkerEpoch:
 
     # The step thread's side.
 
-    def _on_step(self, plan: StepPlan, seconds: float, *, ok: bool) -> None:
-        tokens = self._meter.count_step(plan, seconds, ok=ok)
-        if self._traced and carried_prompt(plan):
+    def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
+        tokens = self._meter.count_step(plan, seconds, ok)
+        # A step with tokens of prompts may delay the decodes in it, which is worth a span.
+        if self._traced and (tokens[TAIL] or tokens[PREFILL]):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):
                 # Posted before the outcome, so that no listener has left yet.
@@ -325,7 +314,7 @@ class WorkerEpoch:
         except PillionError as error:
             self._judge(error)
 
-    def _on_committed(self, order: CommitOrder, result: CommitResult) -> None:
+    def _on_committed(self, order: CommitOrder, result: CommitRunResult) -> None:
         listener = self.listeners.get(order.seq_id)
         if listener is not None:
             attributes: dict[str, int | str] = {"pillion.blocks": len(order.slots), "pillion.refusal": result.refusal}

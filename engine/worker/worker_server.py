@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import grpc
 
@@ -22,61 +23,46 @@ log = logging.getLogger("pillion.worker")
 LAST_MESSAGES_S = 0.5
 
 
-class WorkerServicer(Protocol):
-    """A gRPC servicer around a worker."""
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with a server; called by :func:`pillion.net.rpc.start_server`."""
-
-    def finish(self) -> None:
-        """The worker has drained: send the last messages, then end the connections that clients keep open."""
-
-
 class WorkerServer:
-    """A running worker that serves at ``address``."""
+    """A running worker that serves at ``address``. ``finish`` sends the last messages of the connections that clients
+    keep open, and ends them; it is called when the worker has drained."""
 
-    def __init__(self, worker: Worker, service: WorkerServicer, server: RunningServer) -> None:
+    def __init__(self, worker: Worker, server: RunningServer, finish: Callable[[], None]) -> None:
         self.worker = worker
         self.meters = worker.meters
-        self._service = service
+        self.address = server.address
+        self.wait_failed = worker.wait_failed
         self._server = server
-
-    @property
-    def address(self) -> str:
-        """The address that the server listens at."""
-        return self._server.address
-
-    async def wait_failed(self) -> str:
-        """Returns why the worker died by itself; never returns while it lives."""
-        return await self.worker.wait_failed()
+        self._finish = finish
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Take no more work, give running sequences ``grace_s`` seconds, then end."""
         await self.worker.drain(grace_s)
-        self._service.finish()
+        self._finish()
         await self._server.stop(LAST_MESSAGES_S)
         await self.worker.close()
 
 
-async def serve(worker: Worker, listen: str, service_name: str, service: WorkerServicer) -> WorkerServer:
-    """Serve and announce the worker. Raises ConfigError, with the worker closed, where ``listen`` is in use."""
-    try:
-        credentials = internal_credentials(listen)
-        server = await start_server(listen, [(service_name, service.add_to)], credentials=credentials)
-    except OSError as error:
-        await worker.close()
-        raise ConfigError(str(error)) from None
-    except BaseException:
-        await worker.close()
-        raise
+async def serve(
+    worker: Worker,
+    service_name: str,
+    add_to: Callable[[grpc.aio.Server], None],
+    finish: Callable[[], None] = lambda: None,
+) -> WorkerServer:
+    """Serve and announce the worker; ``add_to`` registers its servicer. Raises ConfigError, with the worker closed,
+    where its address is in use."""
     flags = worker.flags
-    try:
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(worker.close)
+        try:
+            credentials = internal_credentials(flags.listen)
+            server = await start_server(flags.listen, [(service_name, add_to)], credentials=credentials)
+        except OSError as error:
+            raise ConfigError(str(error)) from None
+        undo.push_async_callback(server.stop, 0.0)
         # In a thread, because host names may have to be looked up.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
-    except BaseException:
-        await server.stop(0.0)
-        await worker.close()
-        raise
+        undo.pop_all()
     worker.announce(address)
     log.info("%s serves at %s", worker.component_id, server.address)
-    return WorkerServer(worker, service, server)
+    return WorkerServer(worker, server, finish)

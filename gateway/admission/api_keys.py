@@ -96,11 +96,8 @@ class KeyFile:
         self.ring = read_keys(path)
 
     def refresh(self) -> bool:
-        """Reads the file if it is another one than before. A bad one is logged once and changes nothing.
-
-        Returns:
-            Whether there is a new keyring.
-        """
+        """Reads the file if it is another one than before; returns whether there is a new keyring. A bad file is logged
+        once and changes nothing."""
         ring = self._watched.newer(lambda: read_keys(self._path))
         if ring is None:
             return False

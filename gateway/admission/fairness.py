@@ -53,9 +53,6 @@ class FairQueue:
         self._accounts: dict[str, _Account] = {}
         self._floor = 0.0
 
-    def __len__(self) -> int:
-        return sum(len(account.waiting) for account in self._accounts.values())
-
     def push(self, tenant: Tenant, request: WaitingRequest) -> None:
         """Adds a request."""
         account = self._accounts.setdefault(tenant.name, _Account())

@@ -38,7 +38,8 @@ class Bucket:
 
     def resized(self, per_minute: int, now_s: float) -> Bucket:
         """A bucket with another rate from which as much has been spent."""
-        spent = self.per_minute - self._filled(now_s)
+        # Rounded, so that an error in the last digit does not count as one more.
+        spent = round(self.per_minute - self._filled(now_s), 6)
         other = Bucket(per_minute, now_s)
         other.take(math.ceil(spent), now_s)
         return other
@@ -62,45 +63,36 @@ class Quotas:
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
         """Takes one request. Raises Overloaded, with the time until one may come."""
-        self._take(tenant, "requests_per_minute", tenant.requests_per_minute, 1, now_s)
+        self._take(tenant, "requests_per_minute", 1, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
         """Takes a prompt's tokens. Raises Overloaded, with the time until it may come again; nothing is taken then."""
-        self._take(tenant, "tokens_per_minute", tenant.tokens_per_minute, tokens, now_s)
+        self._take(tenant, "tokens_per_minute", tokens, now_s)
 
-    def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes generated tokens, which may leave a debt. A negative number gives back a prompt that was not served."""
-        bucket = self._bucket(tenant, "tokens_per_minute", tenant.tokens_per_minute, now_s)
+    def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
+        """Takes generated tokens, which may leave a debt. A negative number gives back what was not served."""
+        bucket = self._bucket(tenant, quota, now_s)
         if bucket is not None:
-            bucket.take(tokens, now_s)
-
-    def give_back(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
-        """Gives back what was taken here and then refused by the shared count."""
-        bucket = self._bucket(tenant, quota, getattr(tenant, quota), now_s)
-        if bucket is not None:
-            bucket.take(-amount, now_s)
+            bucket.take(amount, now_s)
 
     def keep(self, names: Collection[str]) -> None:
         """Forgets tenants that are not among ``names``."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
 
-    def _take(self, tenant: Tenant, quota: str, per_minute: int, amount: int, now_s: float) -> None:
-        bucket = self._bucket(tenant, quota, per_minute, now_s)
-        if bucket is None:
-            return
-        wait_s = bucket.wait_s(amount, now_s)
-        if wait_s > 0:
-            raise used_up(tenant, quota, math.ceil(wait_s * 1000))
-        bucket.take(amount, now_s)
+    def _take(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
+        bucket = self._bucket(tenant, quota, now_s)
+        if bucket is not None:
+            wait_s = bucket.wait_s(amount, now_s)
+            if wait_s > 0:
+                raise used_up(tenant, quota, math.ceil(wait_s * 1000))
+            bucket.take(amount, now_s)
 
-    def _bucket(self, tenant: Tenant, quota: str, per_minute: int, now_s: float) -> Bucket | None:
+    def _bucket(self, tenant: Tenant, quota: str, now_s: float) -> Bucket | None:
+        per_minute, key = getattr(tenant, quota), (tenant.name, quota)
         if not per_minute:
             return None
-        key = (tenant.name, quota)
-        found = self._buckets.get(key)
-        if found is None:
-            found = Bucket(per_minute, now_s)
-        elif found.per_minute != per_minute:
+        found = self._buckets.get(key) or Bucket(per_minute, now_s)
+        if found.per_minute != per_minute:
             found = found.resized(per_minute, now_s)
         self._buckets[key] = found
         return found

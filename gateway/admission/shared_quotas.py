@@ -27,44 +27,48 @@ log = logging.getLogger("pillion.gateway")
 REPORT_MS = 100
 
 
-class SharedQuotas:
+class SharedQuotas(Quotas):
     """Quotas of all tenants. Without ``buckets`` this gateway counts alone. Times are monotonic, in seconds."""
 
     def __init__(self, buckets: SharedBuckets | None = None) -> None:
-        self._local = Quotas()
-        self._buckets = buckets
+        super().__init__()
+        self._shared = buckets
         self._unreported: Counter[str] = Counter()
         self._tenants: dict[str, Tenant] = {}
         self._reporting: asyncio.Task[None] | None = None
         self.redis_answers = True
 
-    def take_request(self, tenant: Tenant, now_s: float) -> None:
-        """Takes one request, by the local count. Raises Overloaded, with the time until one may come."""
-        self._local.take_request(tenant, now_s)
+    async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float) -> None:
+        """Takes a prompt's tokens (None: it is not computed), and by the count of all gateways the request too.
 
-    async def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes a prompt's tokens, and by the count of all gateways the request too. Raises Overloaded; then the prompt
-        is not taken. A caller that is cancelled in here has paid."""
-        self._local.take_prompt(tenant, tokens, now_s)
-        await self._ask(tenant, tokens, now_s)
-
-    async def confirm(self, tenant: Tenant, now_s: float) -> None:
-        """Takes a request whose prompt is not computed, by the count of all gateways. Raises Overloaded."""
-        await self._ask(tenant, None, now_s)
-
-    def spend(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes generated tokens, which may leave a debt. A negative number gives back a prompt that was not served."""
-        self._local.spend(tenant, tokens, now_s)
-        if self._buckets is None or not tenant.tokens_per_minute or not tokens:
+        Raises Overloaded; then the prompt is not taken. A caller that is cancelled in here has paid.
+        """
+        if tokens is not None:
+            self.take_prompt(tenant, tokens, now_s)
+        short = await self._ask(tenant, 1, tokens)
+        if short is None:
             return
-        self._unreported[tenant.name] += tokens
+        quota, wait_ms = short
+        if quota == "requests_per_minute":
+            # Neither the request nor its prompt was taken there.
+            super().spend(tenant, -1, now_s, quota)
+        if tokens is not None:
+            super().spend(tenant, -tokens, now_s)
+        raise used_up(tenant, quota, wait_ms)
+
+    def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
+        """Takes generated tokens here, and reports them to the other gateways."""
+        super().spend(tenant, amount, now_s, quota)
+        if self._shared is None or not tenant.tokens_per_minute or not amount:
+            return
+        self._unreported[tenant.name] += amount
         self._tenants[tenant.name] = tenant
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names``."""
-        self._local.keep(names)
+        """Forgets tenants that are not among ``names``, once what they spent is reported."""
+        super().keep(names)
         self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._unreported}
 
     async def aclose(self) -> None:
@@ -72,27 +76,13 @@ class SharedQuotas:
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.gather(self._reporting, return_exceptions=True)
-        if self._buckets is not None:
+        if self._shared is not None:
             await self._report()
-            await self._buckets.aclose()
+            await self._shared.aclose()
 
-    # -- inside
-
-    async def _ask(self, tenant: Tenant, tokens: int | None, now_s: float) -> None:
-        short = await self._take(tenant, 1, tokens)
-        if short is None:
-            return
-        quota, wait_ms = short
-        if quota == "requests_per_minute":
-            # Neither the request nor its prompt was taken there.
-            self._local.give_back(tenant, quota, 1, now_s)
-        if tokens is not None:
-            self._local.give_back(tenant, "tokens_per_minute", tokens, now_s)
-        raise used_up(tenant, quota, wait_ms)
-
-    async def _take(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
+    async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
         """The quota that is used up, and the ms until it is not; None where none is, or where Redis does not answer."""
-        if self._buckets is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
+        if self._shared is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return None
         spent = self._unreported.pop(tenant.name, 0)
         demands = (
@@ -100,7 +90,7 @@ class SharedQuotas:
             BucketDemand(tenant.tokens_per_minute, spent, tokens),
         )
         try:
-            short = await self._buckets.take(tenant.name, demands)
+            short = await self._shared.take(tenant.name, demands)
         except Unavailable as error:
             if self.redis_answers:
                 log.warning("quotas are counted by this gateway alone: %s", error.message)
@@ -116,4 +106,4 @@ class SharedQuotas:
 
     async def _report(self) -> None:
         for name in tuple(self._unreported):
-            await self._take(self._tenants[name], None, None)
+            await self._ask(self._tenants[name], None, None)

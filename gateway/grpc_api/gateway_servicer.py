@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import grpc.aio
@@ -20,6 +21,7 @@ from pillion.wire.public import DeltaWriter, model_to_pb, request_from_pb, statu
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
 # Health and reflection are open to everybody.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
+_COUNTED = ("token_ids", "messages", "sampling.stop", "sampling.stop_token_ids", "sampling.logit_bias")
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -49,17 +51,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Streams an answer; the call's end, however it comes, cancels what is left of the request."""
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(_header(metadata, "authorization"))
-        sampling = request.sampling
         check_size(request.ByteSize())
-        check_counts(
-            {
-                "token_ids": len(request.token_ids),
-                "messages": len(request.messages),
-                "sampling.stop": len(sampling.stop),
-                "sampling.stop_token_ids": len(sampling.stop_token_ids),
-                "sampling.logit_bias": len(sampling.logit_bias),
-            }
-        )
+        check_counts({name: len(attrgetter(name)(request)) for name in _COUNTED})
         generate = request_from_pb(request)
         label = generate.request_id or _header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
         if is_request_id(label):

@@ -1,7 +1,6 @@
 """The HTTP port: OpenAI's API, vLLM's /tokenize and /detokenize, health and metrics. Open http_server.py first.
 
-http_server.py       the table of pages, and the server
-http_connection.py   bounds of a connection
+http_server.py       the table of pages, bounds of connections, and the server
 http_call.py         one call: its body, its response, the client that goes away
 http_errors.py       errors as OpenAI's clients know them
 openai_api.py        handlers of OpenAI's endpoints, and the pace of writes

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,10 +17,11 @@ from typing import Any
 from opentelemetry import context as otel_context
 from starlette.types import Receive, Scope, Send
 
-from pillion.errors import PillionError
+from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, internal, refused
-from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.request.runner import DEFECT
+from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
@@ -36,7 +36,6 @@ BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
 # Answers to requests whose body may not have been read.
 _UNREAD = (401, 405, 408, 413, 415, 431)
-_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/+=-]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -60,25 +59,16 @@ class HttpCall:
         for name, value in scope["headers"]:
             self._headers.setdefault(name, value)
             self.header_bytes += len(name) + len(value)
-        self._parameters = scope.get("path_params", {})
+        self.parameters = scope.get("path_params", {})
         self.started = self._reading = False
         self.tenant = OPEN
-        given_id = self._header(b"x-request-id")
-        self._bad_id = bool(given_id) and _REQUEST_ID.fullmatch(given_id) is None
+        given_id = self.header(b"x-request-id")
+        self._bad_id = bool(given_id) and not is_request_id(given_id)
         self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
-
-    def path_parameter(self, name: str) -> str:
-        """The value of a path parameter."""
-        return str(self._parameters[name])
-
-    @property
-    def authorization(self) -> str:
-        """The Authorization header, "" where there is none."""
-        return self._header(b"authorization")
 
     def trace_parent(self) -> otel_context.Context | None:
         """The client's trace context, None where it sends none."""
-        header = self._header(b"traceparent")
+        header = self.header(b"traceparent")
         return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
@@ -182,7 +172,8 @@ class HttpCall:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
-    def _header(self, name: bytes) -> str:
+    def header(self, name: bytes) -> str:
+        """A header's value, "" where there is none."""
         return self._headers.get(name, b"").decode("latin-1")
 
 
@@ -218,7 +209,7 @@ class Endpoint:
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
                 if self._tenant_of is not None:
-                    call.tenant = self._tenant_of(call.authorization)
+                    call.tenant = self._tenant_of(call.header(b"authorization"))
                 await self._handle(call)
             except ApiError as error:
                 await call.fail(error)
@@ -229,7 +220,7 @@ class Endpoint:
                 if call.started:
                     # The connection ends in the middle of the response, which shows the client that it is not whole.
                     raise
-                await call.fail(internal())
+                await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 def _too_large() -> ApiError:

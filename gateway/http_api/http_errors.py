@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -40,26 +41,17 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error response. ``retry_after_ms`` is 0 where trying again does not help."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = _INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_ms: int = 0,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.retry_after_ms = retry_after_ms
+    status: int
+    message: str
+    _: KW_ONLY
+    kind: str = _INVALID
+    param: str | None = None
+    code: str | None = None
+    retry_after_ms: int = 0
 
     def body(self) -> bytes:
         """The JSON body."""
@@ -87,18 +79,9 @@ def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def internal() -> ApiError:
-    """The error of a defect of the gateway: 500."""
-    return ApiError(500, "internal error; the gateway's log says more", kind="server_error", code="internal_error")
-
-
 def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
-    """The answer that stands for ``error``.
-
-    Args:
-        error: what the gateway raised.
-        spelled: the client's names of the fields that are called otherwise inside, by their inside path.
-    """
+    """The answer that stands for ``error``. ``spelled``: the client's names of fields, by the gateway's, where these
+    differ."""
     status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
     message, param, retry_after_ms = error.message, None, 0
     if isinstance(error, InvalidRequest) and error.violations:

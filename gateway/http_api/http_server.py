@@ -14,12 +14,13 @@ import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.routing import Route, Router
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pillion._version import VERSION
+from pillion.config import GatewayFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
-from pillion.gateway.http_api.http_connection import HttpConnection
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
 from pillion.net import tls
@@ -30,6 +31,12 @@ MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
 # How long a connection may stay without a further request.
 KEEP_ALIVE_S = 75
+# Seconds from a connection's begin (TLS done), or the first byte of a further request, until its headers are whole.
+HEAD_TIMEOUT_S = 20.0
+# A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
+STALL_TIMEOUT_S = 120.0
+# Connections beyond those that are served; they get 503.
+SPARE_CONNECTIONS = 64
 
 
 class _Pages:
@@ -64,7 +71,7 @@ class _Pages:
 
     async def model(self, call: HttpCall) -> None:
         """One model; its name may contain slashes."""
-        name = call.path_parameter("name")
+        name = str(call.parameters["name"])
         for info in self._gateway.models():
             if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
@@ -91,7 +98,7 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
+def make_app(gateway: Gateway, vllm_names: bool) -> Router:
     """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
@@ -109,6 +116,55 @@ def make_app(gateway: Gateway, *, vllm_names: bool = False) -> Router:
         Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of)),
     ]
     return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+
+
+class HttpConnection(H11Protocol):
+    """An HTTP connection: uvicorn's h11 protocol with bounds for idle, slow and stalled clients.
+
+    made --headers within HEAD_TIMEOUT_S--> request and answer --kept alive, the next one's first byte--> headers ...
+      | too many connections                   | client takes nothing for STALL_TIMEOUT_S
+      '--> cut                                 '--> cut
+
+    Uvicorn itself waits for ever for the first request, for the rest of a request's headers, and for a client that does
+    not read. A few thousand such connections, which cost an attacker nothing, would keep all other clients out.
+    """
+
+    _head: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > (self.limit_concurrency or 0) + SPARE_CONNECTIONS:
+            transport.abort()
+            return
+        self._head = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before:
+            _stop(self._head)
+            self._head = None
+        elif self._head is None and before is not None and before.response_complete:
+            self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _stop(self._stall)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._head)
+        _stop(self._stall)
+        super().connection_lost(exc)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -139,25 +195,18 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def start_http(
-    gateway: Gateway,
-    host: str,
-    port: int,
-    *,
-    share_port: bool = False,
-    identity: tls.Identity | None = None,
-    vllm_names: bool = False,
-) -> HttpServer:
-    """Serves on ``host:port`` (0: any free port). Raises OSError when the address cannot be bound.
+async def start_http(gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None) -> HttpServer:
+    """Serves on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
 
-    ``share_port``: other processes may listen on the same port; the system spreads connections over them.
-    ``identity``: for TLS; None is plain text. ``vllm_names``: whether /metrics shows vLLM's names too.
+    With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
+    OSError when the address cannot be bound.
     """
+    host, address = flags.host, (flags.host, flags.http_port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG, reuse_port=share_port)
+    listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, vllm_names=vllm_names),
+        make_app(gateway, flags.vllm_metric_names),
         # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

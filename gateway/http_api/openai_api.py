@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,7 +24,6 @@ from pillion.gateway.http_api.openai_events import (
     DONE,
     ChatResponseWriter,
     CompletionResponseWriter,
-    ResponseHead,
     ResponseWriter,
     error_event,
     usage_json,
@@ -57,15 +57,11 @@ class OpenAIApi:
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
-        asked = completion_request(await call.body(), call.request_id)
-        entry = self._entry(asked.requests[0].model)
-        await call.while_connected(self._complete(call, asked, entry))
+        await call.while_connected(self._answer(call, completion_request(await call.body(), call.request_id)))
 
     async def chat(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
-        asked = chat_request(await call.body(), call.request_id)
-        entry = self._entry(asked.requests[0].model)
-        await call.while_connected(self._answer(call, asked, entry, ()))
+        await call.while_connected(self._answer(call, chat_request(await call.body(), call.request_id)))
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
@@ -103,10 +99,6 @@ class OpenAIApi:
         text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
-    async def _complete(self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry) -> None:
-        prompts = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
-        await self._answer(call, asked, entry, tuple(prompts))
-
     async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
         """The prompt's text, for an echo. Ids that the model does not know are refused later, with their place."""
         if not request.token_ids:
@@ -114,8 +106,9 @@ class OpenAIApi:
         known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
         return await self._gateway.text_of(request.model, known, tenant)
 
-    async def _answer(self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, prompts: tuple[str, ...]) -> None:
-        parent = call.trace_parent()
+    async def _answer(self, call: HttpCall, asked: OpenAIRequest) -> None:
+        entry, parent = self._entry(asked.requests[0].model), call.trace_parent()
+        echoed = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
 
         async def start(request: GenerateRequest) -> Generation:
             return await self._gateway.generate(request, tenant=call.tenant, parent=parent)
@@ -123,31 +116,57 @@ class OpenAIApi:
         reader = DeltaReader(asked.requests, start)
         try:
             batch = await reader.read()
-            style = self._style(call, asked, entry, reader, prompts)
+            writer = self._writer(call, asked, entry, reader.fingerprint, echoed)
             if asked.stream:
-                await _stream(call, asked, reader, style, batch, self._pacer)
-            else:
-                await _whole(call, asked, reader, style, batch)
+                await self._stream(call, asked, reader, writer, batch)
+                return
+            while batch:
+                for prompt, delta in batch:
+                    writer.keep(prompt * asked.answers + delta.index, delta)
+                batch = await reader.read()
+            await call.answer(200, writer.whole(reader.usage()))
         except PillionError as error:
             raise from_pillion(error, asked.names) from None
         finally:
             reader.close()
 
-    def _style(
-        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader, prompts: tuple[str, ...]
+    async def _stream(
+        self, call: HttpCall, asked: OpenAIRequest, reader: DeltaReader, writer: ResponseWriter, batch: DeltaBatch
+    ) -> None:
+        answers, continuous, pacer = asked.answers, asked.continuous_usage, self._pacer
+        await call.start_events()
+        try:
+            with pacer:
+                while batch:
+                    usage = usage_json(reader.usage()) if continuous else b""
+                    events = [writer.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
+                    wrote = time.monotonic()
+                    await call.write(b"".join(events))
+                    if batch[-1][1].usage is None:
+                        await pacer.rest(wrote)
+                    batch = await reader.read()
+        except PillionError as error:
+            await call.write(error_event(from_pillion(error, asked.names).body()), last=True)
+            return
+        last = writer.usage_event(reader.usage()) if asked.include_usage else b""
+        await call.write(last + DONE, last=True)
+
+    def _writer(
+        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, fingerprint: str, echoed: Sequence[str]
     ) -> ResponseWriter:
         is_chat = bool(asked.requests[0].messages)
-        head = ResponseHead(
-            id=("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
-            created=int(time.time()),
-            model=entry.limits.name,
-            fingerprint=reader.fingerprint,
-        )
+        head = {
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
+            "object": "",
+            "created": int(time.time()),
+            "model": entry.limits.name,
+            "system_fingerprint": fingerprint,
+        }
         texts, usage_field = self._texts_of(entry), asked.include_usage
         if is_chat:
             return ChatResponseWriter(head, texts, logprobs=asked.logprobs, usage_field=usage_field)
         return CompletionResponseWriter(
-            head, texts, logprobs=asked.logprobs, usage_field=usage_field, prompts=prompts, answers=asked.answers
+            head, texts, logprobs=asked.logprobs, usage_field=usage_field, prompts=echoed, answers=asked.answers
         )
 
     def _texts_of(self, entry: ModelEntry) -> TokenTexts:
@@ -191,40 +210,3 @@ class WritePacer:
 def unknown_model(message: str) -> ApiError:
     """OpenAI's error for an unknown model: 404."""
     return ApiError(404, message, param="model", code="model_not_found")
-
-
-async def _whole(
-    call: HttpCall, asked: OpenAIRequest, reader: DeltaReader, style: ResponseWriter, batch: DeltaBatch
-) -> None:
-    while batch:
-        for prompt, delta in batch:
-            style.keep(prompt * asked.answers + delta.index, delta)
-        batch = await reader.read()
-    await call.answer(200, style.whole(reader.usage()))
-
-
-async def _stream(
-    call: HttpCall,
-    asked: OpenAIRequest,
-    reader: DeltaReader,
-    style: ResponseWriter,
-    batch: DeltaBatch,
-    pacer: WritePacer,
-) -> None:
-    answers, continuous = asked.answers, asked.continuous_usage
-    await call.start_events()
-    try:
-        with pacer:
-            while batch:
-                usage = usage_json(reader.usage()) if continuous else b""
-                events = [style.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
-                wrote = time.monotonic()
-                await call.write(b"".join(events))
-                if batch[-1][1].usage is None:
-                    await pacer.rest(wrote)
-                batch = await reader.read()
-    except PillionError as error:
-        await call.write(error_event(from_pillion(error, asked.names).body()), last=True)
-        return
-    last = style.usage_event(reader.usage()) if asked.include_usage else b""
-    await call.write(last + DONE, last=True)

@@ -7,7 +7,7 @@ What does not change from event to event is encoded once for each answer; an eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,26 +20,6 @@ DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHead:
-    """The fields that every event and every whole response of a request begins with."""
-
-    id: str
-    created: int
-    model: str
-    fingerprint: str
-
-    def fields(self, kind: str) -> dict[str, Any]:
-        """The fields by OpenAI's names; ``kind`` is that of the object."""
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
 
 
 @dataclass(slots=True)
@@ -61,7 +41,7 @@ class ResponseWriter:
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
-        head: the response's first fields.
+        head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
         logprobs: whether log probabilities are shown.
         usage_field: whether each event has a field for usage, null before the last.
@@ -72,13 +52,16 @@ class ResponseWriter:
     # What stands before and behind the text of an event.
     before = b""
     behind = b""
+    # The choice of an event before an answer's first one, if there is one, and that of an event that only ends it.
+    opening = b""
+    empty = b""
 
-    def __init__(self, head: ResponseHead, tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
         self._head = head
         self._tokens = tokens
         self._shows = logprobs
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
-        self._common = b"data: " + _encode(head.fields(self.event_kind))[:-1]
+        self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
@@ -88,11 +71,11 @@ class ResponseWriter:
             # Nearly every event.
             return answer.front + _encode(delta.text) + answer.back
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
-        opening = b"" if answer.opened else self._opening(answer, tail)
+        opening = b"" if answer.opened or not self.opening else answer.head + self.opening + tail
         answer.opened = True
         content = self.before + _encode(delta.text) + self.behind
         if not (delta.text or delta.token_ids):
-            content = self._empty()
+            content = self.empty
         logprobs = b"null"
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
@@ -122,7 +105,7 @@ class ResponseWriter:
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
-        return _encode({**self._head.fields(self.kind), "choices": choices, "usage": usage_fields(usage)})
+        return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
@@ -130,14 +113,6 @@ class ResponseWriter:
         answer = _WrittenAnswer(head, head + self.before, back)
         self._answers[index] = answer
         return answer
-
-    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
-        """An event before the answer's first one, or nothing."""
-        return b""
-
-    def _empty(self) -> bytes:
-        """The content of an event that brings neither text nor token, only the end."""
-        return self.before + b'""' + self.behind
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -153,13 +128,8 @@ class ChatResponseWriter(ResponseWriter):
     event_kind = "chat.completion.chunk"
     before = b'"delta":{"content":'
     behind = b"}"
-
-    def _opening(self, answer: _WrittenAnswer, tail: bytes) -> bytes:
-        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return answer.head + role + tail
-
-    def _empty(self) -> bytes:
-        return b'"delta":{}'
+    opening = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+    empty = b'"delta":{}'
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -173,10 +143,11 @@ class CompletionResponseWriter(ResponseWriter):
 
     kind = event_kind = "text_completion"
     before = b'"text":'
+    empty = b'"text":""'
 
     def __init__(
         self,
-        head: ResponseHead,
+        head: Mapping[str, Any],
         tokens: TokenTexts,
         *,
         logprobs: bool,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -60,29 +61,6 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     user: str | None = None
-    # Not supported; see HARMLESS.
-    allowed_token_ids: Raw = Raw()
-    bad_words: Raw = Raw()
-    early_stopping: Raw = Raw()
-    guided_choice: Raw = Raw()
-    guided_grammar: Raw = Raw()
-    guided_json: Raw = Raw()
-    guided_regex: Raw = Raw()
-    include_stop_str_in_output: Raw = Raw()
-    kv_transfer_params: Raw = Raw()
-    length_penalty: Raw = Raw()
-    metadata: Raw = Raw()
-    prompt_logprobs: Raw = Raw()
-    response_format: Raw = Raw()
-    return_token_ids: Raw = Raw()
-    return_tokens_as_token_ids: Raw = Raw()
-    service_tier: Raw = Raw()
-    skip_special_tokens: Raw = Raw()
-    spaces_between_special_tokens: Raw = Raw()
-    store: Raw = Raw()
-    structured_outputs: Raw = Raw()
-    truncate_prompt_tokens: Raw = Raw()
-    use_beam_search: Raw = Raw()
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -91,9 +69,6 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     prompt: Raw
     echo: bool | None = None
     logprobs: Int | None = None
-    # Not supported; see HARMLESS.
-    add_special_tokens: Raw = Raw()
-    suffix: Raw = Raw()
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -104,27 +79,6 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     safety_identifier: str | None = None
-    # Not supported; see HARMLESS.
-    add_generation_prompt: Raw = Raw()
-    audio: Raw = Raw()
-    chat_template: Raw = Raw()
-    chat_template_kwargs: Raw = Raw()
-    continue_final_message: Raw = Raw()
-    documents: Raw = Raw()
-    echo: Raw = Raw()
-    function_call: Raw = Raw()
-    functions: Raw = Raw()
-    mm_processor_kwargs: Raw = Raw()
-    modalities: Raw = Raw()
-    parallel_tool_calls: Raw = Raw()
-    prediction: Raw = Raw()
-    prompt_cache_key: Raw = Raw()
-    prompt_cache_retention: Raw = Raw()
-    reasoning_effort: Raw = Raw()
-    tool_choice: Raw = Raw()
-    tools: Raw = Raw()
-    verbosity: Raw = Raw()
-    web_search_options: Raw = Raw()
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -163,12 +117,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     messages: Raw = Raw()
     return_token_strs: bool | None = None
-    add_generation_prompt: Raw = Raw()
     add_special_tokens: bool | None = None
-    chat_template: Raw = Raw()
-    chat_template_kwargs: Raw = Raw()
-    continue_final_message: Raw = Raw()
-    tools: Raw = Raw()
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -178,8 +127,23 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: Raw
 
 
-# Besides null, the values that a field may have that is not supported: they
-# ask for what happens anyhow.
+# Fields that ask for what Pillion does not do, by body; see HARMLESS.
+_UNSUPPORTED_IN_BOTH = """
+    allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
+    include_stop_str_in_output kv_transfer_params length_penalty metadata prompt_logprobs response_format
+    return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
+    store structured_outputs truncate_prompt_tokens use_beam_search
+"""
+_UNSUPPORTED = {
+    CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
+    ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
+    add_generation_prompt audio chat_template chat_template_kwargs continue_final_message documents echo
+    function_call functions mm_processor_kwargs modalities parallel_tool_calls prediction prompt_cache_key
+    prompt_cache_retention reasoning_effort tool_choice tools verbosity web_search_options
+    """,
+    TokenizeBody: "add_generation_prompt chat_template chat_template_kwargs continue_final_message tools",
+}
+# Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -215,10 +179,20 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 READ_LATER = frozenset({"prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tokens"})
 
 
+def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
+    """The body with its unsupported fields, which are read raw."""
+    fields = [(name, Raw, Raw()) for name in names.split()]
+    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+
+
+# What a body is parsed as.
+READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}
+
+
 def parse(body: bytes, kind: type[T]) -> T:
     """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
     try:
-        parsed = msgspec.json.decode(body, type=kind)
+        parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, "") from None
     refuse_unsupported(parsed, "")
@@ -242,7 +216,8 @@ def given(raw: Raw) -> bool:
 def refuse_unsupported(parsed: Any, prefix: str) -> None:
     """Raises ApiError for a field that asks for what is not supported. ``prefix`` is the path of ``parsed``, with its
     dot."""
-    for name in _raw_fields(type(parsed)):
+    kind: Any = type(parsed)
+    for name in unsupported_fields(kind):
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
             raise refused(prefix + name, "this is not supported here", "unsupported_parameter")
@@ -258,14 +233,10 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
     return any(type(parsed) is type(value) and parsed == value for value in HARMLESS.get(name, ()))
 
 
-def _raw_fields(kind: type[Any]) -> tuple[str, ...]:
-    if kind not in _RAW_FIELDS:
-        fields = msgspec.structs.fields(kind)
-        _RAW_FIELDS[kind] = tuple(f.name for f in fields if f.type is Raw and f.name not in READ_LATER)
-    return _RAW_FIELDS[kind]
-
-
-_RAW_FIELDS: dict[type[Any], tuple[str, ...]] = {}
+@cache
+def unsupported_fields(kind: type[Any]) -> tuple[str, ...]:
+    """The names of the raw fields of a struct that are not read later."""
+    return tuple(f.name for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
 
 
 def _unreadable(error: Exception, field: str) -> ApiError:

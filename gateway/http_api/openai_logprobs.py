@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import tokenizers
@@ -20,17 +21,8 @@ class TokenTexts:
     """The bytes and texts of a model's tokens, cached."""
 
     def __init__(self, codec: tokenizers.Tokenizer) -> None:
-        self._codec = codec
-        self._known: dict[int, bytes] = {}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The token's own bytes, which may be a part of a character."""
-        found = self._known.get(token_id)
-        if found is None:
-            if len(self._known) >= MAX_KEPT_TOKENS:
-                self._known.clear()
-            found = self._known[token_id] = token_bytes(self._codec, token_id)
-        return found
+        # The token's own bytes, which may be a part of a character.
+        self.bytes_of = lru_cache(MAX_KEPT_TOKENS)(partial(token_bytes, codec))
 
     def text_of(self, token_id: int) -> str:
         """The token's text; bytes that are no whole characters are written as ``bytes:\\xe2``, as OpenAI does in
@@ -53,15 +45,8 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-        """Log probabilities for a completion, in columns.
-
-        Args:
-            logprobs: those of the next tokens.
-            offset: characters of the tokens before them.
-
-        Returns:
-            The columns, and the offset behind these tokens.
-        """
+        """Log probabilities of a completion's next tokens, in columns, and the characters up to their end; ``offset``
+        are those before them."""
         tokens, offsets, tops = [], [], []
         for one in logprobs:
             text = self.text_of(one.token_id)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from pillion.errors import Internal, PillionError
-from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.runner import DEFECT, Generation
 from pillion.types import Delta, GenerateRequest, Usage
 
 log = logging.getLogger("pillion.gateway")
@@ -47,12 +47,7 @@ class DeltaReader:
 
     def usage(self) -> Usage:
         """Tokens of all prompts so far."""
-        usages = [generation.usage() for generation in self._generations]
-        return Usage(
-            sum(one.prompt_tokens for one in usages),
-            sum(one.cached_tokens for one in usages),
-            sum(one.completion_tokens for one in usages),
-        )
+        return sum((generation.usage() for generation in self._generations), Usage(0, 0, 0))
 
     async def _read_several(self) -> DeltaBatch:
         if not self._pumps:
@@ -98,7 +93,7 @@ class DeltaReader:
             except Exception:
                 # A defect must end the response: the client would wait for ever.
                 log.exception("a prompt of a list failed")
-                await self._queue.put(Internal("internal error; the gateway's log says more"))
+                await self._queue.put(Internal(DEFECT))
 
     def _taken(self, item: tuple[int, Delta] | PillionError | None, batch: DeltaBatch) -> DeltaBatch:
         if isinstance(item, PillionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import Raw
 
@@ -14,6 +15,7 @@ from pillion.gateway.http_api.openai_fields import (
     CompletionBody,
     Int,
     MessageBody,
+    StreamOptions,
     given,
     parse,
     parse_field,
@@ -37,6 +39,14 @@ MAX_PROMPTS = 128
 _MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
+_STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
+_IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
+_BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
+# Fields that the body and SamplingParams hold alike.
+_SAME_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 # The client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
@@ -83,7 +93,7 @@ def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
     requests = tuple(
-        _request(body, request_id, sampling, text=prompt if isinstance(prompt, str) else "", ids=prompt)
+        _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
         for prompt in read_prompts(body.prompt)
     )
     return _openai_request(body, requests, COMPLETION_NAMES, echo=bool(body.echo), logprobs=body.logprobs is not None)
@@ -163,45 +173,29 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    stops = _bounded(body.stop, str | list[str], "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    stop_ids = _bounded(body.stop_token_ids, list[Int], "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
+        **{name: getattr(body, name) for name in _SAME_FIELDS},
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens,
-        n=body.n,
-        best_of=body.best_of,
-        stop=_stops(body.stop),
-        stop_token_ids=_short_list(body.stop_token_ids),
-        ignore_eos=bool(body.ignore_eos),
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=_biases(body.logit_bias),
         logprobs=logprobs,
+        stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+        stop_token_ids=tuple(stop_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logit_bias=_bounded(body.logit_bias, dict[Int, float], "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
 
 def _request(
-    body: CompletionBody | ChatBody,
-    request_id: str,
-    sampling: SamplingParams,
-    *,
-    text: str = "",
-    ids: Prompt = (),
-    messages: tuple[ChatMessage, ...] = (),
+    body: CompletionBody | ChatBody, request_id: str, sampling: SamplingParams, **prompt: Any
 ) -> GenerateRequest:
     return GenerateRequest(
         model=body.model,
-        text=text,
-        token_ids=() if isinstance(ids, str) else ids,
-        messages=messages,
         sampling=sampling,
         cache_salt=body.cache_salt or "",
         request_id=request_id,
         priority=body.priority or 0,
+        **prompt,
     )
 
 
@@ -214,43 +208,26 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
-    options = body.stream_options
-    if options is not None and not body.stream:
-        raise refused("stream_options", "it needs stream to be true")
-    if options is not None:
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None:
+        if not body.stream:
+            raise refused("stream_options", "it needs stream to be true")
         refuse_unsupported(options, "stream_options.")
-    continuous = options is not None and bool(options.continuous_usage_stats)
     return OpenAIRequest(
         requests=requests,
         names=names,
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=continuous,
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
         logprobs=logprobs,
     )
 
 
-def _stops(raw: Raw) -> tuple[str, ...]:
+def _bounded(raw: Raw, kind: Any, field: str, most_bytes: int, bound: str) -> Any:
+    """Reads a raw field, None where it was not sent; one of too many bytes is refused before it is parsed."""
     if not given(raw):
-        return ()
-    if len(bytes(raw)) > _MAX_STOP_BYTES:
-        raise refused("stop", f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters")
-    stops = parse_field(raw, str | list[str], "stop")
-    return (stops,) if isinstance(stops, str) else tuple(stops)
-
-
-def _short_list(raw: Raw) -> tuple[int, ...]:
-    if not given(raw):
-        return ()
-    if len(bytes(raw)) > _MAX_IDS_BYTES:
-        raise refused("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-    return tuple(parse_field(raw, list[Int], "stop_token_ids"))
-
-
-def _biases(raw: Raw) -> dict[int, float]:
-    if not given(raw):
-        return {}
-    if len(bytes(raw)) > _MAX_BIAS_BYTES:
-        raise refused("logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
-    return dict(parse_field(raw, dict[Int, float], "logit_bias"))
+        return None
+    if len(bytes(raw)) > most_bytes:
+        raise refused(field, bound)
+    return parse_field(raw, kind, field)

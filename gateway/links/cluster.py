@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
@@ -21,7 +21,7 @@ from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.observability import telemetry
-from pillion.wire.kvnode import PrefetchReply
+from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -36,6 +36,10 @@ RETURN_WAIT_S = 15.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
+
+
+Link = NodeLink | PrefillLink | DecodeLink
+LINKS: dict[str, type[Link]] = {"kvnode": NodeLink, "prefill": PrefillLink, "decode": DecodeLink}
 
 
 class ComponentDirectory(Protocol):
@@ -110,13 +114,12 @@ class Cluster:
         self.load = OwnLoad()
         self.fetch_pace = FetchPace()
         self.sticky_choices = StickyChoices()
-        self._demand = Demand()
+        self.demand = Demand()
         self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id
         self.registry = registry
-        self._nodes: dict[str, NodeLink] = {}
-        self._prefill: dict[str, PrefillLink] = {}
-        self._decode: dict[str, DecodeLink] = {}
+        # By role, then by node id (KV nodes) or component id (workers).
+        self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -131,8 +134,7 @@ class Cluster:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
-        links: list[DecodeLink | PrefillLink | NodeLink] = [*self._decode.values(), *self._prefill.values()]
-        links += self._nodes.values()
+        links = [link for links in self._links.values() for link in links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
 
@@ -197,28 +199,14 @@ class Cluster:
         records = self.view.records()
         return [record for record in records if record.role == "gateway" and record.component_id != self._gateway_id]
 
-    def note_plan(self, shared: bool) -> None:
-        """Notes that a new request was planned; ``shared``: with a prefill worker."""
-        self._demand.note(time.monotonic(), shared)
-
     def demand_per_s(self) -> tuple[float, float]:
         """Requests a second to all gateways, and those that use prefill workers: other gateways are
         assumed to get as many as this one."""
         gateways = max(1, sum(record.role == "gateway" for record in self.view.records()))
-        every, shared = self._demand.per_s(time.monotonic())
+        every, shared = self.demand.per_s(time.monotonic())
         return gateways * every, gateways * shared
 
-    def capacity_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that some node's pool can hold; None as long as that is not known of all nodes
-        with workers of the model."""
-        found = self._pools_tokens(model)
-        return max(found) if found and all(found) else None
-
-    def common_tokens(self, model: str) -> int | None:
-        """The longest prompt and answer that every node's pool can hold, of those that are known; None if none is."""
-        return min(filter(None, self._pools_tokens(model)), default=None)
-
-    def _pools_tokens(self, model: str) -> list[int]:
+    def pools_tokens(self, model: str) -> list[int]:
         """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
         records = self.view.records()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
@@ -235,22 +223,22 @@ class Cluster:
 
     def node(self, node_id: str) -> NodeLink:
         """The link to a KV node. Raises Unavailable."""
-        link = self._nodes.get(node_id)
-        if link is None:
+        link = self._links["kvnode"].get(node_id)
+        if not isinstance(link, NodeLink):
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
     def prefill(self, component_id: str) -> PrefillLink:
         """The link to a prefill worker. Raises Unavailable."""
-        link = self._prefill.get(component_id)
-        if link is None or component_id in self.view.fenced:
+        link = self._links["prefill"].get(component_id)
+        if not isinstance(link, PrefillLink) or component_id in self.view.fenced:
             raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
         """The link to a decode worker. Raises Unavailable."""
-        link = self._decode.get(component_id)
-        if link is None or component_id in self.view.fenced:
+        link = self._links["decode"].get(component_id)
+        if not isinstance(link, DecodeLink) or component_id in self.view.fenced:
             raise Unavailable(f"decode worker {component_id} is gone")
         return link
 
@@ -260,14 +248,10 @@ class Cluster:
         """Lets a KV node fetch blocks under a ticket. It never fails: what does not come is computed instead (I1).
 
         Args:
-            hold: the gateway's, on the ticket.
             hashes: the block hashes from the prompt's first block as far as they are wanted, 32 bytes each.
             sources: other nodes that probably have the blocks, best first.
-            pinned_blocks: leading blocks that the ticket has pinned already.
+            pinned_blocks: leading blocks that the ticket has pinned already; the reply counts at least these.
             left_s: the request's time left, None for no limit.
-
-        Returns:
-            How many of the prompt's first blocks are pinned now, at least ``pinned_blocks``, and where they came from.
         """
         wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
         with telemetry.tracer().start_as_current_span("kv.fetch") as span:
@@ -290,13 +274,9 @@ class Cluster:
         """Whether a component can be called now, as its link sees it."""
         if component.component_id in self.view.fenced:
             return False
-        if component.role == "decode":
-            link = self._decode.get(component.component_id)
-            return link is not None and link.alive
-        if component.role == "kvnode":
-            node = self._nodes.get(component.node_id)
-            return node is not None and node.alive
-        return component.component_id in self._prefill
+        link = self._links.get(component.role, {}).get(_link_name(component))
+        # A prefill worker is connected by its first call.
+        return link is not None and (component.role == "prefill" or link.alive)
 
     async def _poll(self) -> None:
         while True:
@@ -310,30 +290,29 @@ class Cluster:
     def _sync(self) -> None:
         """Keeps a link for every known component. One that moved gets a new link; one that is forgotten keeps its link
         while that is alive, for the sake of what runs on it."""
-        records = self.view.records()
-        self._match(self._nodes, {r.node_id: r for r in records if r.role == "kvnode"}, NodeLink)
-        self._match(self._prefill, {r.component_id: r for r in records if r.role == "prefill"}, PrefillLink)
-        self._match(self._decode, {r.component_id: r for r in records if r.role == "decode"}, DecodeLink)
+        for role, links in self._links.items():
+            wanted = {_link_name(record): record for record in self.view.records() if record.role == role}
+            for name in list(links):
+                moved = name in wanted and links[name].address != wanted[name].address
+                if moved or (name not in wanted and not links[name].alive):
+                    self._close(links.pop(name))
+            for name in wanted.keys() - links.keys():
+                links[name] = LINKS[role](wanted[name], self._gateway_id)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
         """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come
         back."""
         for component_id in component_ids:
-            for link in (self._prefill.pop(component_id, None), self._decode.pop(component_id, None)):
-                if link is not None:
+            for role in ("prefill", "decode"):
+                if (link := self._links[role].pop(component_id, None)) is not None:
                     log.warning("%s is fenced by its KV node, its work moves on", component_id)
                     self._close(link)
 
-    def _close(self, link: DecodeLink | PrefillLink | NodeLink) -> None:
+    def _close(self, link: Link) -> None:
         closing = asyncio.create_task(link.aclose())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    def _match(self, links: dict[str, Any], wanted: dict[str, ComponentRecord], make: Any) -> None:
-        for name in list(links):
-            moved = name in wanted and links[name].address != wanted[name].address
-            if moved or (name not in wanted and not links[name].alive):
-                self._close(links.pop(name))
-        for name, record in wanted.items():
-            if name not in links:
-                links[name] = make(record, self._gateway_id)
+
+def _link_name(record: ComponentRecord) -> str:
+    return record.node_id if record.role == "kvnode" else record.component_id

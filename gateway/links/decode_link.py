@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -17,8 +16,9 @@ import grpc.aio
 from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.net import rpc
 from pillion.v1 import decode_pb2, decode_pb2_grpc
+from pillion.v1.decode_pb2 import DecodeError, Fork, Submit
 from pillion.wire.common import hello_to_pb
-from pillion.wire.decode import DecodeDelta, DecodeError, Submit, batch_from_pb, submit_to_pb
+from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
@@ -51,22 +51,19 @@ class DecodeLink:
         return self._commands is not None
 
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
-        """Starts a stream, and one for each fork; returns their keys, which replace those in ``submit``.
+        """Starts a stream, and one for each fork; returns their keys, which are set in ``submit``.
 
-        The last delta that a sink gets has a finish reason or an error; after ``cancel`` it gets none. An error before
-        the first token goes to the first sink alone, but for a lost connection, which goes to all.
+        ``sinks`` are called with the deltas of the stream, and of each fork. The last delta that a sink gets has a
+        finish reason or an error; after ``cancel`` it gets none. An error before the first token goes to the first sink
+        alone, but for a lost connection, which goes to all.
 
-        Args:
-            submit: what to send.
-            sinks: called with the deltas of the stream, and of each fork.
-
-        Raises:
-            Unavailable: the worker is not connected.
-            Overloaded: too many commands wait to be sent.
+        Raises Unavailable where the worker is not connected, and Overloaded where too many commands wait to be sent.
         """
-        key, *others = keys = tuple(next(self._keys) for _ in sinks)
-        forks = tuple(replace(fork, key=other) for fork, other in zip(submit.forks, others, strict=True))
-        self._send(decode_pb2.DecodeCommand(submit=submit_to_pb(replace(submit, key=key, forks=forks))))
+        keys = tuple(next(self._keys) for _ in sinks)
+        streams: list[Submit | Fork] = [submit, *submit.forks]
+        for stream, key in zip(streams, keys, strict=True):
+            stream.key = key
+        self._send(decode_pb2.DecodeCommand(submit=submit))
         self._sinks.update(zip(keys, sinks, strict=True))
         return keys
 
@@ -140,7 +137,8 @@ class DecodeLink:
         if sinks:
             log.warning("decode worker %s lost with %d streams: %s", self.component_id, len(sinks), reason)
         for key, sink in sinks.items():
-            error = DecodeError(Unavailable.code, f"decode worker {self.component_id} was lost: {reason}", True)
+            message = f"decode worker {self.component_id} was lost: {reason}"
+            error = DecodeError(code=Unavailable.code, message=message, retryable=True)
             sink(DecodeDelta(key=key, error=error))
 
 

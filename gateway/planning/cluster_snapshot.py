@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -71,3 +71,12 @@ class ClusterSnapshot:
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0
+
+    def live_nodes(self) -> frozenset[str]:
+        """KV nodes that did not fail this request."""
+        return frozenset(one.node_id for one in self.components if one.role == "kvnode") - self.avoid
+
+    def prefill_workers(self, node_ids: Set[str]) -> list[ComponentRecord]:
+        """Prefill workers on these nodes that did not fail this request."""
+        prefills = (one for one in self.components if one.role == "prefill" and one.node_id in node_ids)
+        return [one for one in prefills if one.component_id not in self.avoid]

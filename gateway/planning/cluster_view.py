@@ -35,11 +35,8 @@ class ClusterView:
         self.fenced: frozenset[str] = frozenset()
 
     def update(self, records: Sequence[ComponentRecord], now: float) -> frozenset[str]:
-        """Takes the registry's answer; while the registry is away there is none, and the last view stands.
-
-        Returns:
-            Workers that are fenced and were not fenced in the last answer.
-        """
+        """Takes the registry's answer; while the registry is away there is none, and the last view stands. Returns the
+        workers that are fenced and were not fenced in the last answer."""
         for record in records:
             # The rule for version skew: a neighbour in protocol is a peer, others are invisible.
             if abs(record.protocol - PROTOCOL) <= 1:

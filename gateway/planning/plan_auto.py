@@ -45,48 +45,54 @@ ON_PREFILL = "prefill"
 ON_DECODE = "decode"
 
 
+class Way(NamedTuple):
+    """A decode worker with the better of no prefill worker and of one for all chunks: that price is enough to compare
+    decode workers. ``fetched``: whether blocks of other nodes are worth their transfer, which takes ``fetch_s``."""
+
+    price_s: float
+    decode: DecodeSide
+    prefill: PrefillSide | None
+    cached_blocks: int
+    fetch_s: float
+    fetched: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Dial:
     """Decides one request's split: both workers as they were when it was planned.
 
     Attributes:
-        lean: ON_PREFILL or ON_DECODE, what the last request of its size did; "" where there was none.
-        fetch_s: time that blocks take to come before anything is computed.
+        sticky_choice: ON_PREFILL or ON_DECODE, what the last request of its size did; "" where there was none.
         words: why this decode worker, and what was known of the prefix.
     """
 
-    prefill: PrefillSide | None
-    decode: DecodeSide
+    way: Way
     block_size: int
     sticky_choice: str
-    fetch_s: float
-    hint_blocks: int
     words: str
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         """Blocks before the split, and why."""
-        cached = cached_blocks * self.block_size
+        cached, prefill, decode = cached_blocks * self.block_size, self.way.prefill, self.way.decode
         alone_s = self._price(cached, cached)
         prefix = f"prefix of {cached} tokens" if cached else "no prefix"
-        if cached_blocks != self.hint_blocks:
-            prefix += f" ({self.hint_blocks * self.block_size} expected)"
+        if cached_blocks != self.way.cached_blocks:
+            prefix += f" ({self.way.cached_blocks * self.block_size} expected)"
         if cached_blocks == limit_blocks:
             return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
-        if self.prefill is None:
+        if prefill is None:
             return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
         # Of the prompt alone, whatever the load is: a margin that grew with the load would let it decide.
-        margin_s = HYSTERESIS * self.decode.model.span_s(cached, self.decode.end, self.decode.most)
+        margin_s = HYSTERESIS * decode.model.span_s(cached, decode.end, decode.most)
         places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
         prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
         best_s = min(prices.values())
         best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
         shared, kept = self._uses_prefill(margin_s, alone_s, best_s)
         where = (
-            f"{self.prefill.component.component_id} computes {best * self.block_size - cached}"
-            if shared
-            else "co-located"
+            f"{prefill.component.component_id} computes {best * self.block_size - cached}" if shared else "co-located"
         )
-        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {self.prefill.component.component_id}"
+        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
         why = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
         return best if shared else cached_blocks, why
 
@@ -102,18 +108,7 @@ class Dial:
         return not kept, kept and better
 
     def _price(self, cached: int, split: int) -> float:
-        return way_s(self.prefill, self.decode, cached, split, self.fetch_s)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerChoice:
-    """The workers of one attempt. ``fetched``: whether blocks of other nodes are worth their transfer."""
-
-    decode: ComponentRecord
-    prefill: ComponentRecord | None
-    cached_blocks: int
-    fetched: bool
-    dial: Dial
+        return way_s(self.way.prefill, self.way.decode, cached, split, self.way.fetch_s)
 
 
 class StickyChoices:
@@ -132,22 +127,10 @@ class StickyChoices:
         self._last[model, tokens.bit_length()] = ON_PREFILL if shared else ON_DECODE
 
 
-class _Way(NamedTuple):
-    """The price of a decode worker: the better of no prefill worker and of all by one, which is enough to compare
-    decode workers."""
-
-    price_s: float
-    decode: DecodeSide
-    prefill: PrefillSide | None
-    cached_blocks: int
-    fetch_s: float
-    fetched: bool
-
-
 def choose(
     snapshot: ClusterSnapshot, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
-) -> WorkerChoice:
-    """Chooses the workers of one attempt.
+) -> Dial:
+    """Chooses the workers of one attempt; the dial's way names them.
 
     Args:
         decodes: at least one, all of them usable.
@@ -170,20 +153,10 @@ def choose(
         words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"
-    dial = Dial(
-        chosen.prefill,
-        chosen.decode,
-        snapshot.block_size,
-        snapshot.sticky_choice,
-        chosen.fetch_s,
-        chosen.cached_blocks,
-        words,
-    )
-    prefill = None if chosen.prefill is None else chosen.prefill.component
-    return WorkerChoice(chosen.decode.component, prefill, chosen.cached_blocks, chosen.fetched, dial)
+    return Dial(chosen, snapshot.block_size, snapshot.sticky_choice, words)
 
 
-def _why(snapshot: ClusterSnapshot, chosen: _Way, decodes: list[ComponentRecord]) -> str:
+def _why(snapshot: ClusterSnapshot, chosen: Way, decodes: list[ComponentRecord]) -> str:
     """Why this decode worker was chosen."""
     hits, component = snapshot.hits, chosen.decode.component
     if len(decodes) == 1:
@@ -233,7 +206,7 @@ def _way(
     known: int,
     limit: int,
     behind: float,
-) -> _Way:
+) -> Way:
     """The price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
@@ -257,4 +230,4 @@ def _way(
     price_s = way_s(None, decode, cached * size, cached * size, fetch_s)
     if chosen is not None and limit > cached:
         price_s = min(price_s, way_s(chosen, decode, cached * size, limit * size, fetch_s))
-    return _Way(price_s, decode, chosen, cached, fetch_s, fetched)
+    return Way(price_s, decode, chosen, cached, fetch_s, fetched)

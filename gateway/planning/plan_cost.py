@@ -1,12 +1,10 @@
 """What a plan costs, predicted from what workers publish: time to the first token, and what decodes lose by it (I9).
 
-    prefill worker   waits for its queue | chunks: each reads the KV before it again |  then, on the decode worker,
-    decode worker    waits for its queue . . . . . . . . . . . . . . . . . . . . . . .  | prompt tail, beside its
-    decodes
+    prefill worker  waits for its queue | chunks: each reads the KV before it again | then, on the decode worker,
+    decode worker   waits for its queue . . . . . . . . . . . . . . . . . . . . . . . | prompt tail, beside its decodes
 
-A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is
-arithmetic in closed form,
-because a gateway weighs dozens of ways for each request. Every price grows with load, so more load never attracts.
+A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is closed
+arithmetic: a gateway weighs dozens of ways for each request. Every price grows with load, so more load never attracts.
 """
 
 from __future__ import annotations
@@ -153,12 +151,7 @@ class PrefillSide(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        component: ComponentRecord,
-        model: StepModel,
-        chunk_tokens: int,
-        own_tokens: int,
-        followers_per_s: float = 0.0,
+        cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float
     ) -> PrefillSide:
         """``own_tokens``: what this gateway has sent and not got back."""
         most = component.max_step_tokens

@@ -1,8 +1,7 @@
 """Where a request runs and where its prompt is split: a pure decision over a snapshot of the cluster (I9).
 
-    [ cached prefix | whole blocks, run by a prefill worker in chunks | prompt tail, >= 1 token, run by the decode
-    worker ]
-    0            cached                                             split                                           N
+    [ cached prefix | whole blocks: a prefill worker, in chunks | prompt tail, >= 1 token: the decode worker ]
+    0            cached                                       split                                          N
 
 What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
 prefill worker of another node is taken where the decode worker's node has none.
@@ -14,8 +13,10 @@ with ``auto`` predictions do, which then choose the workers too (:mod:`pillion.g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from pillion.errors import Unavailable
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, SplitPolicy
@@ -108,23 +109,18 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
 def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
     candidates = _with_live_node(snapshot)
     least = min(_avoidance(snapshot, component) for component in candidates)
-    nodes = (
-        frozenset(component.node_id for component in snapshot.components if component.role == "kvnode") - snapshot.avoid
-    )
+    nodes = snapshot.live_nodes()
     usable = [component for component in candidates if _avoidance(snapshot, component) == least]
     # A node that failed this request is used for its last decode worker only, and then its prefill workers are, too.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
-    prefills = [
-        component
-        for component in snapshot.components
-        if component.role == "prefill" and component.node_id in reached and component.component_id not in snapshot.avoid
-    ]
-    choice = choose(snapshot, usable, prefills, nodes)
-    draft = replace(_draft(snapshot, choice.decode, choice.prefill), dial=choice.dial)
-    if not choice.fetched:
+    dial = choose(snapshot, usable, snapshot.prefill_workers(reached), nodes)
+    way = dial.way
+    prefill = None if way.prefill is None else way.prefill.component
+    draft = replace(_draft(snapshot, way.decode.component, prefill), dial=dial)
+    if not way.fetched:
         # What its own disk has comes up in any case.
         draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
-    return replan(draft, choice.cached_blocks)
+    return replan(draft, way.cached_blocks)
 
 
 def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: ComponentRecord | None) -> RequestPlan:
@@ -219,42 +215,29 @@ def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[b
 
 def _decode_worker(snapshot: ClusterSnapshot) -> ComponentRecord:
     """The decode worker on the node with the longest hit; among equals the least loaded."""
-    candidates = _with_live_node(snapshot)
 
     def rank(component: ComponentRecord) -> tuple[tuple[bool, bool], int, int]:
         return _avoidance(snapshot, component), -snapshot.hits.get(component.node_id, 0), _load(snapshot, component)
 
-    best = min(rank(component) for component in candidates)
-    return _pick([component for component in candidates if rank(component) == best], snapshot.spread)
+    return _pick(_with_live_node(snapshot), rank, snapshot.spread)
 
 
 def _prefill_worker(snapshot: ClusterSnapshot, node_id: str) -> ComponentRecord | None:
     """The least loaded prefill worker on the node, or else of all other nodes; None where there is none, or where all
     that live have failed this request."""
-    nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
-        node_id
-    }
-    usable = [
-        component
-        for component in snapshot.components
-        if component.role == "prefill" and component.node_id in nodes and component.component_id not in snapshot.avoid
-    ]
+    usable = snapshot.prefill_workers(snapshot.live_nodes() | {node_id})
     workers = [component for component in usable if component.node_id == node_id] or usable
     if not workers:
         return None
-    least = min(_load(snapshot, component) for component in workers)
-    return _pick([component for component in workers if _load(snapshot, component) == least], snapshot.spread)
+    return _pick(workers, partial(_load, snapshot), snapshot.spread)
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...]:
     """Live nodes with a hit, the longest first; equals are rotated by ``spread``, so that they share the load. The node
     itself is always among them: what its disk has is part of its hit."""
-    nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"} - snapshot.avoid | {
-        node_id
-    }
-    known = [
-        PrefixSource(name, blocks) for name, blocks in sorted(snapshot.hits.items()) if blocks > 0 and name in nodes
-    ]
+    nodes = snapshot.live_nodes() | {node_id}
+    hits = sorted(snapshot.hits.items())
+    known = [PrefixSource(name, blocks) for name, blocks in hits if blocks > 0 and name in nodes]
     start = snapshot.spread % len(known) if known else 0
     ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)
     others = [source for source in ranked if source.node_id != node_id][:MAX_FETCH_SOURCES]
@@ -272,5 +255,9 @@ def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
     return max(reported, snapshot.own_load.get(component.component_id, 0))
 
 
-def _pick(equals: Sequence[ComponentRecord], spread: int) -> ComponentRecord:
+def _pick(workers: Sequence[ComponentRecord], rank: Callable[[ComponentRecord], Any], spread: int) -> ComponentRecord:
+    """One of the workers with the least ``rank``."""
+    ranks = [rank(worker) for worker in workers]
+    least = min(ranks)
+    equals = [worker for worker, own in zip(workers, ranks, strict=True) if own == least]
     return sorted(equals, key=lambda component: component.component_id)[spread % len(equals)]

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
@@ -69,7 +71,7 @@ class Choices:
         caused: Event
         match action:
             case ev.SubmitDecode():
-                action = replace(action, forks=following)
+                action = structs.replace(action, forks=following)
                 caused = ev.LeaderSubmitted(action.attempt, action.plan)
             case ev.LookUp():
                 caused = ev.LeaderRetried(action.attempt)

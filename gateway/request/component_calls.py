@@ -27,14 +27,15 @@ from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.events import Event, TicketHold
+from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import BlockHashChain, Job
-from pillion.gateway.request.remote_span import RemoteSpan, make_span
+from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
+from pillion.v1.decode_pb2 import Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
-from pillion.wire.decode import DecodeDelta, Fork, Submit
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.decode import DecodeDelta
+from pillion.wire.public import sampling_to_pb
 
 log = logging.getLogger("pillion.gateway")
 
@@ -68,7 +69,6 @@ class ComponentCalls:
         self._seed = seed
         self._cluster = cluster
         self._span = span
-        self._context = trace.set_span_in_context(span)
         self._post = post
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
@@ -83,25 +83,33 @@ class ComponentCalls:
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
-    def look_up(self, action: ev.LookUp) -> None:
-        """Posts PlanMade or PlanFailed."""
-        self.assign({})
-        self._spawn(self._look_up(action))
-
-    def open_ticket(self, action: ev.OpenTicket) -> None:
-        """Posts TicketGranted or TicketLost."""
-        self._assign_plan(action.plan)
-        self._spawn(self._open_ticket(action))
-
-    def fetch(self, action: ev.Fetch) -> None:
-        """Posts BlocksFetched."""
-        self._spawn(self._fetch(action))
-
-    def run_span(self, action: ev.RunSpan) -> None:
-        """Posts ChunkAcked for each chunk, then SpanEnded; or SpanLost."""
-        self._begun = False
-        self._assign_plan(action.plan)
-        self._spawn(self._run_span(action))
+    def perform(self, action: Action) -> None:
+        """Begins or ends the work that an action calls for; the action names the events that are posted in answer."""
+        match action:
+            case ev.LookUp():
+                self.assign({})
+                self._spawn(self._look_up(action))
+            case ev.OpenTicket():
+                self._assign_plan(action.plan)
+                self._spawn(self._open_ticket(action))
+            case ev.Fetch():
+                self._spawn(self._fetch(action))
+            case ev.RunSpan():
+                self._begun = False
+                self._assign_plan(action.plan)
+                self._spawn(self._run_span(action))
+            case ev.StopWork():
+                if self._work is not None:
+                    self._work.cancel()
+                    self._work = None
+            case ev.CancelDecode():
+                self._cancel_decode()
+            case ev.ReleaseTicket(hold):
+                # In the background, until the node has taken the release or the session is over.
+                try:
+                    self._cluster.node(hold.node_id).release(hold)
+                except Unavailable:
+                    log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
         """Posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are the calls of the
@@ -109,20 +117,19 @@ class ComponentCalls:
         job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
         left_s = job.left_s()
         submit = Submit(
-            key=0,
             request_id=job.request_id,
             attempt=attempt,
             ticket_id=action.hold.ticket_id,
             root_hash=self._chain.root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
-            sampling=replace(job.resolved.sampling, seed=self._seed),
+            sampling=sampling_to_pb(replace(job.resolved.sampling, seed=self._seed)),
             stop_token_ids=job.resolved.stop_token_ids,
             max_tokens=job.resolved.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
-            traceparent=telemetry.traceparent(self._context),
+            traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=job.priority,
-            forks=tuple(Fork(0, follower._seed) for follower in followers),
+            forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
         )
         streams = (self, *followers)
@@ -140,13 +147,15 @@ class ComponentCalls:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
 
-    def stop_work(self) -> None:
-        """Ends the look-up, ticket call, fetch or span under way."""
-        if self._work is not None:
-            self._work.cancel()
-            self._work = None
+    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
+        """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
+        for component_id, (amount, tokens) in self._assigned.items():
+            self._cluster.load.add(component_id, -amount, -tokens)
+        for component_id, (amount, tokens) in amounts.items():
+            self._cluster.load.add(component_id, amount, tokens)
+        self._assigned = amounts
 
-    def cancel_decode(self) -> None:
+    def _cancel_decode(self) -> None:
         """Tells the decode worker, if it still runs something for this answer."""
         self.assign({})
         if self._stream is None:
@@ -157,28 +166,13 @@ class ComponentCalls:
         except Unavailable:
             log.debug("decode worker %s went away with the stream it was to cancel", worker)
 
-    def release(self, hold: TicketHold) -> None:
-        """Releases the ticket in the background, until the node has taken the release or the session is over."""
-        try:
-            self._cluster.node(hold.node_id).release(hold)
-        except Unavailable:
-            log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
-
-    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
-        for component_id, (amount, tokens) in self._assigned.items():
-            self._cluster.load.add(component_id, -amount, -tokens)
-        for component_id, (amount, tokens) in amounts.items():
-            self._cluster.load.add(component_id, amount, tokens)
-        self._assigned = amounts
-
     # ---- the work -------------------------------------------------------------------------------------------------
 
     async def _look_up(self, action: ev.LookUp) -> None:
         if action.after_ms:
             await asyncio.sleep(action.after_ms / 1000)
         try:
-            with telemetry.tracer().start_as_current_span("plan", context=self._context) as span:
+            with telemetry.child("plan", self._span) as span:
                 decided = await self._plan(action, span)
         except PillionError as error:
             self._post(ev.PlanFailed(action.attempt, error))
@@ -195,7 +189,7 @@ class ComponentCalls:
         root = request_root(served.namespace, cache_salt=job.cache_salt)
         self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        known = self._chain.hashes and (job.prefix_caching or action.attempt > 1)
+        known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
@@ -204,9 +198,9 @@ class ComponentCalls:
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
             components=served.holding(len(job.prompt) + job.resolved.max_tokens),
-            policy=job.policy,
+            policy=job.options.policy,
             block_size=served.block_size,
-            chunk_tokens=job.chunk_tokens,
+            chunk_tokens=job.options.chunk_tokens,
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.fetch_pace.block_s,
@@ -218,7 +212,7 @@ class ComponentCalls:
         )
         decided = make_plan(snapshot)
         if action.attempt == 1:
-            cluster.note_plan(bool(decided.chunks))
+            cluster.demand.note(time.monotonic(), bool(decided.chunks))
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(
@@ -236,31 +230,18 @@ class ComponentCalls:
         return decided
 
     async def _open_ticket(self, action: ev.OpenTicket) -> None:
-        left_s, node_id = self._job.left_s(), action.plan.node_id
-        wait_s = MAX_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_ADMISSION_WAIT_S)
+        job, node_id, total_blocks = self._job, action.plan.node_id, action.plan.total_blocks
+        wait_s = job.wait_s(MAX_ADMISSION_WAIT_S)
         try:
-            with telemetry.tracer().start_as_current_span("kv.pin", context=self._context) as span:
-                link = self._cluster.node(node_id)
-                epoch, resume = link.epoch, action.attempt > 1
-                # Cancelled or out of time, this call leaves no ticket behind: the node client sees to that.
-                ticket = await link.client.open_ticket(
-                    epoch,
-                    self._chain.hashes,
-                    action.plan.total_blocks,
-                    resume=resume,
-                    timeout_s=wait_s,
-                    priority=self._job.priority,
-                    expected_blocks=action.plan.hinted_blocks(node_id),
-                )
-                span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+            link, hashes = self._cluster.node(node_id), self._chain.hashes
+            hold, pinned = await open_ticket(link, job, action, hashes, total_blocks, wait_s, self._span)
         except DeadlineExceeded:
             late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
             self._post(ev.TicketLost(action.attempt, late, retryable=False))
         except PillionError as error:
             self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE)))
         else:
-            hold = TicketHold(node_id, epoch, ticket.ticket_id)
-            self._post(ev.TicketGranted(action.attempt, hold, ticket.pinned_blocks))
+            self._post(ev.TicketGranted(action.attempt, hold, pinned))
 
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
@@ -273,7 +254,7 @@ class ComponentCalls:
         self._post(ev.BlocksFetched(action.attempt, brought.blocks))
 
     async def _run_span(self, action: ev.RunSpan) -> None:
-        worker = action.plan.prefill
+        job, worker = self._job, action.plan.prefill
         assert worker is not None
 
         def acked(ack: ChunkAck) -> None:
@@ -284,28 +265,20 @@ class ComponentCalls:
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    remote = RemoteSpan(self._cluster, self._job, self._chain, action, worker, acked)
-                    end_tokens = await remote.run()
+                    end_tokens = await RemoteSpan(self._cluster, job, self._chain, action, acked).run()
                 else:
-                    end_tokens = await self._run_local_span(action, worker, acked)
+                    # On the decode worker's own node a chunk needs no fetch.
+                    end_tokens = action.plan.cached_tokens
+                    span = make_span(job, self._chain, action, action.hold.ticket_id, action.plan.cached_blocks)
+                    async for ack in self._cluster.prefill(worker.component_id).run_span(span, job.left_s()):
+                        end_tokens = ack.end_tokens
+                        acked(ack)
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
             self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
-
-    async def _run_local_span(
-        self, action: ev.RunSpan, worker: ComponentRecord, acked: Callable[[ChunkAck], None]
-    ) -> int:
-        """Runs the span on the decode worker's node, where a chunk needs no fetch. Returns its end, in tokens."""
-        plan = action.plan
-        span = make_span(self._job, self._chain, action, action.hold.ticket_id, plan.cached_blocks)
-        end_tokens = plan.cached_tokens
-        async for ack in self._cluster.prefill(worker.component_id).run_span(span, self._job.left_s()):
-            end_tokens = ack.end_tokens
-            acked(ack)
-        return end_tokens
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         if not self._adopted and delta.error is None:

@@ -11,10 +11,23 @@ from pillion.kvstore.hashing import HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """The flags that decide about requests. ``max_running_requests`` 0: as many as the workers have slots for."""
+
+    policy: SplitPolicy
+    chunk_tokens: int
+    max_attempts: int
+    max_inflight_requests: int
+    max_inflight_tokens: int
+    prefix_caching: bool
+    max_running_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
 
-    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Where ``prefix_caching`` is off,
+    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has.
     """
 
@@ -24,20 +37,22 @@ class Job:
     prompt: tuple[int, ...]
     resolved: ResolvedSampling
     cache_salt: str
-    policy: SplitPolicy
-    chunk_tokens: int
-    max_attempts: int
+    options: GatewayOptions
     arrived: float
     deadline: float | None
     spread: int
     priority: int = 0
     answers: int = 1
     show_logprobs: bool = False
-    prefix_caching: bool = True
 
     def left_s(self) -> float | None:
         """Time left, in seconds; None without a deadline."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+    def wait_s(self, most_s: float) -> float:
+        """Time that a wait may take, in seconds: what is left, and never more than ``most_s``."""
+        left_s = self.left_s()
+        return most_s if left_s is None else min(left_s, most_s)
 
 
 @dataclass(frozen=True, slots=True)

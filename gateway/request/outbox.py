@@ -45,17 +45,13 @@ class Outbox:
         self._pending: deque[int] = deque()
         self._last: tuple[Usage, Timings] | None = None
         self._error: PillionError | None = None
-        self._over = False
+        # Whether everything has been taken.
+        self.over = False
 
     @property
     def pending(self) -> bool:
         """Whether there is something to take; an error counts."""
-        return bool(self._pending) or (self._error is not None and not self._over)
-
-    @property
-    def over(self) -> bool:
-        """Whether everything has been taken."""
-        return self._over
+        return bool(self._pending) or (self._error is not None and not self.over)
 
     def add(self, index: int, piece: AnswerDelta) -> None:
         """Adds new tokens and text of an answer."""
@@ -90,13 +86,13 @@ class Outbox:
         """The next delta; call only while something is pending. Raises the error that the request ended with."""
         if not self._pending:
             assert self._error is not None
-            self._over = True
+            self.over = True
             raise self._error
         index = self._pending.popleft()
         box, self._pending_deltas[index] = self._pending_deltas[index], _Unread()
         usage, timings = None, None
         if self._last is not None and not self._pending:
-            self._over = True
+            self.over = True
             usage, timings = self._last
         return Delta(
             request_id=self._request_id,

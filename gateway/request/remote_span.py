@@ -15,15 +15,18 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
+from opentelemetry import trace
+
 from pillion.errors import DeadlineExceeded, Overloaded, Unavailable
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.planning.planner import PrefixSource, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import TicketHold
 from pillion.gateway.request.job import BlockHashChain, Job
+from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
-from pillion.wire.registry import ComponentRecord
 
 # Longest wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's
 # node meanwhile: two requests may wait for each other's nodes, and then both go on without.
@@ -46,13 +49,38 @@ def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: in
     )
 
 
-class RemoteSpan:
-    """One span. ``on_chunk`` is called with every chunk that the decode worker's node has.
+async def open_ticket(
+    link: NodeLink,
+    job: Job,
+    action: ev.OpenTicket | ev.RunSpan,
+    hashes: bytes,
+    total_blocks: int,
+    wait_s: float,
+    parent: trace.Span,
+) -> tuple[TicketHold, int]:
+    """Opens a ticket for ``action``'s attempt; returns the hold, and how many leading blocks are pinned.
 
-    Args:
-        action: the span, whose prefill worker is on another node than its ticket.
-        worker: the prefill worker.
+    Raises PillionError, DeadlineExceeded where no memory comes free within ``wait_s``. Cancelled or out of time, the
+    call leaves no ticket behind: the node client sees to that.
     """
+    with telemetry.child("kv.pin", parent) as span:
+        epoch = link.epoch
+        ticket = await link.client.open_ticket(
+            epoch,
+            hashes,
+            total_blocks,
+            resume=action.attempt > 1,
+            timeout_s=wait_s,
+            priority=job.priority,
+            expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
+        )
+        span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+    return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
+
+
+class RemoteSpan:
+    """One span. ``on_chunk`` is called with every chunk that the decode worker's node has. The prefill worker of
+    ``action`` is on another node than its ticket."""
 
     def __init__(
         self,
@@ -60,14 +88,14 @@ class RemoteSpan:
         job: Job,
         chain: BlockHashChain,
         action: ev.RunSpan,
-        worker: ComponentRecord,
         on_chunk: Callable[[ChunkAck], None],
     ) -> None:
         self._cluster = cluster
         self._job = job
         self._chain = chain
         self._action = action
-        self._worker = worker
+        assert action.plan.prefill is not None
+        self._worker = action.plan.prefill
         self._on_chunk = on_chunk
         # Blocks at the decode worker's node, and blocks at the prefill worker's.
         self._here = action.plan.cached_blocks
@@ -94,25 +122,12 @@ class RemoteSpan:
 
     async def _open_ticket(self) -> tuple[TicketHold, int] | None:
         """Opens the ticket at the prefill worker's node; None while memory is short there."""
-        job, split, left_s = self._job, self._action.plan.split_blocks, self._job.left_s()
-        wait_s = MAX_REMOTE_ADMISSION_WAIT_S if left_s is None else min(left_s, MAX_REMOTE_ADMISSION_WAIT_S)
-        with telemetry.tracer().start_as_current_span("kv.pin") as span:
-            link = self._cluster.node(self._worker.node_id)
-            epoch = link.epoch
-            try:
-                ticket = await link.client.open_ticket(
-                    epoch,
-                    self._chain.first(split),
-                    split + 1,
-                    resume=self._action.attempt > 1,
-                    timeout_s=wait_s,
-                    priority=job.priority,
-                    expected_blocks=min(split, self._action.plan.hinted_blocks(link.node_id)),
-                )
-            except (Overloaded, DeadlineExceeded):
-                return None
-            span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
-        return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
+        split, wait_s = self._action.plan.split_blocks, self._job.wait_s(MAX_REMOTE_ADMISSION_WAIT_S)
+        link, hashes = self._cluster.node(self._worker.node_id), self._chain.first(split)
+        try:
+            return await open_ticket(link, self._job, self._action, hashes, split + 1, wait_s, trace.get_current_span())
+        except (Overloaded, DeadlineExceeded):
+            return None
 
     async def _run(self, hold: TicketHold, pinned_blocks: int) -> None:
         self._there = await self._fetch_prefix(hold, pinned_blocks)

@@ -46,7 +46,7 @@ from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, sh
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
-from pillion.wire.decode import DecodeTimings
+from pillion.v1.decode_pb2 import DecodeTimings
 
 # Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
 # at once, the pause is for what has not been noticed yet.
@@ -126,7 +126,7 @@ class RequestMachine:
                 return self._decoding(event, now) if event.attempt == self.attempt else []
             case ev.LeaderSubmitted() | ev.LeaderRetried() | ev.LeaderStarted():
                 return self._follow(event, now) if self.state is RequestState.FOLLOWING else []
-            case _ if event.attempt != self.attempt:
+            case ev.AttemptEvent() if event.attempt != self.attempt:
                 return []
             case ev.TokensSampled() | ev.DecodeFinished() | ev.DecodeLost() if self.state is RequestState.FOLLOWING:
                 return self._following(event, now)
@@ -196,7 +196,8 @@ class RequestMachine:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
         self.plan = replan(self._plan(), event.pinned_blocks)
-        self._timeline.admit(now)
+        if self._timeline.admitted is None:
+            self._timeline.admitted = now
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
         wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit)
         if wanted is None:
@@ -213,7 +214,8 @@ class RequestMachine:
             self.state = RequestState.DECODING
             return [self._submit()]
         self.state = RequestState.PREFILLING
-        self._timeline.send_span(now)
+        # Its chunks are added to those of earlier attempts.
+        self._timeline.span_sent, self._timeline.chunks_before = now, self._timeline.chunks
         self._span_open = True
         run_span = ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())
         if self.plan.remote:
@@ -348,6 +350,7 @@ class _Timeline:
 
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
+        # When the first ticket was granted.
         self.admitted: float | None = None
         self.found = False
         self.cached_tokens = 0
@@ -360,21 +363,11 @@ class _Timeline:
         self.ended: float | None = None
         self.decode: DecodeTimings | None = None
 
-    def admit(self, now: float) -> None:
-        """Notes that the ticket was granted; the first one counts."""
-        if self.admitted is None:
-            self.admitted = now
-
     def find(self, plan: RequestPlan) -> None:
         """Notes what is cached: of the first attempt, before anything was computed for this request."""
         if not self.found:
             self.found = True
             self.cached_tokens = plan.cached_tokens
-
-    def send_span(self, now: float) -> None:
-        """Notes that a span goes out; its chunks are added to those of earlier attempts."""
-        self.span_sent = now
-        self.chunks_before = self.chunks
 
     def ack(self, end_tokens: int, now: float) -> None:
         """Notes one chunk; the time since the dispatch or the chunk before it is prefill time."""

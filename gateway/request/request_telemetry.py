@@ -1,7 +1,6 @@
 """What requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how it all ended.
 
 RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
-GatewayMeter (one)                   counts refused requests; makes the meters of the others
 begin_span ... describe_span         the request's trace span; a Generation ends it, or end_refused_span
 """
 
@@ -25,24 +24,6 @@ CANCELLED = "cancelled"
 MAX_NAME_CHARS = 100
 
 
-class GatewayMeter:
-    """The meters of one gateway."""
-
-    def __init__(self, meters: Meters) -> None:
-        self._meters = meters
-
-    def refused(self, error: PillionError) -> None:
-        """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
-        met = error.quotas if isinstance(error, Overloaded) else ()
-        bound = met[0].subject.rpartition("/")[2] if met else ""
-        kind = type(error).__name__
-        self._meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
-
-    def request(self, model: str, operation: str, arrived_s: float, answers: int) -> RequestMeter:
-        """The meter of a request that begins."""
-        return RequestMeter(self._meters, model, operation, arrived_s, answers)
-
-
 class RequestMeter:
     """The meter of one request. Times are monotonic, in seconds.
 
@@ -50,18 +31,6 @@ class RequestMeter:
         arrived_s: when the request came.
         answers: number of answers that are generated.
     """
-
-    __slots__ = (
-        "_arrived_s",
-        "_counts",
-        "_first_s",
-        "_generated",
-        "_itl",
-        "_last_s",
-        "_meters",
-        "_model",
-        "_operation",
-    )
 
     def __init__(self, meters: Meters, model: str, operation: str, arrived_s: float, answers: int) -> None:
         self._meters = meters
@@ -138,6 +107,14 @@ class RequestMeter:
         computed = timings.prefilled_tokens + timings.tail_tokens
         if computed:
             meters.distribution(names.SPLIT, model).observe(timings.prefilled_tokens / computed)
+
+
+def count_refused(meters: Meters, error: PillionError) -> None:
+    """Counts a refused request. The quota or bound that it met is named; the tenant is not."""
+    met = error.quotas if isinstance(error, Overloaded) else ()
+    bound = met[0].subject.rpartition("/")[2] if met else ""
+    kind = type(error).__name__
+    meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
 
 
 def readings(running: int, waiting: int, index_available: bool) -> Iterator[Reading]:

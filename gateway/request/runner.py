@@ -33,6 +33,8 @@ log = logging.getLogger("pillion.gateway")
 
 # An answer without a chunk or a token for so long: its worker hangs.
 MAX_SILENCE_S = 300.0
+# What a client is told where the gateway itself fails.
+DEFECT = "internal error; the gateway's log says more"
 
 
 class Generation:
@@ -64,8 +66,12 @@ class Generation:
         self._meter = meter
         self._on_end = on_end
         indexes = range(len(self._answers))
-        self._choices = Choices([self._new_machine(index) for index in indexes])
-        self._calls = [self._new_calls(index, cluster) for index in indexes]
+        self._choices = Choices([_machine(job, follows=index > 0) for index in indexes])
+        seeds = [answer_seed(job.resolved.sampling.seed or 0, index) for index in indexes]
+        self._calls = [
+            ComponentCalls(job, seed, cluster, span, partial(self._post, index), self._fail_by_defect)
+            for index, seed in enumerate(seeds)
+        ]
         self._outbox = Outbox(job.request_id, len(indexes), job.answers, job.show_logprobs)
         self._inbox: deque[tuple[int | None, Event]] = deque()
         self._handling = False
@@ -87,7 +93,8 @@ class Generation:
             left_s = max(0.0, self.job.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
         self._watch_silence()
-        self._act(self._choices.start())
+        for index, action in self._choices.start():
+            self._perform(index, action)
 
     def cancel(self) -> None:
         """The client went away."""
@@ -128,7 +135,8 @@ class Generation:
         self._handling = True
         try:
             while self._inbox:
-                self._act(self._handle(*self._inbox.popleft()))
+                for answer, action in self._handle(*self._inbox.popleft()):
+                    self._perform(answer, action)
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
             self._handling = False
             self._fail_by_defect(error)
@@ -144,15 +152,11 @@ class Generation:
 
     def _fail_by_defect(self, error: BaseException) -> None:
         log.error("request %s failed", self.job.request_id, exc_info=error)
-        again, self._defect = self._defect, Internal("internal error; the gateway's log says more")
+        again, self._defect = self._defect, Internal(DEFECT)
         if again is None:
             # Cancelling frees what the request holds; the reader is told the defect instead.
             self._post(None, ev.RequestCancelled())
         self._fail(self._defect)
-
-    def _act(self, todos: Sequence[AnswerAction]) -> None:
-        for index, action in todos:
-            self._perform(index, action)
 
     def _perform(self, index: int, action: Action) -> None:
         calls = self._calls[index]
@@ -160,29 +164,17 @@ class Generation:
             case ev.Emit():
                 # Nearly all actions are these.
                 self._emit(index, action)
-            case ev.LookUp():
-                if action.attempt > 1:
-                    # The request is replayed, on another worker or on the same one.
-                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
-                calls.look_up(action)
-            case ev.OpenTicket():
-                calls.open_ticket(action)
-            case ev.Fetch():
-                calls.fetch(action)
-            case ev.RunSpan():
-                calls.run_span(action)
             case ev.SubmitDecode():
                 calls.submit(action, [self._calls[fork] for fork in action.forks])
-            case ev.StopWork():
-                calls.stop_work()
-            case ev.CancelDecode():
-                calls.cancel_decode()
-            case ev.ReleaseTicket():
-                calls.release(action.hold)
             case ev.Finish():
                 self._finish(index, action.reason)
             case ev.Fail():
                 self._fail(self._defect or action.error)
+            case _:
+                if isinstance(action, ev.LookUp) and action.attempt > 1:
+                    # The request is replayed, on another worker or on the same one.
+                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
+                calls.perform(action)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
         """Every token of the request passes here once, over all answers and attempts."""
@@ -274,15 +266,8 @@ class Generation:
         if not self.ended:
             self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
 
-    # ---- made once ------------------------------------------------------------------------------------------------
 
-    def _new_machine(self, index: int) -> RequestMachine:
-        job, resolved = self.job, self.job.resolved
-        stop_ids = frozenset(resolved.stop_token_ids)
-        return RequestMachine(
-            job.prompt, resolved.max_tokens, stop_ids, job.max_attempts, job.arrived, follows=index > 0
-        )
-
-    def _new_calls(self, index: int, cluster: Cluster) -> ComponentCalls:
-        seed = answer_seed(self.job.resolved.sampling.seed or 0, index)
-        return ComponentCalls(self.job, seed, cluster, self._span, partial(self._post, index), self._fail_by_defect)
+def _machine(job: Job, follows: bool) -> RequestMachine:
+    resolved, attempts = job.resolved, job.options.max_attempts
+    stop_ids = frozenset(resolved.stop_token_ids)
+    return RequestMachine(job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived, follows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
@@ -33,7 +34,14 @@ MAX_REQUEST_ID_CHARS = 128
 # A list of a million wrong ids is one mistake, not a million violations.
 MAX_VIOLATIONS = 32
 
-_T = TypeVar("_T")
+_DEFAULTS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 # A request id goes into headers, trailers and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
@@ -97,11 +105,7 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     """Checks all but the prompt's tokens. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
-    found: list[FieldViolation] = []
-    for violation in _violations(request, limits):
-        found.append(violation)
-        if len(found) == MAX_VIOLATIONS:
-            break
+    found = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
     if found:
         raise InvalidRequest.of(*found)
 
@@ -121,17 +125,12 @@ def check_pool(
     """Refuses a request that no KV pool can hold: queued, it could only ever be preempted and begun again.
 
     Args:
-        prompt_tokens: tokens of the prompt, checked to leave room for one more within the model's length.
         field: the request's field that holds the prompt.
         max_tokens: the client's bound of the answer; None where it gave none.
-        model_tokens: longest prompt and answer of the model.
-        pool_tokens: longest prompt and answer that some node can hold; None where that is not known.
+        model_tokens, pool_tokens: longest prompt and answer of the model, and of some node if that is known.
 
-    Returns:
-        The longest prompt and answer, in tokens, that model and pool allow.
-
-    Raises:
-        InvalidRequest: the prompt leaves no room for one token, or an explicit ``max_tokens`` does not fit behind it.
+    Returns the longest prompt and answer that both allow. Raises InvalidRequest where the prompt leaves no room for one
+    token, or an explicit ``max_tokens`` does not fit behind it.
     """
     if pool_tokens is None or pool_tokens >= model_tokens:
         return model_tokens
@@ -158,22 +157,20 @@ def resolve(
     """
     room = limits.max_model_len_tokens - prompt_tokens
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    answers = _or_default(sampling.n, 1)
-    best_of = _or_default(sampling.best_of, answers)
+    answers = sampling.n or 1
+    best_of = sampling.best_of or answers
+    unset: dict[str, Any] = {name: default for name, default in _DEFAULTS.items() if getattr(sampling, name) is None}
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return ResolvedSampling(
-        sampling=SamplingParams(
-            temperature=_or_default(sampling.temperature, 1.0),
-            top_p=_or_default(sampling.top_p, 1.0),
+        sampling=replace(
+            sampling,
+            **unset,
+            # The gateway itself finds stop strings, and ids that end the stream stand beside these parameters.
+            stop=(),
+            stop_token_ids=(),
             top_k=max(0, sampling.top_k or 0),
-            min_p=sampling.min_p or 0.0,
-            seed=_or_default(sampling.seed, drawn_seed),
+            seed=drawn_seed if sampling.seed is None else sampling.seed,
             max_tokens=wanted,
-            ignore_eos=sampling.ignore_eos,
-            repetition_penalty=_or_default(sampling.repetition_penalty, 1.0),
-            presence_penalty=sampling.presence_penalty or 0.0,
-            frequency_penalty=sampling.frequency_penalty or 0.0,
-            logit_bias=sampling.logit_bias,
             # The context may have less left than was asked for.
             min_tokens=min(sampling.min_tokens or 0, wanted),
             logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
@@ -285,10 +282,6 @@ def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterato
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < limits.vocab_size:
                 yield FieldViolation(f"{field}[{n}]", f"{token_id} is not in [0, {limits.vocab_size})")
-
-
-def _or_default(value: _T | None, default: _T) -> _T:
-    return default if value is None else value
 
 
 def _is_text(text: str) -> bool:

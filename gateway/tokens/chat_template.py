@@ -69,10 +69,6 @@ class ChatTemplate:
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
-    async def aclose(self) -> None:
-        """Ends the process."""
-        await self._kill()
-
     async def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """Sends one conversation to the process, which is killed after a failure or where the caller was cancelled."""
         answered = False
@@ -88,7 +84,7 @@ class ChatTemplate:
             return {"broken": f"it took more than {RENDER_CPU_S:g} s of computing or too much memory"}
         finally:
             if not answered:
-                await self._kill()
+                await self.aclose()
         return answer
 
     async def _start(self) -> Process:
@@ -106,7 +102,8 @@ class ChatTemplate:
         _send(process, setup)
         return process
 
-    async def _kill(self) -> None:
+    async def aclose(self) -> None:
+        """Ends the process; the next conversation would start another one."""
         process, self._process = self._process, None
         if process is None:
             return

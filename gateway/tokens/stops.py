@@ -52,11 +52,6 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @property
-    def held_chars(self) -> int:
-        """Characters held back now."""
-        return len(self._held)
-
     def _let_through(self, text: str) -> str:
         keep = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,18 +118,19 @@ class TokenizerPool:
         loop = asyncio.get_running_loop()
         self.jobs += 1
         work = self._threads.submit(job, *arguments)
+
+        def ended(_: Future[T]) -> None:
+            # The loop is closed where the gateway ended before its last job; the count does not matter then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._uncount)
+
         # A cancelled caller stops waiting; a job that runs holds its thread until it is through, and counts until then.
-        work.add_done_callback(lambda _: self._ended(loop))
+        work.add_done_callback(ended)
         return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         """Drops waiting jobs; those that run are bounded by the prompt's size."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        # The loop is closed where the gateway ended before its last job; the count does not matter then.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._uncount)
 
     def _uncount(self) -> None:
         self.jobs -= 1

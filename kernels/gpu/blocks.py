@@ -40,8 +40,7 @@ def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
 
     Rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
     """
-    _check_buffer(pool, slots, out)
-    _launch(pool, out, slots, _block_bytes(pool), "source")
+    _launch(pool, out, slots, _checked_block_bytes(pool, slots, out), "source")
 
 
 def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> None:
@@ -49,8 +48,7 @@ def scatter(buffer: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor) -> No
 
     Raises Internal for misshapen tensors.
     """
-    _check_buffer(pool, slots, buffer)
-    _launch(buffer, pool, slots, _block_bytes(pool), "target")
+    _launch(buffer, pool, slots, _checked_block_bytes(pool, slots, buffer), "target")
 
 
 def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -60,18 +58,19 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     copies nothing. Raises Internal for misshapen tensors.
     """
     check_tensor("pairs", pairs, (None, 2), torch.int32, pool.device)
+    _launch(pool, pool, pairs, _checked_block_bytes(pool), "pairs")
+
+
+def _checked_block_bytes(
+    pool: torch.Tensor, slots: torch.Tensor | None = None, buffer: torch.Tensor | None = None
+) -> int:
+    """Bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
     check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
-    _launch(pool, pool, pairs, _block_bytes(pool), "pairs")
-
-
-def _block_bytes(pool: torch.Tensor) -> int:
-    return pool[0].numel() * pool.element_size()
-
-
-def _check_buffer(pool: torch.Tensor, slots: torch.Tensor, buffer: torch.Tensor) -> None:
-    check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
-    check_tensor("slots", slots, (None,), torch.int32, pool.device)
-    check_tensor("buffer", buffer, (len(slots), _block_bytes(pool)), torch.uint8, pool.device)
+    block_bytes = pool[0].numel() * pool.element_size()
+    if slots is not None and buffer is not None:
+        check_tensor("slots", slots, (None,), torch.int32, pool.device)
+        check_tensor("buffer", buffer, (len(slots), block_bytes), torch.uint8, pool.device)
+    return block_bytes
 
 
 def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, block_bytes: int, paired: str) -> None:
@@ -79,19 +78,15 @@ def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, b
     # Memory that does not begin at a multiple of a word is moved in smaller words.
     addresses = block_bytes | source.data_ptr() | target.data_ptr()
     word = next(size for size in _WORDS if addresses % size == 0)
-    use = tuned("blocks", arch_of(target.device))
+    constants = _constants(block_bytes, word, arch_of(target.device))
+    views = (tensor.flatten().view(_WORDS[word]) for tensor in (source, target))
+    _move[(len(entries) * constants["PARTS"],)](*views, entries, PAIRED=paired, **constants)
+
+
+def _constants(block_bytes: int, word: int, arch: int) -> dict[str, int]:
+    use = tuned("blocks", arch)
     words, block = block_bytes // word, use["part_words"]
-    parts = triton.cdiv(words, block)
-    _move[(len(entries) * parts,)](
-        source.flatten().view(_WORDS[word]),
-        target.flatten().view(_WORDS[word]),
-        entries,
-        parts,
-        words,
-        block,
-        paired,
-        num_warps=use["num_warps"],
-    )
+    return {"PARTS": triton.cdiv(words, block), "WORDS": words, "BLOCK": block, "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
@@ -108,14 +103,10 @@ def build_specs() -> list[BuildSpec]:
 
 
 def _spec(name: str, block_bytes: int, word: int, paired: str) -> BuildSpec:
-    use = tuned("blocks", 90)
-    words, block = block_bytes // word, use["part_words"]
     return BuildSpec(
         name=f"blocks-{name}",
         kernel=_move,
-        signature={"source": _WORD_NAMES[word], "target": _WORD_NAMES[word], "pairs": "*i32"},
-        constants={"PARTS": triton.cdiv(words, block), "WORDS": words, "BLOCK": block, "PAIRED": paired},
-        aligned=("source", "target", "pairs"),
-        num_warps=use["num_warps"],
+        signature=f"{_WORD_NAMES[word]}:16, {_WORD_NAMES[word]}:16, *i32:16",
+        constants={"PAIRED": paired, **_constants(block_bytes, word, 90)},
         max_registers=64,
     )

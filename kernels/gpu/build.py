@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ MODULES = (
     "sampling.sampling_cuts",
     "sampling.sampling_edits",
 )
-
 
 # Names (shell patterns) of kernels that differ little from others in what they take: only ``--all`` builds them.
 RARE = (
@@ -71,9 +70,10 @@ class BuildSpec:
     """One kernel with the constants of one use.
 
     Attributes:
-        kernel: the jitted function; ``signature`` has Triton's type of each argument that is not constexpr.
-        constants: values of all constexpr arguments.
-        aligned: arguments that are multiples of 16, which Triton finds out when it launches.
+        kernel: the jitted function.
+        signature: types of its arguments that are not constexpr, as ``triton.tools.compile`` reads them: ":16" marks
+            multiples of 16, which Triton finds out when it launches.
+        constants: values of all constexpr arguments and, as at a launch, ``num_warps`` (4) and ``num_stages`` (2).
         max_registers: limit per thread.
         max_spill_bytes: limit of local memory and stack per thread.
         architectures: those for which the kernel is built.
@@ -81,14 +81,11 @@ class BuildSpec:
 
     name: str
     kernel: Any
-    signature: Mapping[str, str]
+    signature: str
     constants: Mapping[str, Any]
-    aligned: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 2
     max_registers: int = MAX_REGISTERS
     max_spill_bytes: int = 0
-    architectures: tuple[int, ...] = field(default=ARCHITECTURES)
+    architectures: tuple[int, ...] = ARCHITECTURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +112,15 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
     from triton.compiler import ASTSource
 
     names = list(spec.kernel.arg_names)
-    signature = {name: "constexpr" if name in spec.constants else spec.signature[name] for name in names}
+    typed = [name for name in names if name not in spec.constants]
+    kinds = dict(zip(typed, spec.signature.split(", "), strict=True))
     source = ASTSource(
         fn=spec.kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in spec.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
+        signature={name: kinds.get(name, "constexpr").removesuffix(":16") for name in names},
+        constexprs={(names.index(name),): value for name, value in spec.constants.items() if name in names},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in typed if kinds[name].endswith(":16")},
     )
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    options = {name: spec.constants.get(name, usual) for name, usual in (("num_warps", 4), ("num_stages", 2))}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
@@ -132,7 +130,7 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
         registers=usage["REG"],
         spill_bytes=usage["LOCAL"] + usage["STACK"],
         shared_bytes=shared,
-        num_warps=spec.num_warps,
+        num_warps=options["num_warps"],
         code_bytes=len(compiled.asm["cubin"]),
         excess=_excess(spec, arch, usage, shared),
     )
@@ -157,14 +155,12 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 
 def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -> str:
-    exceeded = []
-    if usage["REG"] > spec.max_registers:
-        exceeded.append(f"{usage['REG']} registers, at most {spec.max_registers}")
-    if usage["LOCAL"] + usage["STACK"] > spec.max_spill_bytes:
-        exceeded.append(f"{usage['LOCAL'] + usage['STACK']} bytes of spills, at most {spec.max_spill_bytes}")
-    if shared > MAX_SHARED_BYTES[arch]:
-        exceeded.append(f"{shared} bytes of shared memory, at most {MAX_SHARED_BYTES[arch]}")
-    return "; ".join(exceeded)
+    limited = (
+        (usage["REG"], "registers", spec.max_registers),
+        (usage["LOCAL"] + usage["STACK"], "bytes of spills", spec.max_spill_bytes),
+        (shared, "bytes of shared memory", MAX_SHARED_BYTES[arch]),
+    )
+    return "; ".join(f"{used} {what}, at most {most}" for used, what, most in limited if used > most)
 
 
 def main() -> int:

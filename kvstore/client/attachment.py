@@ -32,41 +32,53 @@ from pillion.wire.attach import (
 CONNECT_RETRY_S = 0.05
 
 
-class Attachment:
-    """The mapped pool, and the connection that stands for the worker's life. Made by :func:`attach`.
+class SharedMemory:
+    """Memory of a node that this process has mapped, and the connection that stands for its use.
+
+    Attributes:
+        memory: the bytes, writable; empty where the memory is on a GPU.
+        device_memory: the mapping of a GPU's memory, else None.
+    """
+
+    def __init__(self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping) -> None:
+        self._sock = sock
+        self._mapped = mapped
+        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
+        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
+
+    def _unmap(self) -> None:
+        with contextlib.suppress(BufferError):
+            # Tensors over the memory keep it mapped until they go; the caller promises not to use them.
+            self.memory.release()
+            self._mapped.close()
+
+
+class Attachment(SharedMemory):
+    """The mapped pool; its connection stands for the worker's life. Made by :func:`attach`.
 
     Attributes:
         epoch: names the worker at the node; void once either side ends.
         node_id, node_address: the node, and the address of its gRPC service.
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
-        memory: the pool's bytes, writable; empty where the pool is on a GPU.
-        device_memory: the mapping of a pool on a GPU, else None.
     """
 
     def __init__(
         self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, reply: AttachReply, block_bytes: int
     ) -> None:
-        self._sock = sock
-        self._mapped = mapped
+        super().__init__(sock, mapped)
         self.epoch = reply.epoch
         self.node_id = reply.node_id
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
-        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
-        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
 
     def fileno(self) -> int:
         """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Tells the node that this process uses the pool no more. No step may run any more: slots are reused at
-        once."""
-        with contextlib.suppress(BufferError):
-            # Tensors over the memory keep it mapped until they go; the caller promises not to use them.
-            self.memory.release()
-            self._mapped.close()
+        """Tells the node that this process uses the pool no more. No step may run: slots are reused at once."""
+        self._unmap()
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
         self._sock.close()
@@ -76,9 +88,7 @@ def attach(
     socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
-
-    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist.
-    """
+    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist."""
     hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
     with _asked(f"cannot attach to the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
         reply = attach_reply_from_line(line)
@@ -156,30 +166,24 @@ def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
     return line, fds
 
 
-class Region:
-    """A mapped region, and the connection that stands for its use. Made by :func:`share_region`.
+class Region(SharedMemory):
+    """A mapped region. Made by :func:`share_region`.
 
     Attributes:
         address, size_bytes: its place; on a GPU this is no pointer that the host could follow.
-        device_memory: the mapping of a region on a GPU, else None.
-        memory: the bytes of a region on the host, else empty.
         must_fill: this process has to write every byte and then to call :meth:`filled`; others wait for that.
     """
 
     def __init__(
         self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, size_bytes: int, *, must_fill: bool
     ) -> None:
-        self._sock = sock
-        self._mapped = mapped
+        super().__init__(sock, mapped)
         self.size_bytes = size_bytes
         self.must_fill = must_fill
-        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
-        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
         self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
 
     def filled(self) -> None:
-        """Tells the node that every byte is written; on a GPU, every write has ended. Raises ConfigError if the node is
-        gone."""
+        """Tells the node that every write has ended. Raises ConfigError if the node is gone."""
         if self.must_fill:
             self.must_fill = False
             try:
@@ -189,10 +193,7 @@ class Region:
 
     def close(self) -> None:
         """Ends the use of the region. If it was not filled, another process fills it. Idempotent."""
-        with contextlib.suppress(BufferError):
-            # Tensors over host memory keep it mapped until they go.
-            self.memory.release()
-            self._mapped.close()
+        self._unmap()
         self._sock.close()
 
 

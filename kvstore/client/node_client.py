@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -15,19 +15,17 @@ from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailabl
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
-from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import (
-    AdoptedTicket,
-    CommitResult,
+from pillion.v1.kvnode_pb2 import (
+    AdoptTicketReply,
+    AwaitChainReply,
     CommitRun,
+    CommitRunResult,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
-    adopted_from_pb,
-    results_from_pb,
-    runs_to_pb,
 )
+from pillion.wire.common import check_hello, hello_to_pb
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -121,36 +119,23 @@ class NodeClient:
             expected_blocks=expected_blocks,
         )
         try:
-            reply: OpenTicketReply = await call_unary(self._stub.OpenTicket, request, timeout_s)
+            return await call_unary(self._stub.OpenTicket, request, timeout_s)
         except (asyncio.CancelledError, Cancelled, DeadlineExceeded, Unavailable):
             self._abandon(epoch, nonce)
             raise
-        return reply
 
-    async def release(
-        self,
-        epoch: int,
-        ticket_ids: Sequence[int] = (),
-        *,
-        nonces: Sequence[int] = (),
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> None:
-        """Drops the epoch's hold on tickets, and on those that calls with these nonces may still be granted.
-        Idempotent."""
+    async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
+        """Drops the hold on tickets, and on those that calls with these nonces may still be granted. Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
-        await call_unary(self._stub.ReleaseTicket, request, timeout_s)
+        await call_unary(self._stub.ReleaseTicket, request)
 
-    async def adopt(
-        self, epoch: int, ticket_id: int, lease_blocks: int, *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> AdoptedTicket:
+    async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Becomes a holder of a ticket and leases exactly ``lease_blocks`` slots, the ticket's reserved ones first.
-
-        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots.
-        """
+        Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are too few slots."""
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
-        return adopted_from_pb(await call_unary(self._stub.AdoptTicket, request, timeout_s))
+        return await call_unary(self._stub.AdoptTicket, request)
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AdoptedTicket:
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AwaitChainReply:
         """Waits until the chain of a ticket has ``blocks`` blocks or the time is over, and returns the chain.
 
         Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
@@ -160,24 +145,22 @@ class NodeClient:
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        reply = await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
-        return AdoptedTicket(tuple(reply.chain_slots), (), reply.tail_hash)
+        return await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
 
-    async def lease(self, epoch: int, blocks: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, ...]:
+    async def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
-        return tuple((await call_unary(self._stub.LeaseSlots, request, timeout_s)).slots)
+        return tuple((await call_unary(self._stub.LeaseSlots, request)).slots)
 
-    async def give_back(self, epoch: int, slots: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    async def give_back(self, epoch: int, slots: Sequence[int]) -> None:
         """Returns leased slots to the node: all of them or, with InvalidRequest, none."""
-        request = kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots)
-        await call_unary(self._stub.ReturnSlots, request, timeout_s)
+        await call_unary(self._stub.ReturnSlots, kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots))
 
-    async def commit(
-        self, epoch: int, runs: Sequence[CommitRun], *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> list[CommitResult]:
-        """Commits runs of blocks, in order; see CommitResult for lost races (I2)."""
-        return results_from_pb(await call_unary(self._stub.Commit, runs_to_pb(epoch, runs), timeout_s))
+    async def commit(self, epoch: int, runs: Sequence[CommitRun]) -> Sequence[CommitRunResult]:
+        """Commits runs of blocks, in order; see CommitRunResult for lost races (I2)."""
+        request = kvnode_pb2.CommitRequest(epoch=epoch, runs=runs)
+        reply: kvnode_pb2.CommitReply = await call_unary(self._stub.Commit, request)
+        return reply.results
 
     async def prefetch(
         self,
@@ -189,10 +172,8 @@ class NodeClient:
         timeout_s: float,
         max_bytes: int = 0,
     ) -> PrefetchReply:
-        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds.
-
-        Raises NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1).
-        """
+        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds. Raises
+        NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1)."""
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
             ticket_id=ticket_id,
@@ -202,33 +183,24 @@ class NodeClient:
             max_bytes=max_bytes,
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
-        reply: PrefetchReply = await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
-        return reply
+        return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
-    async def reattach(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> int:
-        """Ends a fenced epoch and returns a new one; the caller promises that no step uses the old one's slots any
-        more.
+    async def reattach(self, epoch: int) -> int:
+        """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an
+        epoch that is not fenced, NotFound for a void one."""
+        return int((await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch))).epoch)
 
-        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
-        """
-        reply = await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch), timeout_s)
-        return int(reply.epoch)
-
-    async def heartbeat(self, epoch: int, *, timeout_s: float = CALL_TIMEOUT_S) -> HeartbeatReply:
+    async def heartbeat(self, epoch: int) -> HeartbeatReply:
         """Sends a sign of life. Raises NotFound for a void epoch."""
-        request = kvnode_pb2.HeartbeatRequest(epoch=epoch)
-        reply: HeartbeatReply = await call_unary(self._stub.Heartbeat, request, timeout_s)
-        return reply
+        return await call_unary(self._stub.Heartbeat, kvnode_pb2.HeartbeatRequest(epoch=epoch))
 
     async def status(self, *, timeout_s: float = CALL_TIMEOUT_S) -> NodeStatus:
         """Returns the node's status: slots by state, pins, reservations and counters."""
-        request = kvnode_pb2.GetNodeStatusRequest()
-        status: NodeStatus = await call_unary(self._stub.GetNodeStatus, request, timeout_s)
-        return status
+        return await call_unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
 
-    async def check_integrity(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+    async def check_integrity(self) -> None:
         """Makes the node prove its integrity. Raises Conflict with what does not add up (I4)."""
-        await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest(), timeout_s)
+        await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest())
 
     async def aclose(self) -> None:
         """Waits for calls that tidy up, then closes the connection."""
@@ -248,7 +220,7 @@ class NodeClient:
             log.debug("abandoned call: %s", error)
 
 
-async def call_unary(method: Any, request: Any, timeout_s: float) -> Any:
+async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
     """Makes one call, with the current trace's context. Its failure is a PillionError."""
     try:
         call = method(request, timeout=timeout_s, metadata=inject())

@@ -79,10 +79,8 @@ class AnnounceQueue:
         self._bound()
 
     def repeat_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates.
-
-        ``blocks`` is read lazily. Updates about blocks that went stay: Redis may still have entries for them.
-        """
+        """Starts a repetition of all blocks that are here now, (hash, segment) each, after the updates. ``blocks`` is
+        read lazily. Updates about blocks that went stay: Redis may still have entries for them."""
         self._updates = {block_hash: event for block_hash, event in self._updates.items() if not event.here}
         self._rest, self.repeating = iter(blocks), True
         self._went_meanwhile.clear()
@@ -168,6 +166,11 @@ class Announcer:
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
         self._answered = True
 
+    @property
+    def repeating(self) -> bool:
+        """Whether all blocks are being announced again."""
+        return self._queue.repeating
+
     def push(self, events: list[IndexEvent]) -> None:
         """Queues events for the index. It never blocks; the queue is bounded by MAX_PENDING_BLOCKS."""
         if events:
@@ -237,9 +240,7 @@ class Announcer:
 
     async def _announce(self, until_s: float) -> float:
         """Sends all updates, then a batch of the repetition, but nothing after ``until_s``, when a heartbeat is due.
-
-        Returns for how many seconds the rest may wait.
-        """
+        Returns for how many seconds the rest may wait."""
         self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):

@@ -94,11 +94,8 @@ class HotPrefixes:
 
 
 class Index:
-    """A gateway's client of the index. It never raises for Redis's trouble.
-
-    Attributes:
-        available: whether Redis answered the last look-up.
-    """
+    """A gateway's client of the index. It never raises for Redis's trouble; ``available`` is whether Redis answered the
+    last look-up."""
 
     def __init__(self, redis_url: str) -> None:
         self.available = True
@@ -109,13 +106,8 @@ class Index:
         self._hot = HotPrefixes()
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Returns each live node's longest known prefix of a chain, longest first.
-
-        While Redis does not answer, what earlier look-ups found stands in.
-
-        Args:
-            block_hashes: the chain from its first block, 32 bytes per hash.
-        """
+        """Returns each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
+        not answer, what earlier look-ups found stands in."""
         if not block_hashes:
             return []
         try:
@@ -149,8 +141,8 @@ class Index:
         return {node_id: blocks for node_id, blocks in named if node_id is not None}
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Returns entry -> blocks. One server is asked once. A Cluster is asked about segments, in two rounds: some
-        that are evenly spread, and then those between two of them where a node's chain ends."""
+        """Returns entry -> blocks. A Cluster is asked about segments, in two rounds: some that are evenly spread, and
+        then those between two of them where a node's chain ends."""
         parts = list(_chain_parts(block_hashes, SEGMENT_BLOCKS if self._link.cluster else 0))
         reached: dict[int, dict[bytes, int]] = {}
 
@@ -180,8 +172,7 @@ class Index:
         return ends
 
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
-        """Reads the table of nodes unless that was tried within ``max_age_ms``. If Redis is silent, the old table
-        stays: it may name dead nodes, as any hint may."""
+        """Reads the table of nodes unless that was tried within ``max_age_ms``; the old one stays if that fails."""
         async with self._refreshing:
             now = time.monotonic()
             if now - self._asked_s <= max_age_ms / 1000:

@@ -41,8 +41,7 @@ _HEAD_BYTES = 3
 
 
 def buckets_of(owner: str) -> bytes:
-    """Returns the key of an owner's token buckets (:mod:`pillion.kvstore.index.shared_buckets`). ``owner``: without
-    braces."""
+    """Returns the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
     return _BUCKETS % owner.encode()
 
 
@@ -58,8 +57,7 @@ def group_of(bucket_key: bytes) -> bytes:
 
 
 def generation(group: bytes) -> bytes:
-    """Returns the key that vanishes together with a group's buckets and so shows that they are lost. One server has a
-    single group, ``b""``."""
+    """Returns the key that vanishes with a group's buckets and shows their loss. One server has one group, ``b""``."""
     return b"pillion:g:{%b}" % group
 
 

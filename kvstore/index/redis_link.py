@@ -47,8 +47,7 @@ class ScriptCall:
 
 
 class Breaker:
-    """A circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try whether the server answers
-    again."""
+    """A circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try the server again."""
 
     def __init__(self, open_s: float) -> None:
         self._open_s = open_s
@@ -75,10 +74,8 @@ class Breaker:
 
 
 class RedisLink:
-    """A connection to Redis that runs scripts, each named without its suffix.
-
-    Raises ConfigError for a URL that cannot be one (:mod:`pillion.kvstore.index.redis_url`).
-    """
+    """A connection to Redis that runs scripts, each named without its suffix. Raises ConfigError for a URL that cannot
+    be one (:mod:`pillion.kvstore.index.redis_url`)."""
 
     def __init__(self, url: str, *scripts: str) -> None:
         self._client = connect(parse(url))
@@ -91,8 +88,7 @@ class RedisLink:
         self._discovered_s = 0.0
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Runs a script once and reads its answer. Raises Unavailable when Redis does not answer, or answers
-        nonsense."""
+        """Runs a script once and reads its answer. Raises Unavailable for silence and for nonsense."""
         [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
@@ -100,13 +96,10 @@ class RedisLink:
     async def call_each(
         self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
     ) -> list[T | None]:
-        """Runs a script several times, at least once.
+        """Runs a script several times, at least once; returns the answers, None for calls that failed.
 
-        Args:
-            read: converts Redis's raw answer; if it raises ValueError or TypeError, that was nonsense.
-
-        Returns:
-            The answers in the order of ``calls``; None for calls that failed. Raises Unavailable when all failed.
+        ``read`` converts a raw answer; if it raises ValueError or TypeError, that was nonsense. Raises Unavailable when
+        all calls failed.
         """
         answers: list[T | None] = [None] * len(calls)
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
@@ -136,7 +129,7 @@ class RedisLink:
     # -- inside
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
-        """Returns which calls (their places) go to which server (its name)."""
+        """Returns the places of the calls that go to each server, by its name."""
         client = self._client
         if not isinstance(client, redis.asyncio.RedisCluster):
             return {"": list(range(len(calls)))}
@@ -156,8 +149,7 @@ class RedisLink:
     async def _ask(
         self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
-        """Sends all calls of one server and reads the answers. Raises Unavailable if the server does not answer at
-        all."""
+        """Sends all calls of one server and reads the answers. Raises Unavailable if there is none."""
         breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
         if not breaker.may_try(time.monotonic()):
             raise Unavailable("Redis does not answer; waiting before the next try")
@@ -184,8 +176,7 @@ class RedisLink:
         return answers
 
     async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
-        """Returns the server's raw answer to each call, refusals included. A script that it does not know is sent
-        whole."""
+        """Returns the raw answers, refusals included. A script that the server does not know is sent whole."""
         answers = await self._send_as("EVALSHA", self._shas[script], name, calls)
         unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
@@ -269,10 +260,7 @@ def _text(name: str) -> bytes:
 
 
 def _cancels() -> int:
-    """Returns how often the caller's task was cancelled.
-
-    redis-py loses a cancel that comes while it reads an answer. asyncio still counts it, and a task that nobody can
-    cancel would never end.
-    """
+    """Returns how often the caller's task was cancelled. redis-py loses a cancel that comes while it reads an answer.
+    asyncio still counts it, and a task that nobody can cancel would never end."""
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0

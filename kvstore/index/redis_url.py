@@ -38,15 +38,7 @@ CLUSTER: Final = "cluster"
 
 _PORTS = {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}
 _TLS_OPTIONS = frozenset(
-    {
-        "ssl_ca_certs",
-        "ssl_ca_data",
-        "ssl_cert_reqs",
-        "ssl_certfile",
-        "ssl_check_hostname",
-        "ssl_ciphers",
-        "ssl_keyfile",
-    }
+    f"ssl_{name}" for name in ("ca_certs", "ca_data", "cert_reqs", "certfile", "check_hostname", "ciphers", "keyfile")
 )
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 
@@ -81,8 +73,7 @@ def parse(url: str) -> RedisPlace:
 
 
 def connect(place: RedisPlace) -> Client:
-    """Makes a client that opens its connections when it is first used. Raises ConfigError for settings that cannot
-    be."""
+    """Makes a client, which connects when it is first used. Raises ConfigError for settings that cannot be."""
     # The deadline of a call is ours; a library that tries again would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
@@ -187,10 +178,7 @@ def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str
     allowed |= {"db"} if base == "unix" else set()
     options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     if unknown := sorted(options.keys() - allowed):
-        raise ValueError(
-            f"unknown option {unknown[0]!r}" + (f"; known: {', '.join(sorted(allowed))}" if allowed else "")
-        )
-    sentinel = {
-        name.removeprefix("sentinel_"): options.pop(name) for name in sorted(_SENTINEL_OPTIONS & options.keys())
-    }
+        known = f"; known: {', '.join(sorted(allowed))}" if allowed else ""
+        raise ValueError(f"unknown option {unknown[0]!r}{known}")
+    sentinel = {name.removeprefix("sentinel_"): options.pop(name) for name in _SENTINEL_OPTIONS & options.keys()}
     return options, sentinel

@@ -27,13 +27,8 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class AnnounceResult:
-    """The outcome of an announcement.
-
-    Attributes:
-        generations: generation of each group that took events; another one than before means that its buckets were
-            lost.
-        unreported: events of shards that did not answer.
-    """
+    """The generation of each group that took events, and the events of shards that did not answer. Another generation
+    than before means that the group's buckets were lost."""
 
     generations: dict[bytes, bytes]
     unreported: list[IndexEvent]
@@ -41,11 +36,8 @@ class AnnounceResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """The place where a sweep goes on: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket.
-
-    A sweep takes a whole group while it is small, so that it soon visits every shard and notices one that has lost its
-    memory.
-    """
+    """The place where a sweep goes on: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket. A
+    sweep takes a whole group while it is small, so that it soon notices a shard that has lost its memory."""
 
     group: int = 0
     bucket: int = 0
@@ -85,13 +77,9 @@ class IndexWriter:
     async def sweep(
         self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]
     ) -> tuple[SweepPlace, dict[bytes, bytes]]:
-        """Drops void entries from some buckets.
+        """Drops void entries from some buckets; returns the place to go on at, and the visited group's generation.
 
-        Args:
-            live: reads which entries are alive; called after the buckets were read, if they hold any.
-
-        Returns:
-            The place to go on at, and the generation of the group that was visited.
+        ``live`` reads which entries are alive; it is called after the buckets were read, if they hold any.
         """
         name = keys.group_name(at.group)
         group = name if self._link.cluster else b""

@@ -34,24 +34,15 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The answer to a heartbeat.
-
-    Attributes:
-        known: whether the component was registered until now; False after a silence longer than its time to live, or
-            when Redis has lost its memory.
-        node_number: a KV node's number for entries (4 bytes), empty for others.
-    """
+    """The answer to a heartbeat. ``known`` is False after too long a silence, or when Redis has lost its memory;
+    ``node_number`` is a KV node's number for entries (4 bytes), empty for others."""
 
     known: bool
     node_number: bytes
 
 
 class NodeTable:
-    """Entry -> node id of every KV node that lived when Redis was asked.
-
-    Attributes:
-        read_s: when Redis was asked, on this machine's monotonic clock.
-    """
+    """Entry -> node id of every KV node that lived when Redis was asked, at ``read_s`` on the monotonic clock."""
 
     def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
         now_ms, *rows = raw
@@ -67,10 +58,6 @@ class NodeTable:
         """Returns the entries of all live nodes."""
         return frozenset(self._nodes)
 
-    def entry(self, node_id: str) -> bytes | None:
-        """Returns a node's entry, None for a node that is not alive."""
-        return next((entry for entry, (name, _) in self._nodes.items() if name == node_id), None)
-
     def node_id(self, entry: bytes) -> str | None:
         """Returns the node of an entry, None if the entry is void."""
         found = self._nodes.get(entry)
@@ -83,10 +70,8 @@ class NodeTable:
 
 
 class Registry:
-    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost.
-
-    Every call raises Unavailable when Redis does not answer.
-    """
+    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost. Every call
+    raises Unavailable when Redis does not answer."""
 
     def __init__(self, redis_url: str, ttl_ms: int) -> None:
         self._ttl_ms = ttl_ms

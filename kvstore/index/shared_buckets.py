@@ -40,17 +40,14 @@ class Shortage:
 
 
 class SharedBuckets:
-    """Token buckets by owner. An owner has a few, always named in the same order. Raises ConfigError for what is no URL
-    of Redis."""
+    """Token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
 
     def __init__(self, redis_url: str) -> None:
         self._link = RedisLink(redis_url, "take_tokens")
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:
         """Takes what is wanted, bucket by bucket, up to the first one that has too little, and returns that. One call.
-
-        Raises Unavailable when Redis does not answer in time; it may have taken all the same.
-        """
+        Raises Unavailable when Redis does not answer in time; it may have taken all the same."""
         args: list[Argument] = []
         for demand in demands:
             args += [demand.per_minute, demand.spent, -1 if demand.wanted is None else demand.wanted]

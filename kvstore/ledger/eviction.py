@@ -26,10 +26,8 @@ MAX_USES = 15
 
 
 class EvictionPolicy(Protocol):
-    """The committed blocks that no ticket protects, in the order in which they are evicted.
-
-    It is called by the block tree on the node's loop and has no lock.
-    """
+    """The committed blocks that no ticket protects, in the order in which they are evicted. It is called by the block
+    tree on the node's loop and has no lock."""
 
     def add(self, block: Block) -> None:
         """Adds a block that lost its last protection. Its unprotected descendants were added before it."""
@@ -63,15 +61,12 @@ class LruEviction:
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:
-        """Appends the block to the queue."""
         self._queue[block] = None
 
     def remove(self, block: Block) -> None:
-        """Deletes the block from the queue."""
         del self._queue[block]
 
     def pop(self) -> Block:
-        """Takes the block at the front."""
         return self._queue.popitem(last=False)[0]
 
     drop = remove

@@ -24,7 +24,6 @@ the reservation, so an admitted prompt can always finish, whichever process dies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
@@ -42,7 +41,7 @@ from pillion.kvstore.ledger.records import (
     TicketState,
 )
 from pillion.kvstore.ledger.tree import BlockTree, Match
-from pillion.wire.kvnode import AdoptedTicket, CommitResult, CommitRun, NodeStatus
+from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
 
 class Ledger:
@@ -145,8 +144,7 @@ class Ledger:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Returns workers that were silent for longer than ``timeout_s`` and are not fenced yet. A gateway's session is
-        never one of them: it ends with its stream."""
+        """Returns unfenced workers silent for over ``timeout_s``. A gateway's session ends with its stream."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -157,8 +155,7 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes from an epoch the right to change anything. Its leases and pins stay until :meth:`gone` or
-        :meth:`drained` (I4)."""
+        """Takes an epoch's right to change things; leases and pins stay until :meth:`gone` or :meth:`drained` (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
@@ -167,15 +164,13 @@ class Ledger:
             self._settle(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """Frees everything of a fenced epoch: its worker woke and reports that no step uses it any more. Raises
-        Conflict for an epoch that is not fenced."""
+        """Frees everything of a fenced epoch, which no step uses any more. Raises Conflict if it is not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
         self.gone(epoch)
 
     def gone(self, epoch: int) -> None:
-        """Frees everything that an epoch held, because its holder's death or its session's end is proven.
-        Idempotent."""
+        """Frees everything that an epoch held, because its holder's end is proven. Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:
             return
@@ -187,14 +182,12 @@ class Ledger:
 
     def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
         """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The decode reserve is
-        left alone, unless nothing else is admitted: then the prompt gets in if it fits at all (I5)."""
+        left alone, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
         return self._missing(self.tree.longest_prefix(hashes), total_blocks)
 
     def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-
-        Returns None, with nothing changed, where memory is short.
-        """
+        Returns None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
         # The chain is walked only where it can matter: the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
@@ -219,8 +212,7 @@ class Ledger:
         return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
-        """Opens a ticket for a reader: it pins the committed prefix of a chain and reserves nothing. Raises
-        InvalidRequest for a nonce that is in use."""
+        """Pins a chain's committed prefix for a reader. Raises InvalidRequest for a nonce that is in use."""
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
@@ -229,13 +221,11 @@ class Ledger:
 
     def lease_some(self, epoch: int, ticket_id: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and makes the epoch a holder.
-
-        Raises NotFound if there is no such ticket.
-        """
+        Raises NotFound if there is no such ticket."""
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)
-        return self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots
+        return tuple(self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots)
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
         """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
@@ -267,10 +257,10 @@ class Ledger:
             raise NotFound("no such ticket: it was released, or the node restarted")
         return ticket
 
-    def chain_of(self, ticket: TicketState) -> AdoptedTicket:
+    def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
         """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
-        chain = tuple(block.slot for block in self.tree.chain(ticket.tail))
-        return AdoptedTicket(chain, (), ticket.tail.hash if ticket.tail else b"")
+        chain = [block.slot for block in self.tree.chain(ticket.tail)]
+        return AdoptTicketReply(chain_slots=chain, tail_hash=ticket.tail.hash if ticket.tail else b"")
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent."""
@@ -280,7 +270,7 @@ class Ledger:
             if ticket is not None and epoch in ticket.holders:
                 self._let_go(holder, ticket)
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Makes a worker a holder of a ticket and leases ``lease_blocks`` slots to it, reserved ones first.
 
         Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are not enough slots
@@ -299,13 +289,14 @@ class Ledger:
         ticket.reserved -= promised
         self.reserved -= promised
         leased = (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
-        return replace(self.chain_of(ticket), leased_slots=leased)
+        adopted = self.chain_of(ticket)
+        adopted.leased_slots.extend(leased)
+        return adopted
 
     # -- slots
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots that no admitted prompt counts on. A prefill worker or a fetch gets none of the
-        decode reserve (I5)."""
+        """Leases up to ``blocks`` unpromised slots. Prefill and fetches get none of the decode reserve (I5)."""
         holder = self.active(epoch)
         return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
@@ -316,7 +307,7 @@ class Ledger:
             raise InvalidRequest("a slot that is given back must be leased to the epoch that gives it, once")
         self._free(holder, wanted)
 
-    def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitResult]:
+    def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
         """Seals runs in order. Each run is judged before anything changes: it succeeds or is refused as a whole."""
         holder = self.active(epoch)
         return [self._commit_run(holder, run) for run in runs]
@@ -329,8 +320,7 @@ class Ledger:
     # -- inside
 
     def active(self, epoch: int) -> Holder:
-        """Returns the holder of an epoch that may change things. Raises NotFound for a void epoch, Conflict for a
-        fenced one."""
+        """Returns an epoch's holder. Raises NotFound for a void epoch, Conflict for a fenced one."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -390,12 +380,13 @@ class Ledger:
 
     # -- commits
 
-    def _commit_run(self, holder: Holder, run: CommitRun) -> CommitResult:
+    def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
             ticket, hashes = self._judge_run(holder, run)
         except InvalidRequest as error:
-            return CommitResult(refusal=error.message)
-        return CommitResult(tuple(self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)))
+            return CommitRunResult(refusal=error.message)
+        slots = [self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)]
+        return CommitRunResult(slots=slots)
 
     def _judge_run(self, holder: Holder, run: CommitRun) -> tuple[TicketState, list[bytes]]:
         ticket = self.tickets.get(run.ticket_id)

@@ -6,9 +6,8 @@
 
 A pin on a chain's last block protects the whole chain. ``Block.holds`` counts the pins on the block itself plus its
 protected children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection
-really
-changes: the rest of the chain costs nothing. Every block is either protected or known to the eviction policy, hence
-what could be evicted is counted exactly, at any time, in O(1).
+really changes. Every block is either protected or known to the eviction policy, so what could be evicted is counted
+exactly, at any time, in O(1).
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ class Match:
 
 
 class BlockTree:
-    """All committed blocks of a pool by hash. It knows slots only as numbers; the ledger decides who may write them.
-
-    Only the ledger changes it, on the node's loop, so it has no lock. It feeds ``policy`` with every block that loses
-    or regains its protection.
-    """
+    """All committed blocks of a pool by hash. Only the ledger changes it, on the node's loop, so it has no lock. It
+    feeds ``policy`` with every block that loses or regains its protection."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.by_hash: dict[bytes, Block] = {}
@@ -81,8 +77,7 @@ class BlockTree:
         return tail is block
 
     def add(self, slot: int, block_hash: bytes, tail: Block | None) -> Block:
-        """Adds a block behind ``tail`` and moves the pin of ``tail`` to it; ``tail`` stays protected by its new
-        child."""
+        """Adds a block behind ``tail`` and moves the pin of ``tail``, which its new child protects, to it."""
         depth = tail.depth + 1 if tail is not None else 0
         segment = tail.segment if tail is not None and depth % SEGMENT_BLOCKS else block_hash
         block = Block(slot, block_hash, tail, depth, segment, holds=1)

@@ -137,9 +137,7 @@ class CudaDriver:
         except (OSError, AttributeError) as error:
             raise ConfigError(f"no CUDA driver that can be used: {error}") from None
         self.call("cuInit", 0)
-        version = c_int()
-        self.call("cuDriverGetVersion", byref(version))
-        self.version = version.value
+        self.version = self.read(c_int, "cuDriverGetVersion")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls a function of the library. Raises CudaError unless it succeeds."""
@@ -149,11 +147,16 @@ class CudaDriver:
             known = self._library.cuGetErrorName(result, byref(error)) == 0 and error.value
             raise CudaError(f"{name} failed: {error.value.decode() if known and error.value else result}", result)
 
+    def read(self, kind: Any, name: str, *arguments: Any) -> int:
+        """Calls a function whose first argument is where its result of a ctypes ``kind`` goes; returns the result."""
+        result = kind()
+        self.call(name, byref(result), *arguments)
+        value: int = result.value
+        return value
+
     def count(self) -> int:
         """Returns the number of devices that this process sees."""
-        count = c_int()
-        self.call("cuDeviceGetCount", byref(count))
-        return count.value
+        return self.read(c_int, "cuDeviceGetCount")
 
     def device(self, index: int) -> CudaDevice:
         """Opens the device that torch calls cuda:``index``. Raises ConfigError if there is none."""
@@ -170,10 +173,8 @@ class CudaDriver:
 
     def uuid_of(self, index: int) -> str:
         """Returns the UUID of the device at ``index``; for a part of a device (MIG), the part's."""
-        number = c_int()
-        self.call("cuDeviceGet", byref(number), index)
         raw = (c_char * _UUID_BYTES)()
-        self.call("cuDeviceGetUuid_v2", byref(raw), number)
+        self.call("cuDeviceGetUuid_v2", byref(raw), self.read(c_int, "cuDeviceGet", index))
         return str(uuid.UUID(bytes=bytes(raw)))
 
 
@@ -188,19 +189,14 @@ class CudaDevice:
 
     def __init__(self, driver: CudaDriver, index: int) -> None:
         self.driver, self.index, self.uuid = driver, index, driver.uuid_of(index)
-        number, context = c_int(), c_void_p()
-        driver.call("cuDeviceGet", byref(number), index)
-        self._number = number.value
+        self._number = driver.read(c_int, "cuDeviceGet", index)
         for attribute in (ATTRIBUTE_VIRTUAL_MEMORY, ATTRIBUTE_FILE_DESCRIPTORS):
             if not self._attribute(attribute):
                 raise ConfigError(f"CUDA device {index} cannot share memory by file descriptors")
-        driver.call("cuDevicePrimaryCtxRetain", byref(context), self._number)
-        self._context: c_void_p | None = context
-        size = c_size_t()
-        prop = self._prop(rdma=False)
+        self._context: int | None = driver.read(c_void_p, "cuDevicePrimaryCtxRetain", self._number)
+        prop = byref(self._prop(rdma=False))
         with self.current():
-            driver.call("cuMemGetAllocationGranularity", byref(size), byref(prop), GRANULARITY_MINIMUM)
-        self.granularity = size.value
+            self.granularity = driver.read(c_size_t, "cuMemGetAllocationGranularity", prop, GRANULARITY_MINIMUM)
 
     def close(self) -> None:
         """Releases the context, which ends with its last user in this process. Idempotent."""
@@ -251,30 +247,26 @@ class CudaDevice:
 
     def export_fd(self, handle: int) -> int:
         """Returns a descriptor of the memory, the caller's to close."""
-        fd = c_int(-1)
-        self.driver.call("cuMemExportToShareableHandle", byref(fd), handle, HANDLE_FILE_DESCRIPTOR, 0)
-        os.set_inheritable(fd.value, False)
-        return fd.value
+        fd = self.driver.read(c_int, "cuMemExportToShareableHandle", handle, HANDLE_FILE_DESCRIPTOR, 0)
+        os.set_inheritable(fd, False)
+        return fd
 
     def import_fd(self, fd: int) -> int:
         """Returns a handle of the memory behind a descriptor, which stays the caller's."""
-        handle = c_ulonglong()
         with self.current():
-            self.driver.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
-        return handle.value
+            return self.driver.read(c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
 
     def map(self, handle: int, size_bytes: int) -> int:
         """Maps the memory for reading and writing and returns its address in this process's contexts."""
-        address = c_ulonglong()
         access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
         with self.current(), contextlib.ExitStack() as undo:
-            self.driver.call("cuMemAddressReserve", byref(address), size_bytes, 0, 0, 0)
+            address = self.driver.read(c_ulonglong, "cuMemAddressReserve", size_bytes, 0, 0, 0)
             undo.callback(self.driver.call, "cuMemAddressFree", address, size_bytes)
             self.driver.call("cuMemMap", address, size_bytes, 0, handle, 0)
             undo.callback(self.driver.call, "cuMemUnmap", address, size_bytes)
             self.driver.call("cuMemSetAccess", address, size_bytes, byref(access), 1)
             undo.pop_all()
-        return address.value
+        return address
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Unmaps the memory; nothing that uses it is under way any more."""
@@ -295,9 +287,7 @@ class CudaDevice:
             self.driver.call("cuMemHostUnregister", address)
 
     def _attribute(self, attribute: int) -> int:
-        value = c_int()
-        self.driver.call("cuDeviceGetAttribute", byref(value), attribute, self._number)
-        return value.value
+        return self.driver.read(c_int, "cuDeviceGetAttribute", attribute, self._number)
 
     def _prop(self, *, rdma: bool) -> AllocationProp:
         return AllocationProp(
@@ -309,28 +299,21 @@ class CudaDevice:
 
 
 class CudaStream:
-    """A stream: it makes copies in the order of the calls, concurrently with other streams.
-
-    Addresses are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned.
-    """
+    """A stream: copies that are started here run in the order of the calls, concurrently with other streams. Addresses
+    are plain numbers; both sides of a copy must stay as they are until :meth:`synchronize` has returned."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        stream = c_void_p()
         with device.current():
-            device.driver.call("cuStreamCreate", byref(stream), STREAM_NON_BLOCKING)
-        self._stream: c_void_p | None = stream
+            self._stream: int | None = device.driver.read(c_void_p, "cuStreamCreate", STREAM_NON_BLOCKING)
 
     def to_host(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy from the device to the host."""
         self._copy("cuMemcpyDtoHAsync_v2", target, source, size_bytes)
 
     def to_device(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy from the host to the device."""
         self._copy("cuMemcpyHtoDAsync_v2", target, source, size_bytes)
 
     def within(self, target: int, source: int, size_bytes: int) -> None:
-        """Starts a copy within the device."""
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
     def synchronize(self) -> None:

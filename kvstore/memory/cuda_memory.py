@@ -16,7 +16,7 @@ import contextlib
 import mmap
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError, Internal, Unavailable
@@ -35,14 +35,8 @@ Result = TypeVar("Result")
 
 
 class PinnedMemory:
-    """Host memory of this process that a GPU copies from and to without a detour, in whole pages.
-
-    Raises ConfigError if so much cannot be had or pinned.
-
-    Attributes:
-        view: its bytes.
-        address: address of the first byte.
-    """
+    """Host memory of this process that a GPU copies from and to without a detour, in whole pages. Raises ConfigError if
+    so much cannot be had or pinned."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         self._device = device
@@ -82,9 +76,7 @@ class _Stage:
 
 class CudaMemory:
     """See :class:`pillion.kvstore.memory.memory.PoolMemory`. Making one pins memory: not on the event loop's thread.
-
-    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned.
-    """
+    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned."""
 
     kind = CUDA
 
@@ -109,13 +101,14 @@ class CudaMemory:
         self._writers = asyncio.Semaphore(MAX_WRITERS)
         self._threads = ThreadPoolExecutor(STAGES, "kv-cuda-copy")
 
-    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
-        return self._writing(slots)
+    @asynccontextmanager
+    async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
+        async with self._writers, self._stage() as stage:
+            yield stage.views[: len(slots)]
+            await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: copied out of the stage before the first piece is
-        yielded.
-        """
+        """Yields only after the stage was copied out and is free again."""
 
         def copy(stage: _Stage) -> list[bytes]:
             self._to_host(stage.stream, slots, stage.addresses)
@@ -129,9 +122,7 @@ class CudaMemory:
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: straight into ``targets``, which had better be
-        pinned.
-        """
+        """Copies straight into ``targets``, which had better be pinned."""
 
         def copy(stage: _Stage) -> list[int]:
             self._to_host(stage.stream, slots, [address_of(target) for target in targets])
@@ -141,9 +132,7 @@ class CudaMemory:
             return await self._in_thread(lambda: copy(stage))
 
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
-        """See :class:`pillion.kvstore.memory.memory.PoolMemory`: straight from ``sources``, which had better be
-        pinned.
-        """
+        """Copies straight from ``sources``, which had better be pinned."""
         async with self._stage() as stage:
             addresses = [address_of(source) for source in sources]
             await self._in_thread(lambda: self._to_device(stage.stream, slots, addresses))
@@ -176,12 +165,6 @@ class CudaMemory:
             stage.stream.close()
         self._stages.clear()
         self._pinned.close()
-
-    @asynccontextmanager
-    async def _writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        async with self._writers, self._stage() as stage:
-            yield stage.views[: len(slots)]
-            await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
 
     @asynccontextmanager
     async def _stage(self) -> AsyncIterator[_Stage]:

@@ -39,8 +39,8 @@ class DeviceMapping:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The mapping as bytes (CUDA Array Interface, version 3, of Numba): ``torch.as_tensor(mapping, device=...)``
-        makes a view of it, which is void once the mapping is closed."""
+        """The mapping as bytes (CUDA Array Interface 3, of Numba) for ``torch.as_tensor(mapping, device=...)``;
+        that view is void once the mapping is closed."""
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def hold(self) -> MappingHold:
@@ -50,18 +50,15 @@ class DeviceMapping:
         return hold
 
     def close(self) -> None:
-        """Unmaps the memory, which no kernel and no copy uses any more. Held memory stays mapped until the process
-        ends. Idempotent."""
+        """Unmaps memory that nothing uses any more; held memory stays until the process ends. Idempotent."""
         if self.address and not self._held:
             self.device.unmap(self.address, self.size_bytes)
             self.address = 0
 
 
 def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") -> DeviceMapping:
-    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
-
-    ``library``: another driver than the system's. Raises ConfigError.
-    """
+    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's. ``library``:
+    another driver than the system's. Raises ConfigError."""
     device = CudaDriver(library).device_of(device_uuid)
     handle = device.import_fd(fd)
     try:
@@ -72,10 +69,8 @@ def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") ->
 
 
 class DeviceSegment:
-    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping.
-
-    Raises ConfigError if the device has not so much left.
-    """
+    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises ConfigError if
+    the device has not so much left."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         if size_bytes <= 0:

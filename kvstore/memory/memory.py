@@ -1,11 +1,8 @@
 """The contract of a pool's bytes, in this host's memory or on a GPU, and the implementation for host memory.
 
-    async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
-        ...                                                                            slots when the block ends well
-    async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
-
-Modules that move blocks (:mod:`pillion.kvstore.tiers.spill`, :mod:`pillion.kvstore.transfer.fetch`, tiers and data
-planes) use this contract and know no GPU.
+async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
+    ...                                                                            slots when the block ends well
+async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
 """
 
 from __future__ import annotations
@@ -98,12 +95,18 @@ class HostMemory:
         """Returns a slot's bytes."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
-    def writing(self, slots: Sequence[int]) -> AbstractAsyncContextManager[list[memoryview]]:
+    @asynccontextmanager
+    async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
         """See :class:`PoolMemory`; the targets are the slots themselves."""
-        return self._views(slots)
+        views = [self.block(slot) for slot in slots]
+        try:
+            yield views
+        finally:
+            for view in views:
+                view.release()
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        async with self._views(slots) as blocks:
+        async with self.writing(slots) as blocks:
             for block in blocks:
                 for piece in cut(block, piece_bytes):
                     yield piece
@@ -143,15 +146,6 @@ class HostMemory:
             if isinstance(self._memory, mmap.mmap):
                 self._memory.close()
 
-    @asynccontextmanager
-    async def _views(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        views = [self.block(slot) for slot in slots]
-        try:
-            yield views
-        finally:
-            for view in views:
-                view.release()
-
 
 def address_of(view: memoryview) -> int:
     """Returns the address of a buffer's first byte; this does not keep the buffer in place."""
@@ -170,10 +164,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 def block_checksum(block: bytes | memoryview) -> int:
     """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, not
-    malice.
-
-    One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile.
-    """
+    malice. One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile."""
     return xxhash.xxh3_64_intdigest(block) or 1
 
 

@@ -16,12 +16,8 @@ from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
 
 
 class NodeMemory:
-    """The node's memory. The node's loop makes all calls; slow work runs in threads.
-
-    Attributes:
-        pool: the pool's memory, set by :meth:`shape`.
-        pool_bytes: size of the pool; on a GPU it is known after :meth:`shape`.
-    """
+    """The node's memory. The node's loop makes all calls; slow work runs in threads. ``pool`` is set by :meth:`shape`,
+    and on a GPU ``pool_bytes`` too."""
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._flags = flags
@@ -57,13 +53,12 @@ class NodeMemory:
                 self.pool = await until_over(asyncio.to_thread(self._make, self.domain, block_bytes))
 
     def unshape(self) -> None:
-        """Undoes :meth:`shape` after its worker was refused: the next worker may need another block size."""
+        """Undoes :meth:`shape` if it failed or its worker was refused: the next one may need another block size."""
         pool, self.pool = self.pool, None
         if pool is not None:
             pool.close()
-        if self._opened is not None and self._opened.kind != HOST and self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        if self._opened is not None and self._opened.kind != HOST:
+            self._close_segment()
 
     def fileno(self) -> int:
         """Returns the pool's descriptor. Raises Conflict before it has a shape."""
@@ -84,12 +79,15 @@ class NodeMemory:
     def close(self) -> None:
         """Gives up the node's hold on everything; workers keep the memory that they map. Idempotent."""
         self.unshape()
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        self._close_segment()
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+
+    def _close_segment(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
 
     def _make(self, domain: Domain, block_bytes: int) -> PoolMemory | None:
         if domain.kind != HOST:
@@ -99,10 +97,4 @@ class NodeMemory:
             return None
         if self._segment is None:
             self._segment = domain.segment(num_slots * block_bytes)
-        try:
-            return domain.memory(self._segment, num_slots, block_bytes)
-        except BaseException:
-            if domain.kind != HOST:
-                self._segment.close()
-                self._segment = None
-            raise
+        return domain.memory(self._segment, num_slots, block_bytes)

@@ -20,10 +20,8 @@ _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 
 
 class Segment:
-    """The owner of the descriptor. Pages cost memory only once a process writes to them.
-
-    Raises ConfigError if the machine cannot make a segment of ``size_bytes``.
-    """
+    """The owner of the descriptor. Pages cost memory only once a process writes to them. Raises ConfigError if the
+    machine cannot make a segment of ``size_bytes``."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes <= 0:
@@ -46,8 +44,7 @@ class Segment:
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
-    """Maps a descriptor, writable and shared with other processes. Raises ConfigError if the file is shorter, or cannot
-    be mapped."""
+    """Maps a descriptor, writable and shared. Raises ConfigError if the file is shorter, or cannot be mapped."""
     have_bytes = os.fstat(fd).st_size
     if have_bytes < size_bytes:
         raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} were promised")

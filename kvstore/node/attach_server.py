@@ -6,7 +6,7 @@
       | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
       |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
       | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
-                                                 only its process's exit is proof (pillion.kvstore.node.peer_process)
+                                                 only its process's exit is proof (PeerProcess)
       | <============= the end ============== |  the node is gone, and so is every block: the worker exits
 
 A connection that begins with RegionHello instead gets a shared region (:mod:`pillion.kvstore.node.region_server`).
@@ -24,11 +24,11 @@ import logging
 import os
 import socket
 import stat
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from pillion.errors import ConfigError, InvalidRequest, Overloaded, PillionError
-from pillion.kvstore.node.peer_process import PeerProcess
+from pillion.errors import ConfigError, Overloaded, PillionError
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -44,6 +44,9 @@ log = logging.getLogger("pillion.kvnode")
 HELLO_TIMEOUT_S = 5.0
 MAX_ATTACHMENTS = 256
 LISTEN_BACKLOG = 64
+# Where the process cannot be seen (another PID namespace), a step's length and more passes before it counts as gone.
+UNSEEN_EXIT_S = 2.0
+_UNSEEN, _SELF = -1, -2
 
 
 class AttachServer:
@@ -63,7 +66,7 @@ class AttachServer:
         memory_fd: Callable[[], int],
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
-        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]] | None = None,
+        serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]],
         exit_is_proof: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = path
@@ -113,7 +116,6 @@ class AttachServer:
         try:
             hello = await self._read_hello(sock)
             if isinstance(hello, RegionHello):
-                assert self._serve_region is not None
                 return await self._serve_region(sock, hello)
             epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
@@ -136,16 +138,13 @@ class AttachServer:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = hello_from_line(await read_line(sock))
-            if isinstance(hello, RegionHello) and self._serve_region is None:
-                raise InvalidRequest("this KV node shares no regions")
         except (PillionError, TimeoutError) as error:
             _refuse(sock, error.message if isinstance(error, PillionError) else "no hello in time")
             return None
         return hello
 
     async def _greet(self, sock: socket.socket, hello: AttachHello) -> int:
-        """Answers a worker and returns its epoch, 0 for a refusal. An epoch whose answer cannot be sent ends at
-        once."""
+        """Answers a worker; returns its epoch, 0 for a refusal. An epoch whose answer cannot be sent ends at once."""
         try:
             reply = await self._admit(hello)
         except PillionError as error:
@@ -158,6 +157,51 @@ class AttachServer:
             self._ended(reply.epoch)
             raise
         return reply.epoch
+
+
+class PeerProcess:
+    """The process at the other end of a connected Unix socket. Its maker closes it.
+
+    A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for memory of
+    the host the socket's end is proof that the process maps nothing any more. A GPU is one more open file: a kernel
+    that was launched may still store to the pool while the socket is closed already. The process's exit is announced
+    only after all its files are closed.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._pidfd = _pidfd_of(sock)
+
+    async def gone(self) -> None:
+        """Returns when the process has exited. This process counts as gone: it lives and dies with its memory."""
+        if self._pidfd == _SELF:
+            return
+        if self._pidfd == _UNSEEN:
+            await asyncio.sleep(UNSEEN_EXIT_S)
+            return
+        loop, exited = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pidfd, exited.set)
+        try:
+            await exited.wait()
+        finally:
+            loop.remove_reader(self._pidfd)
+
+    def close(self) -> None:
+        """Closes the process's descriptor. Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = _UNSEEN
+
+
+def _pidfd_of(sock: socket.socket) -> int:
+    if not hasattr(os, "pidfd_open"):
+        return _UNSEEN
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if pid == os.getpid():
+        return _SELF
+    try:
+        return os.pidfd_open(pid) if pid > 0 else _UNSEEN
+    except OSError:
+        return _UNSEEN
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:

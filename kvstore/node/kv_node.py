@@ -34,8 +34,8 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.attach import AttachHello, AttachReply
-from pillion.wire.kvnode import NodeStatus
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
@@ -58,7 +58,6 @@ class KVNode:
     Attributes:
         address: where others reach its gRPC service.
         pool, regions: for tests.
-        meters: the node's metrics.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
@@ -82,7 +81,12 @@ class KVNode:
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
         self._attach = AttachServer(
-            flags.attach_socket, self._memory.fileno, self._admit, self.pool.ended, self.regions.serve, self._on_gpu
+            flags.attach_socket,
+            self._memory.fileno,
+            self._admit,
+            self.pool.ended,
+            self.regions.serve,
+            exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
@@ -123,7 +127,7 @@ class KVNode:
                 flags.redis_url,
                 heartbeat_s=flags.heartbeat_ms / 1000,
                 ttl_ms=flags.heartbeat_timeout_ms,
-                record=self._record,
+                record=self.record,
                 hashes=self._hashes,
             )
             self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
@@ -170,15 +174,12 @@ class KVNode:
 
     # -- inside
 
-    def _on_gpu(self) -> bool:
-        return self._memory.domain.kind != HOST
-
     async def _admit(self, hello: AttachHello) -> AttachReply:
         async with self._shaping:
-            if not self.pool.shaped:
-                await self._memory.shape(hello.block_bytes)
-                self.pool.pool_bytes = self._memory.pool_bytes
             try:
+                if not self.pool.shaped:
+                    await self._memory.shape(hello.block_bytes)
+                    self.pool.pool_bytes = self._memory.pool_bytes
                 epoch, num_slots = self.pool.attach(hello)
             finally:
                 if not self.pool.shaped:
@@ -236,7 +237,8 @@ class KVNode:
         components = await self._registry.components() if self._registry is not None else []
         return {component.node_id: component.address for component in components if component.role == "kvnode"}
 
-    def _record(self, boot_epoch: int) -> ComponentRecord:
+    def record(self, boot_epoch: int) -> ComponentRecord:
+        """Returns what a heartbeat writes to the registry."""
         status = self.pool.status()
         return ComponentRecord(
             component_id=self._flags.node_id,
@@ -276,14 +278,8 @@ class KVNode:
 
 def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     """Yields the metrics of a status. The four states of blocks add up to the pool."""
-    states = {
-        "free": status.free_blocks,
-        "leased": status.leased_blocks,
-        "committed": status.committed_blocks,
-        "quarantined": status.quarantined_blocks,
-    }
-    for state, blocks in states.items():
-        yield names.KV_BLOCKS, (state,), blocks
+    for state in ("free", "leased", "committed", "quarantined"):
+        yield names.KV_BLOCKS, (state,), getattr(status, f"{state}_blocks")
     held = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks
     yield names.KV_HELD, ("pinned",), status.pinned_blocks
     yield names.KV_HELD, ("reserved",), status.reserved_blocks
@@ -295,14 +291,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_FENCED, (), len(status.fenced_components)
     yield names.KV_COMMITTED, (), status.committed_blocks_ever
     yield names.KV_EVICTED, (), status.evicted_blocks
-    moved = {
-        "fetched": status.fetched_blocks,
-        "served": status.served_blocks,
-        "restored": status.restored_blocks,
-        "spilled": status.spilled_blocks,
-    }
-    for direction, blocks in moved.items():
-        yield names.KV_MOVED, (direction,), blocks
+    for direction in ("fetched", "served", "restored", "spilled"):
+        yield names.KV_MOVED, (direction,), getattr(status, f"{direction}_blocks")
     yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
     yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes
     yield names.KV_CORRUPT, (), status.corrupt_blocks

@@ -1,5 +1,7 @@
 """The KV node's gRPC service: messages in, calls on the pool, messages out. No decision is made here."""
 
+# ruff: noqa: N802
+
 from __future__ import annotations
 
 import asyncio
@@ -9,23 +11,18 @@ from typing import Any
 import grpc
 
 from pillion.kvstore.node.pool import Pool
-from pillion.priority import bounded
-from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1 import kvnode_pb2 as pb
+from pillion.v1 import kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.kvnode import NodeStatus, adopted_to_pb, results_to_pb, runs_from_pb
 
-SERVICE_NAME = kvnode_pb2.DESCRIPTOR.services_by_name["KVNode"].full_name
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVNode"].full_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves kvnode.proto.
-
-    Args:
-        status: returns the node's whole status.
-        stopping: ends the sessions.
-    """
+    """Serves kvnode.proto. ``status`` returns the node's whole status, and ``stopping`` ends the sessions."""
 
     def __init__(self, pool: Pool, node_id: str, status: Callable[[], NodeStatus], stopping: asyncio.Event) -> None:
         self._pool = pool
@@ -33,92 +30,51 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         self._status = status
         self._stopping = stopping
 
-    async def OpenSession(  # noqa: N802
-        self, request: kvnode_pb2.OpenSessionRequest, context: Context
-    ) -> AsyncIterator[kvnode_pb2.SessionEvent]:
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
         # This callback runs however the call ends, and wherever this generator stands then.
         ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
         context.add_done_callback(ended)
-        yield kvnode_pb2.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
+        yield pb.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
         await self._stopping.wait()
 
-    async def OpenTicket(  # noqa: N802
-        self, request: kvnode_pb2.OpenTicketRequest, context: Context
-    ) -> kvnode_pb2.OpenTicketReply:
-        return await self._pool.open_ticket(
-            request.epoch,
-            request.nonce,
-            request.block_hashes,
-            request.total_blocks,
-            resume=request.resume,
-            priority=bounded(request.priority),
-            expected_blocks=request.expected_blocks,
-        )
+    async def OpenTicket(self, request: pb.OpenTicketRequest, context: Context) -> pb.OpenTicketReply:
+        return await self._pool.open_ticket(request)
 
-    async def ReleaseTicket(  # noqa: N802
-        self, request: kvnode_pb2.ReleaseTicketRequest, context: Context
-    ) -> kvnode_pb2.ReleaseTicketReply:
+    async def ReleaseTicket(self, request: pb.ReleaseTicketRequest, context: Context) -> pb.ReleaseTicketReply:
         self._pool.release(request.epoch, request.ticket_ids, request.nonces)
-        return kvnode_pb2.ReleaseTicketReply()
+        return pb.ReleaseTicketReply()
 
-    async def AdoptTicket(  # noqa: N802
-        self, request: kvnode_pb2.AdoptTicketRequest, context: Context
-    ) -> kvnode_pb2.AdoptTicketReply:
-        return adopted_to_pb(self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks))
+    async def AdoptTicket(self, request: pb.AdoptTicketRequest, context: Context) -> pb.AdoptTicketReply:
+        return self._pool.adopt(request.epoch, request.ticket_id, request.lease_blocks)
 
-    async def AwaitChain(  # noqa: N802
-        self, request: kvnode_pb2.AwaitChainRequest, context: Context
-    ) -> kvnode_pb2.AwaitChainReply:
+    async def AwaitChain(self, request: pb.AwaitChainRequest, context: Context) -> pb.AwaitChainReply:
         timeout_s = request.timeout_ms / 1000
         chain = await self._pool.await_chain(request.epoch, request.ticket_id, request.blocks, timeout_s)
-        return kvnode_pb2.AwaitChainReply(chain_slots=chain.chain_slots, tail_hash=chain.tail_hash)
+        return pb.AwaitChainReply(chain_slots=chain.chain_slots, tail_hash=chain.tail_hash)
 
-    async def LeaseSlots(  # noqa: N802
-        self, request: kvnode_pb2.LeaseSlotsRequest, context: Context
-    ) -> kvnode_pb2.LeaseSlotsReply:
-        return kvnode_pb2.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))
+    async def LeaseSlots(self, request: pb.LeaseSlotsRequest, context: Context) -> pb.LeaseSlotsReply:
+        return pb.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))
 
-    async def ReturnSlots(  # noqa: N802
-        self, request: kvnode_pb2.ReturnSlotsRequest, context: Context
-    ) -> kvnode_pb2.ReturnSlotsReply:
+    async def ReturnSlots(self, request: pb.ReturnSlotsRequest, context: Context) -> pb.ReturnSlotsReply:
         self._pool.give_back(request.epoch, request.slots)
-        return kvnode_pb2.ReturnSlotsReply()
+        return pb.ReturnSlotsReply()
 
-    async def Commit(  # noqa: N802
-        self, request: kvnode_pb2.CommitRequest, context: Context
-    ) -> kvnode_pb2.CommitReply:
-        return results_to_pb(self._pool.commit(request.epoch, runs_from_pb(request)))
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
+        return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
-    async def Heartbeat(  # noqa: N802
-        self, request: kvnode_pb2.HeartbeatRequest, context: Context
-    ) -> kvnode_pb2.HeartbeatReply:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)
 
-    async def Reattach(  # noqa: N802
-        self, request: kvnode_pb2.ReattachRequest, context: Context
-    ) -> kvnode_pb2.ReattachReply:
-        return kvnode_pb2.ReattachReply(epoch=self._pool.reattach(request.epoch))
+    async def Reattach(self, request: pb.ReattachRequest, context: Context) -> pb.ReattachReply:
+        return pb.ReattachReply(epoch=self._pool.reattach(request.epoch))
 
-    async def Prefetch(  # noqa: N802
-        self, request: kvnode_pb2.PrefetchRequest, context: Context
-    ) -> kvnode_pb2.PrefetchReply:
-        return await self._pool.prefetch(
-            request.epoch,
-            request.ticket_id,
-            request.block_hashes,
-            tuple(request.source_node_ids),
-            timeout_s=request.timeout_ms / 1000,
-            max_bytes=request.max_bytes,
-        )
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
+        return await self._pool.prefetch(request)
 
-    async def GetNodeStatus(  # noqa: N802
-        self, request: kvnode_pb2.GetNodeStatusRequest, context: Context
-    ) -> kvnode_pb2.NodeStatus:
+    async def GetNodeStatus(self, request: pb.GetNodeStatusRequest, context: Context) -> pb.NodeStatus:
         return self._status()
 
-    async def CheckIntegrity(  # noqa: N802
-        self, request: kvnode_pb2.CheckIntegrityRequest, context: Context
-    ) -> kvnode_pb2.CheckIntegrityReply:
+    async def CheckIntegrity(self, request: pb.CheckIntegrityRequest, context: Context) -> pb.CheckIntegrityReply:
         self._pool.check_integrity()
-        return kvnode_pb2.CheckIntegrityReply()
+        return pb.CheckIntegrityReply()

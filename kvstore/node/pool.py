@@ -23,16 +23,19 @@ from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
-from pillion.wire.attach import AttachHello
-from pillion.wire.kvnode import (
-    AdoptedTicket,
-    CommitResult,
+from pillion.priority import bounded
+from pillion.v1.kvnode_pb2 import (
+    AdoptTicketReply,
     CommitRun,
+    CommitRunResult,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
+    OpenTicketRequest,
     PrefetchReply,
+    PrefetchRequest,
 )
+from pillion.wire.attach import AttachHello
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -50,9 +53,7 @@ class Pool:
 
     Args:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent: share of the pool that prompts leave to running decodes.
-        max_waiting: most OpenTicket calls of new prompts that may wait.
-        policy: decides which block is evicted first; LRU by default.
+        decode_reserve_percent, policy, max_waiting: see :class:`Ledger` and :class:`WaitingQueue`.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
@@ -107,9 +108,7 @@ class Pool:
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
         """Makes an epoch for a worker; returns it and the number of slots. The first worker decides the pool's shape.
-
-        Raises Conflict for another block size than the pool's, InvalidRequest for a block that does not fit.
-        """
+        Raises Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
         if hello.block_bytes <= 0:
             raise InvalidRequest("a block needs at least one byte")
         if self._block_bytes and hello.block_bytes != self._block_bytes:
@@ -150,9 +149,7 @@ class Pool:
 
     def reattach(self, epoch: int) -> int:
         """Frees everything of a fenced epoch, whose worker woke and uses nothing of it any more; returns its new epoch.
-
-        Raises Conflict for an epoch that is not fenced, NotFound for a void one.
-        """
+        Raises Conflict for an epoch that is not fenced, NotFound for a void one."""
         # This call is no sign of life: an epoch that is not fenced is refused, and is fenced if it stays silent.
         old = self.ledger.holders.get(epoch)
         if old is None:
@@ -172,10 +169,8 @@ class Pool:
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> None:
-        """Fences workers that were silent for too long. Called every ``interval_s``.
-
-        If the last call was much longer ago, this process itself slept, and nobody is judged by that time.
-        """
+        """Fences workers that were silent for too long. Called every ``interval_s``. If the last call was much longer
+        ago, this process itself slept, and nobody is judged by that time."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
@@ -189,62 +184,44 @@ class Pool:
 
     # -- tickets
 
-    async def open_ticket(
-        self,
-        epoch: int,
-        nonce: int,
-        block_hashes: bytes,
-        total_blocks: int,
-        *,
-        resume: bool,
-        priority: int = 0,
-        expected_blocks: int = 0,
-    ) -> OpenTicketReply:
+    async def open_ticket(self, request: OpenTicketRequest) -> OpenTicketReply:
         """Opens a ticket, and waits in the queue while memory is short.
 
-        When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than ``expected_blocks``
-        are here, the missing ones are taken out of the index.
+        When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than its
+        ``expected_blocks`` are here, the missing ones are taken out of the index.
         """
         now = time.monotonic()
-        self.ledger.seen(epoch, now)
-        hashes = tuple(split_hashes(block_hashes))
+        self.ledger.seen(request.epoch, now)
+        hashes = tuple(split_hashes(request.block_hashes))
         # A caller that names no nonce still needs a place in the queue that is its own.
         waiter = Waiter(
-            epoch=epoch,
-            nonce=nonce or _new_id(),
+            epoch=request.epoch,
+            nonce=request.nonce or _new_id(),
             hashes=hashes,
-            total_blocks=total_blocks,
-            resume=resume,
-            priority=priority,
+            total_blocks=request.total_blocks,
+            resume=request.resume,
+            priority=bounded(request.priority),
             asked_s=now,
         )
         grant = self.waiting.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)
         self._ticket_wait.observe(time.monotonic() - now)
-        if grant.pinned_blocks < expected_blocks:
-            self._announce(self._missing(hashes[:expected_blocks], grant.pinned_blocks))
+        if grant.pinned_blocks < request.expected_blocks:
+            self._announce(self._missing(hashes[: request.expected_blocks], grant.pinned_blocks))
         return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks)
 
-    async def prefetch(
-        self,
-        epoch: int,
-        ticket_id: int,
-        block_hashes: bytes,
-        sources: Sequence[str],
-        *,
-        timeout_s: float,
-        max_bytes: int,
-    ) -> PrefetchReply:
+    async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
         """Brings what it can of a ticket's chain here; see :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
-        self.ledger.seen(epoch, time.monotonic())
-        hashes = split_hashes(block_hashes)
+        epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
+        self.ledger.seen(epoch, began_s)
+        hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
-        began_s = time.monotonic()
         try:
+            timeout_s, max_bytes = request.timeout_ms / 1000, request.max_bytes
             return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
         finally:
             self._fetch_time.observe(time.monotonic() - began_s)
@@ -280,10 +257,7 @@ class Pool:
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         """Returns the slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
         self.ledger.seen(epoch, time.monotonic())
-        ticket = self.ledger.tickets.get(ticket_id)
-        if ticket is None or epoch not in ticket.holders:
-            raise NotFound("no such ticket: it was released, or the node restarted")
-        return frozenset(block.slot for block in self.ledger.tree.chain(ticket.tail))
+        return frozenset(block.slot for block in self.ledger.tree.chain(self.ledger.held(epoch, ticket_id).tail))
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
         """Drops holds, named by ticket or by the nonce of an OpenTicket call that still waits or was granted."""
@@ -294,13 +268,13 @@ class Pool:
         self.ledger.release(epoch, ticket_ids, nonces)
         self.changed()
 
-    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptedTicket:
+    def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         self._worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
         return adopted
 
-    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptedTicket:
+    async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptTicketReply:
         """Waits until the chain of a ticket has ``blocks`` blocks or ``timeout_s`` is over, and returns the chain.
 
         No slot is leased and nothing changes, so the caller may go away at any time. Raises NotFound if the epoch does
@@ -324,7 +298,7 @@ class Pool:
         self.ledger.give_back(epoch, slots)
         self.changed()
 
-    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitResult]:
+    def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitRunResult]:
         self._worker(epoch)
         results = self.ledger.commit(epoch, runs)
         for run in runs:
@@ -409,9 +383,7 @@ class Pool:
 
     def _worker(self, epoch: int) -> None:
         """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
-
-        Hashes are no secret, and a caller that never wrote a slot must not name what is in it.
-        """
+        Hashes are no secret, and a caller that never wrote a slot must not name what is in it."""
         if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
             raise InvalidRequest("only a worker that has attached may do this")
 

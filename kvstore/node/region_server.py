@@ -50,7 +50,7 @@ class RegionServer:
                 return
             segment = await self._segment(hello.region_key, hello.size_bytes)
             log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
-            self._answer(sock, RegionReply(state=state, mapped_bytes=segment.size_bytes), [segment.fileno()])
+            self._answer(sock, [segment.fileno()], state=state, mapped_bytes=segment.size_bytes)
             if state == FILL:
                 message = region_filled_from_line(await read_line(sock))
                 if message.filled_bytes != hello.size_bytes:
@@ -59,7 +59,8 @@ class RegionServer:
             await until_end(sock)
         except PillionError as error:
             log.warning("%s gets no region: %s", hello.component_id, error.message)
-            self._answer(sock, RegionReply(error=error.message), [])
+            # A process that was granted memory before gets this as well: it reads why the connection ends.
+            self._answer(sock, [], error=error.message)
         finally:
             self._waiting.pop(user, None)
             self._do(self.regions.gone(user))
@@ -125,18 +126,7 @@ class RegionServer:
             elif isinstance(action, Dropped) and (segment := self._segments.pop(action.key, None)) is not None:
                 segment.close()
 
-    def _answer(self, sock: socket.socket, reply: RegionReply, fds: list[int]) -> None:
+    def _answer(self, sock: socket.socket, fds: list[int], **fields: Any) -> None:
         domain = self._memory.domain
-        reply = RegionReply(
-            node_id=self._node_id,
-            state=reply.state,
-            memory_kind=domain.kind,
-            device_uuid=domain.device_uuid,
-            mapped_bytes=reply.mapped_bytes,
-            error=reply.error,
-        )
-        if reply.error and not fds:
-            # A process that was granted memory before gets this as well: it reads why the connection ends.
-            sock.send(line_to_bytes(reply))
-        else:
-            socket.send_fds(sock, [line_to_bytes(reply)], fds)
+        reply = RegionReply(node_id=self._node_id, memory_kind=domain.kind, device_uuid=domain.device_uuid, **fields)
+        socket.send_fds(sock, [line_to_bytes(reply)], fds)

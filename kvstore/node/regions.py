@@ -63,10 +63,8 @@ class Regions:
         self._key_of: dict[int, str] = {}
 
     def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
-        """Requests a region for ``user``, who gets it now or later.
-
-        Raises Conflict where a region of that name has another size, Overloaded where too many are kept or wait.
-        """
+        """Requests a region for ``user``, who gets it now or later. Raises Conflict where a region of that name has
+        another size, Overloaded where too many are kept or wait."""
         actions: list[Action] = []
         region = self._regions.get(key)
         if region is not None and region.size_bytes != size_bytes:
@@ -87,8 +85,7 @@ class Regions:
         return actions
 
     def filled(self, user: int) -> list[Action]:
-        """Marks the region that ``user`` fills as filled: everybody who waits gets it now. Raises Conflict for another
-        user."""
+        """Gives the region that ``user`` has filled to all who wait. Raises Conflict for another user."""
         key = self._key_of.get(user, "")
         region = self._regions.get(key)
         if region is None or region.filler != user:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 
 from pillion.config import KVNodeFlags
@@ -24,16 +23,15 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter
+from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier
-from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_factory import choose_plane
+from pillion.v1.kvnode_pb2 import NodeStatus
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
-from pillion.wire.kvnode import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -75,8 +73,6 @@ class Storage:
         self._folder = folder
         self.memory, self._pinned = memory, pinned
         self._tiers: list[Tier] = []
-        self._disk: DiskTier | None = None
-        self._host: HostTier | None = None
         self._plane: asyncio.Task[DataPlane] | None = None
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self._peers = Peers(flags.node_id, self._block_shape, addresses, self.plane)
@@ -89,47 +85,41 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        self._index_filter = IndexFilter(pool.ledger.tree.by_hash.__contains__, self._spiller.keeps)
-        limits = FetchLimits(
-            timeout_s=flags.fetch_timeout_ms / 1000, max_bytes=flags.max_fetch_bytes, verify=flags.verify_blocks
-        )
         self.fetcher = Fetcher(
             pool.ledger,
-            shape.block_bytes,
-            limits,
-            memory=memory,
+            memory,
+            timeout_s=flags.fetch_timeout_ms / 1000,
+            max_bytes=flags.max_fetch_bytes,
+            verify=flags.verify_blocks,
             changed=pool.changed,
             source=self._peers.source,
             tiers=self._tiers,
         )
 
     async def run(self) -> None:
-        """Opens the tiers, then evicts ahead of need until it is cancelled.
-
-        Raises ConfigError for a bad disk, or if the host has not enough memory.
-        """
+        """Opens the tiers, then evicts ahead of need until it is cancelled. Raises ConfigError for a bad disk, or if
+        the host has not enough memory."""
         if self._flags.host_bytes:
             pinned = await until_over(asyncio.to_thread(self._pinned, self._flags.host_bytes))
-            self._host = HostTier(pinned.view, self._shape.block_bytes, pinned.close, verify=self._flags.verify_blocks)
-            self._tiers.append(self._host)
+            host = HostTier(pinned.view, self._shape.block_bytes, pinned.close, verify=self._flags.verify_blocks)
+            self._tiers.append(host)
         if self._folder is not None:
-            self._disk = await open_disk_tier(
+            disk = await open_disk_tier(
                 self._folder,
                 namespace=self._block_shape.namespace,
                 block_bytes=self._shape.block_bytes,
                 disk_bytes=self._flags.disk_bytes,
                 verify=self._flags.verify_blocks,
             )
-            self._tiers.append(self._disk)
-            log.info("%d blocks are on disk", len(self._disk))
-            await self._announce_disk(self._disk)
+            self._tiers.append(disk)
+            log.info("%d blocks are on disk", len(disk))
+            await self._announce_disk(disk)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._spiller.run())
             group.create_task(self._look_around())
 
     async def close(self) -> None:
-        """Closes everything. No call is under way any more, and :meth:`run` has ended. Blocks in lower tiers stay
-        there."""
+        """Closes everything. No call is under way, and :meth:`run` has ended. Blocks in lower tiers stay there."""
         await self._peers.aclose()
         await self.fetcher.close()
         await self._spiller.close()
@@ -145,14 +135,14 @@ class Storage:
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
         """Returns the pool's events without blocks that only moved to a lower tier. Called after every change."""
         self._spiller.poke()
-        return self._index_filter.pool_changed(events)
+        return without_moved(events, self._spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
         """Returns (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
     def _blocks_lost(self, names: Iterable[BlockName]) -> None:
-        events = self._index_filter.blocks_lost(names)
+        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self._spiller.keeps)
         if events:
             self._announce(events)
 
@@ -225,19 +215,10 @@ class Storage:
 
     def complete(self, status: NodeStatus) -> None:
         """Sets the counts that are kept here."""
-        counts = asdict(self.fetcher.counts)
-        if self._disk is not None:
-            counts["corrupt_blocks"] += self._disk.counts.corrupt
-        if self._host is not None:
-            counts["corrupt_blocks"] += self._host.counts.corrupt
-        for name, count in counts.items():
-            setattr(status, name, count)
+        status.MergeFrom(self.fetcher.counts)
+        status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self._spiller.spilled_blocks
-        status.host_blocks = 0 if self._host is None else len(self._host)
-        status.disk_blocks = 0 if self._disk is None else len(self._disk)
-        status.kv_transport = self._transport()
-
-    def _transport(self) -> str:
-        """Returns the data plane's name; before there is one, ``--kv-transport``."""
+        for tier in self._tiers:
+            setattr(status, f"{tier.name}_blocks", len(tier))
         made = self._plane is not None and self._plane.done() and not self._plane.exception()
-        return self._plane.result().name if made and self._plane is not None else self._flags.kv_transport
+        status.kv_transport = self._plane.result().name if self._plane and made else self._flags.kv_transport

@@ -13,7 +13,6 @@ first and are touched tail first, a chain's tail is older here than its head and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import time
@@ -22,7 +21,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
-from pillion.kvstore.tiers.disk_files import BlockFileLayout, BlockFiles, Corrupt, DiskFolder
+from pillion.kvstore.memory.memory import PoolMemory, until_over
+from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, Corrupt, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
@@ -94,6 +94,10 @@ class DiskTier:
         most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
 
+    def by_use(self) -> list[bytes]:
+        """Returns the hashes of all kept blocks, least recently used first."""
+        return list(self._kept)
+
     def names(self) -> Iterable[BlockName]:
         return heads_first(self._kept)
 
@@ -105,34 +109,37 @@ class DiskTier:
             self._writer.submit(self._stamp_files, stamps)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A store goes on to its end when the caller is cancelled."""
+        """Stores; this goes on to its end when the caller is cancelled."""
         work = asyncio.ensure_future(self._store(blocks))
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         return await asyncio.shield(work)
 
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        async with memory.writing(slots) as targets:
+            return await self.load(hashes, targets)
+
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A cancelled caller is held until no thread writes to
-        ``targets``.
-        """
-        if self._closed:
-            return 0
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
+        cancelled caller is held until no thread writes to ``targets``."""
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
+        if self._closed or not names:
+            return 0
         # The head of a chain must stay its newest block.
         stamps = [self._next_stamp() for _ in names][::-1]
         jobs = list(zip(names, targets, stamps, strict=False))
-        parts = [range(first, len(jobs), READ_THREADS) for first in range(min(READ_THREADS, len(jobs)))]
         loop = asyncio.get_running_loop()
-        reads = [loop.run_in_executor(self._readers, self._read, [jobs[index] for index in part]) for part in parts]
+        shares = (jobs[first::READ_THREADS] for first in range(min(READ_THREADS, len(jobs))))
+        reads = [loop.run_in_executor(self._readers, self._read, share) for share in shares]
         self._reading += 1
         try:
-            await _all_over(reads)
+            await until_over(asyncio.wait(reads))
         finally:
             self._reading -= 1
-        found: dict[int, str | None] = {}
-        for part, read in zip(parts, reads, strict=True):
-            found.update(zip(part, read.result(), strict=True))
-        return self._came(names, [found[index] for index in range(len(jobs))])
+        failures: list[str | None] = [None] * len(jobs)
+        for first, read in enumerate(reads):
+            failures[first::READ_THREADS] = read.result()
+        return self._came(names, failures)
 
     async def restore(self) -> None:
         """Reads the headers of the files that are there. Called once, before anything else."""
@@ -244,10 +251,7 @@ class DiskTier:
         self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
     ) -> list[str | None]:
         """Writes ``jobs``, reusing the files of ``old``, of which there are no more; returns each job's failure or
-        None.
-
-        When the disk is full, the remaining jobs are not tried.
-        """
+        None. When the disk is full, the remaining jobs are not tried."""
         self._remove_files(surplus)
         failures: list[str | None] = []
         full = ""
@@ -261,7 +265,7 @@ class DiskTier:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                     full = failures[-1] or ""
         for block_hash in old:
-            self._remove_file(block_hash)
+            self._files.remove(block_hash)
         return failures
 
     def _read(self, jobs: list[tuple[BlockName, memoryview, int]]) -> list[str | None]:
@@ -279,31 +283,20 @@ class DiskTier:
     def _remove_files(self, names: Iterable[BlockName]) -> None:
         """Removes files. A block that cannot be removed comes back after a restart, and is as good then as it was."""
         for name in names:
-            self._remove_file(name.hash)
-
-    def _remove_file(self, block_hash: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._files.remove(block_hash)
+            self._files.remove(name.hash)
 
     def _stamp_files(self, stamps: dict[bytes, int]) -> None:
         for block_hash, stamp in stamps.items():
-            with contextlib.suppress(OSError):
-                self._files.stamp(block_hash, stamp)
+            self._files.stamp(block_hash, stamp)
 
     def _scan(self) -> tuple[OrderedDict[bytes, BlockName], list[BlockName], int]:
         """Returns the kept blocks, least recently used first; those that do not fit; the number of broken files."""
         with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
-            found = [item for part in threads.map(self._scan_shard, self._files.shards()) for item in part]
+            found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
         names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
         broken = len(found) - len(names)
         surplus = names[: max(0, len(names) - self._max_blocks)]
         return OrderedDict((name.hash, name) for name in names[len(surplus) :]), surplus, broken
-
-    def _scan_shard(self, shard: str) -> list[tuple[int, BlockName | None]]:
-        try:
-            return list(self._files.scan(shard))
-        except OSError:
-            return []
 
     def _shut_down(self) -> None:
         self._writer.shutdown()
@@ -312,15 +305,3 @@ class DiskTier:
 
 
 _CORRUPT = "it does not fit its header or checksum"
-
-
-async def _all_over(work: Sequence[asyncio.Future[list[str | None]]]) -> None:
-    """Returns when all of ``work`` has ended; a cancel of the caller takes effect only then."""
-    cancelled = False
-    while left := [one for one in work if not one.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError

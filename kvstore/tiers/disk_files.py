@@ -19,7 +19,6 @@ import fcntl
 import os
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +35,8 @@ SUFFIX = ".kv"
 PART_SUFFIX = ".kv.part"
 # A file takes a whole number of these from a disk.
 PAGE_BYTES = 4096
+# Subfolders, by the first two digits of a hash.
+SHARDS = 256
 
 _FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
 _CHECKSUM = struct.Struct("<Q")
@@ -89,10 +90,8 @@ class BlockFileLayout:
 
 
 class DiskFolder:
-    """A folder that this process alone uses; it is made if it is missing.
-
-    Raises ConfigError if it cannot be written to, or if another node has it.
-    """
+    """A folder that this process alone uses; it is made if it is missing. Raises ConfigError if it cannot be written
+    to, or if another node has it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -123,7 +122,7 @@ class BlockFiles:
         self.root = folder.path / layout.namespace.hex()[:16]
         try:
             self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
-            for shard in range(256):
+            for shard in range(SHARDS):
                 (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
@@ -184,40 +183,37 @@ class BlockFiles:
             os.close(fd)
 
     def stamp(self, block_hash: bytes, stamp: int) -> None:
-        """Moves a file in the order of use. Raises OSError."""
-        os.utime(self.path_of(block_hash), ns=(stamp, stamp))
+        """Moves a file in the order of use, if it can be stamped."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path_of(block_hash), ns=(stamp, stamp))
 
     def remove(self, block_hash: bytes) -> None:
-        """Removes a file. Raises OSError, but not for a file that is gone already."""
-        with contextlib.suppress(FileNotFoundError):
+        """Removes a file, if that is possible."""
+        with contextlib.suppress(OSError):
             os.unlink(self.path_of(block_hash))
 
-    def shards(self) -> list[str]:
-        """Returns the subfolders, for :meth:`scan`."""
-        return [f"{self._root}{shard:02x}" for shard in range(256)]
+    def scan(self, shard: int) -> list[tuple[int, BlockName | None]]:
+        """Returns (stamp, name) of each block in subfolder ``shard`` of SHARDS, by its header alone.
 
-    def scan(self, shard: str) -> Iterator[tuple[int, BlockName | None]]:
-        """Yields (stamp, name) of each block in a subfolder, by its header alone.
-
-        Half-written and broken files are removed; a broken file, and one that cannot be read, is yielded as (0, None).
-        Foreign files stay and are skipped. Raises OSError if the subfolder cannot be listed.
+        Half-written and broken files are removed; a broken file, and one that cannot be read, is (0, None). Foreign
+        files stay and are skipped, as is a subfolder that cannot be listed.
         """
-        with os.scandir(shard) as listing:
-            files = [entry.name for entry in listing if _OUR_NAME.fullmatch(entry.name)]
-        for file in files:
-            path = f"{shard}{os.sep}{file}"
-            try:
-                yield self._inspect(path, file)
-            except Foreign:
-                continue
-            except OSError:
-                # Maybe it can be read another day. If not, the next write of this hash replaces it.
-                yield 0, None
-            except Corrupt:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                if file.endswith(SUFFIX):
-                    yield 0, None
+        folder, found = f"{self._root}{shard:02x}{os.sep}", list[tuple[int, BlockName | None]]()
+        with contextlib.suppress(OSError):
+            for file in filter(_OUR_NAME.fullmatch, os.listdir(folder)):
+                try:
+                    found.append(self._inspect(folder + file, file))
+                except Foreign:
+                    continue
+                except OSError:
+                    # Maybe it can be read another day. If not, the next write of this hash replaces it.
+                    found.append((0, None))
+                except Corrupt:
+                    with contextlib.suppress(OSError):
+                        os.unlink(folder + file)
+                    if file.endswith(SUFFIX):
+                        found.append((0, None))
+        return found
 
     def _inspect(self, path: str, file: str) -> tuple[int, BlockName]:
         if not file.endswith(SUFFIX):

@@ -18,20 +18,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from pillion.errors import ConfigError, Conflict
-from pillion.kvstore.memory.memory import block_checksum, copy_bytes, until_over
+from pillion.kvstore.memory.memory import PoolMemory, block_checksum, copy_bytes, until_over
 from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 
 
 class HostTier:
-    """A :class:`pillion.kvstore.tiers.tiers.BufferTier`.
-
-    Raises ConfigError if not even one block fits.
+    """A :class:`pillion.kvstore.tiers.tiers.BufferTier`. Raises ConfigError if not even one block fits.
 
     Args:
-        memory: holds the buffers.
-        release: called when the tier is closed and uses the memory no more.
+        release: called when the tier is closed and uses ``memory`` no more.
         verify: whether blocks that are read are checked against their checksum.
     """
 
@@ -66,7 +63,7 @@ class HostTier:
         return block_hash in self._kept
 
     def room_bytes(self) -> int:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: any buffer without a user can be had."""
+        """Counts all buffers without a user."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -78,7 +75,7 @@ class HostTier:
         return heads_first(self._kept)
 
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """See :class:`pillion.kvstore.tiers.tiers.BufferTier`. The least recently used blocks make room."""
+        """Returns buffers; the least recently used blocks make room."""
         buffers: list[memoryview] = []
         while len(buffers) < count and (place := self._acquire()) is not None:
             buffers.append(self._buffers[place])
@@ -92,8 +89,7 @@ class HostTier:
                 self._free_if_unused(place)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`. A block in one of this tier's buffers is kept there,
-        uncopied."""
+        """Stores; a block in one of this tier's own buffers is kept there, uncopied."""
         refused = []
         for name, payload in blocks:
             place = self._place_of.get(id(payload))
@@ -109,20 +105,17 @@ class HostTier:
         gone, self._unreported = self._unreported + refused, []
         return [name for name in gone if name.hash not in self._kept]
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        """Copies from the tier's buffers straight into the slots."""
         buffers = await self.acquire_blocks(hashes)
-
-        def copy() -> None:
-            for buffer, target in zip(buffers, targets, strict=False):
-                copy_bytes(target, buffer)
-
         try:
-            await until_over(asyncio.to_thread(copy))
+            await memory.copy_in(slots[: len(buffers)], buffers)
         finally:
             self.release_buffers(buffers)
         return len(buffers)
 
     async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
+        """Returns the bytes of blocks, in order, until one is missing or broken; only to be read, and released."""
         if self._closed:
             return []
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
@@ -146,7 +139,7 @@ class HostTier:
         return buffers[:good]
 
     async def close(self) -> None:
-        """See :class:`pillion.kvstore.tiers.tiers.Tier`: everything is forgotten. No buffer has a user any more."""
+        """Forgets everything. No buffer has a user any more."""
         if not self._closed:
             self._closed = True
             for buffer in self._buffers:

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from pillion.errors import ConfigError
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.spill_plan import Watermarks, evict_still_unused, next_victims
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier, Tier
 
 log = logging.getLogger("pillion.kvnode")
@@ -35,11 +37,47 @@ BATCH_BLOCKS = 512
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off. Raises
+    ConfigError for shares that make no sense."""
+
+    low_percent: int
+    high_percent: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low_percent <= self.high_percent <= 90:
+            raise ConfigError(
+                f"--low-watermark-percent {self.low_percent} and --high-watermark-percent {self.high_percent}: "
+                "choose 0 to 90, the low one not above the high one"
+            )
+
+    def reached(self, ledger: Ledger) -> bool:
+        """Whether evicting should begin. O(1)."""
+        return len(ledger.free) * 100 < self.low_percent * ledger.num_slots
+
+    def missing(self, ledger: Ledger) -> int:
+        """Returns how many slots should become free before evicting ends."""
+        return max(0, -(-self.high_percent * ledger.num_slots // 100) - len(ledger.free))
+
+
+def without_moved(events: Iterable[IndexEvent], in_tier: Callable[[bytes], bool]) -> list[IndexEvent]:
+    """Returns the pool's events without those of blocks that only moved to a tier, so that the index keeps them."""
+    return [event for event in events if event.here or not in_tier(event.block_hash)]
+
+
+def lost_everywhere(
+    names: Iterable[BlockName], pool: Container[bytes], in_tier: Callable[[bytes], bool]
+) -> list[IndexEvent]:
+    """Returns events for blocks that a tier no longer keeps, without those that the pool or another tier has."""
+    lost = (name for name in names if name.hash not in pool and not in_tier(name.hash))
+    return [IndexEvent(name.hash, here=False, segment=name.segment) for name in lost]
+
+
 class Spiller:
     """The spiller of one pool that has its shape. Only the node's loop calls it.
 
     Args:
-        memory: the pool's.
         tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
         low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
         blocks_lost: called with blocks that a tier no longer keeps, or never kept.
@@ -94,8 +132,7 @@ class Spiller:
                 await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Waits until nothing here reads the pool and evicted blocks are in their tiers. ``run`` has ended before.
-        Idempotent."""
+        """Waits until evicted blocks are in their tiers and nothing reads the pool. ``run`` has ended. Idempotent."""
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
 
@@ -103,7 +140,8 @@ class Spiller:
 
     async def _evict_some(self, missing: int) -> bool:
         """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
-        victims = next_victims(self._ledger, min(missing, BATCH_BLOCKS))
+        # Of a chain the tail before its head.
+        victims = list(islice(self._ledger.tree.policy, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
         while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:
@@ -122,16 +160,15 @@ class Spiller:
         return evicted > 0
 
     def _evict(self, victims: Sequence[Block], copies: dict[Block, tuple[memoryview, int]]) -> int:
-        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went.
-
-        Used copies are removed from ``copies``.
-        """
+        """Evicts the victims that are still unused and passes their copies to the tiers; returns how many went. Used
+        copies are removed from ``copies``."""
         moved: list[tuple[BlockName, memoryview]] = []
         stayed: list[bytes] = []
         evicted = 0
         for block in victims:
-            if not evict_still_unused(self._ledger, block):
+            if self._ledger.tree.by_hash.get(block.hash) is not block or block.holds or block.children:
                 continue
+            self._ledger.evict_block(block)
             evicted += 1
             if block in copies:
                 data, checksum = copies.pop(block)
@@ -170,8 +207,7 @@ class Spiller:
                 self._blocks_lost(list(dict.fromkeys(gone)))
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[memoryview, int]]:
-        """Returns copies and checksums, in a tier's own buffers as far as there are some, so that it need not copy
-        again."""
+        """Returns copies and checksums, as far as possible in a tier's own buffers, which need no second copy."""
         acquired = [] if self._buffers is None else self._buffers.acquire_empty(len(blocks))
         fresh = [np.empty(self._memory.block_bytes, np.uint8).data for _ in range(len(blocks) - len(acquired))]
         targets = acquired + fresh

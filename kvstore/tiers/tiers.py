@@ -72,11 +72,8 @@ class Tier(Protocol):
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Keeps whole blocks. Returns those not kept any more: older ones that made room, and those that failed."""
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole.
-
-        When it ends, however it ends, nobody writes to the targets any more.
-        """
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        """Loads at most ``memory.batch_blocks`` blocks; see :func:`load_into`."""
 
     def names(self) -> Iterable[BlockName]:
         """Returns all blocks that are kept, each after its parent if that is kept too."""
@@ -87,17 +84,10 @@ class Tier(Protocol):
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier in memory: copies can be made straight into it and out of it.
-
-    A buffer stays its user's, and its bytes stay what they are, until it is released.
-    """
+    """A tier in memory: copies can be made straight into it. A buffer stays its user's until it is released."""
 
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """Returns up to ``count`` buffers of one block each, to be filled, passed to :meth:`store` or not, and
-        released."""
-
-    async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """Returns the bytes of blocks, in order, until one is missing or broken; only to be read, and released."""
+        """Returns up to ``count`` buffers of one block each, to be filled, maybe stored, and released."""
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
         """Ends the caller's use of buffers. Buffers of other owners are ignored."""
@@ -121,28 +111,13 @@ def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
 async def load_into(memory: PoolMemory, tier: Tier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
     """Loads blocks into slots of the pool, in order, until one is missing or broken; returns how many came whole.
 
-    A tier in memory is copied from its buffers straight into the slots; another one writes to the slots, or to buffers
-    that stand for them. When the call ends, however it ends, nobody writes to the slots any more. Raises Unavailable if
-    a GPU fails.
+    When the call ends, however it ends, nobody writes to the slots any more. Raises Unavailable if a GPU fails.
     """
     came = 0
     while came < len(hashes):
         part = slice(came, came + memory.batch_blocks)
-        if isinstance(tier, BufferTier):
-            count = await _load_buffers(memory, tier, hashes[part], slots[part])
-        else:
-            async with memory.writing(slots[part]) as targets:
-                count = await tier.load(hashes[part], targets)
+        count = await tier.load_slots(memory, hashes[part], slots[part])
         came += count
         if count < len(hashes[part]):
             break
     return came
-
-
-async def _load_buffers(memory: PoolMemory, tier: BufferTier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-    buffers = await tier.acquire_blocks(hashes)
-    try:
-        await memory.copy_in(slots[: len(buffers)], buffers)
-    finally:
-        tier.release_buffers(buffers)
-    return len(buffers)

@@ -18,18 +18,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 from pillion.errors import PillionError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.tiers import Tier, load_into
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from pillion.wire.kvnode import CommitRun, PrefetchReply
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -50,25 +50,6 @@ class BlockSource(Protocol):
 
 
 @dataclass(slots=True)
-class FetchCounts:
-    """Counts since the node started; see NodeStatus."""
-
-    fetched_blocks: int = 0
-    restored_blocks: int = 0
-    corrupt_blocks: int = 0
-    short_fetches: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchLimits:
-    """Bounds of one fetch, which a caller can lower but not raise, and whether checksums are checked."""
-
-    timeout_s: float
-    max_bytes: int
-    verify: bool
-
-
-@dataclass(slots=True)
 class _Fetch:
     """The state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's clock."""
 
@@ -83,14 +64,15 @@ class _Fetch:
     pinned_from: int = 0
     restored_blocks: int = 0
     fetched_blocks: int = 0
-    lingering: set[asyncio.Task[None]] = field(default_factory=set)
+    lingering: set[asyncio.Future[Any]] = field(default_factory=set)
 
 
 class Fetcher:
     """All fetches into one pool that has its shape. The node's loop makes all calls.
 
     Args:
-        memory: the pool's memory.
+        timeout_s, max_bytes: bounds of one fetch, which a caller can lower but not raise.
+        verify: whether checksums are checked.
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
@@ -99,28 +81,29 @@ class Fetcher:
     def __init__(
         self,
         ledger: Ledger,
-        block_bytes: int,
-        limits: FetchLimits,
-        *,
         memory: PoolMemory,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        verify: bool,
         changed: Callable[[], None],
         source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
     ) -> None:
-        self.counts = FetchCounts()
+        # Counts since the node started.
+        self.counts = NodeStatus()
         self._ledger = ledger
-        self._limits = limits
+        self._timeout_s, self._verify = timeout_s, verify
         self._memory = memory
         self._changed = changed
         self._source = source
         self._tiers = tiers
-        self._batch_blocks = max(1, BATCH_BYTES // block_bytes)
-        self._most_blocks = max(1, limits.max_bytes // block_bytes)
-        self._block_bytes = block_bytes
+        self._batch_blocks = max(1, BATCH_BYTES // memory.block_bytes)
+        self._most_blocks = max(1, max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
-        self._lingering: set[asyncio.Task[None]] = set()
+        self._lingering: set[asyncio.Future[Any]] = set()
 
     async def bring(
         self,
@@ -133,15 +116,13 @@ class Fetcher:
         max_bytes: int = 0,
     ) -> PrefetchReply:
         """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
-
-        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain.
-        """
+        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
         if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
             return PrefetchReply(blocks=blocks)
-        most_s = min(timeout_s, self._limits.timeout_s) if timeout_s > 0 else self._limits.timeout_s
-        most_blocks = min(max_bytes // self._block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
+        most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
             caller=epoch,
@@ -179,10 +160,10 @@ class Fetcher:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(coming.wait(), left_s)
                 continue
-            if not await self._bring_some(fetch, at, left_s):
+            if not await self._bring_some(fetch, at):
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
 
-    async def _bring_some(self, fetch: _Fetch, at: int, left_s: float) -> bool:
+    async def _bring_some(self, fetch: _Fetch, at: int) -> bool:
         """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
         wanted = self._free_to_bring(fetch, at)
         for tier in self._tiers:
@@ -195,37 +176,32 @@ class Fetcher:
             if left_s <= 0:
                 return False
             pinned = await self._pin(fetch, at, left_s)
-            if pinned is not None:
-                # While it was pinned, others may have begun to bring the same.
-                wanted = self._free_to_bring(fetch, at)
-                if not wanted:
-                    return True
-                first = at - fetch.pinned_from
-                remote = tuple(pinned.slots[first : first + len(wanted)])
-                slots = self._lease(fetch, len(remote))
-                if not slots:
-                    return False
-                sums = pinned.checksums[first : first + len(slots)]
-                came = await self._from_source(fetch, wanted[: len(slots)], remote[: len(slots)], slots, sums)
-                if came == len(slots):
-                    return True
+            if pinned is None:
                 self._drop_source(fetch)
-                if came:
-                    return True
-            else:
+                continue
+            # While it was pinned, others may have begun to bring the same.
+            wanted = self._free_to_bring(fetch, at)
+            if not wanted:
+                return True
+            first = at - fetch.pinned_from
+            remote = tuple(pinned.slots[first : first + len(wanted)])
+            slots = self._lease(fetch, len(remote))
+            if not slots:
+                return False
+            sums = pinned.checksums[first : first + len(slots)]
+            came = await self._from_source(fetch, wanted[: len(slots)], remote[: len(slots)], slots, sums)
+            if came < len(slots):
                 self._drop_source(fetch)
+            if came:
+                return True
         return False
 
     async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes], slots: tuple[int, ...]) -> bool:
-        self._announce_coming(hashes)
-        try:
+        with self._bringing(hashes):
             # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading)
-            count = loading.result() if came else 0
-            count = self._commit(fetch, hashes, slots, count)
-        finally:
-            self._no_longer_coming(hashes)
+            count = self._commit(fetch, hashes, slots, loading.result() if came else 0)
         fetch.restored_blocks += count
         self.counts.restored_blocks += count
         return count > 0
@@ -235,8 +211,7 @@ class Fetcher:
     ) -> int:
         source, pinned = fetch.sources[0], fetch.pinned
         assert pinned is not None
-        self._announce_coming(hashes)
-        try:
+        with self._bringing(hashes):
             reading = asyncio.ensure_future(source.read(pinned.ticket_id, remote, slots))
             try:
                 came = await self._finish(fetch, reading)
@@ -247,15 +222,12 @@ class Fetcher:
                 came = False
             good = await self._count_good(source, slots, sums) if came else 0
             count = self._commit(fetch, hashes, slots, good)
-        finally:
-            self._no_longer_coming(hashes)
         fetch.fetched_blocks += count
         self.counts.fetched_blocks += count
         return count
 
-    async def _finish(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> bool:
-        """Whether ``work``, which writes to slots, ended in time. If not, or if the caller went away, it goes on, and
-        the fetch keeps its slots until it has ended."""
+    async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any]) -> bool:
+        """Whether ``work``, which writes to slots, ended in time. If not, it goes on, and its slots are kept."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
@@ -268,7 +240,7 @@ class Fetcher:
 
     async def _count_good(self, source: BlockSource, slots: tuple[int, ...], sums: Sequence[int]) -> int:
         """Returns how many leading slots fit the checksums that the source sent."""
-        if not self._limits.verify:
+        if not self._verify:
             return len(slots)
         found = await self._memory.checksums(slots)
         good = 0
@@ -294,7 +266,7 @@ class Fetcher:
         ledger, count = self._ledger, 0
         back: list[int] = [] if fetch.lingering else list(slots[good:])
         if good:
-            run = CommitRun(fetch.ticket_id, slots[:good], b"".join(hashes[:good]))
+            run = CommitRun(ticket_id=fetch.ticket_id, slots=slots[:good], block_hashes=b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
             # Refused, or another committer was first: no step reads the own slot, so it goes back at once.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
@@ -310,13 +282,13 @@ class Fetcher:
         self._drop_source(fetch)
 
         def gone(_: object = None) -> None:
-            if all(task.done() for task in fetch.lingering):
+            if all(work.done() for work in fetch.lingering):
                 self._ledger.gone(fetch.epoch)
                 self._changed()
 
         gone()
-        for task in fetch.lingering:
-            task.add_done_callback(gone)
+        for work in fetch.lingering:
+            work.add_done_callback(gone)
 
     # -- small things
 
@@ -349,38 +321,33 @@ class Fetcher:
         fetch.pinned = None
         if pinned is None:
             return
-        if fetch.lingering:
-            for task in fetch.lingering:
-                task.add_done_callback(lambda _: source.release(pinned.ticket_id))
-        else:
+        for work in fetch.lingering:
+            work.add_done_callback(lambda _: source.release(pinned.ticket_id))
+        if not fetch.lingering:
             source.release(pinned.ticket_id)
 
-    def _linger(self, fetch: _Fetch, work: asyncio.Future[int] | asyncio.Future[None]) -> None:
+    def _linger(self, fetch: _Fetch, work: asyncio.Future[Any]) -> None:
         # After the cancel the read ends soon, and not before nobody writes any more.
         work.cancel()
-        task = asyncio.ensure_future(_ended(work))
-        for tasks in (fetch.lingering, self._lingering):
-            tasks.add(task)
-        task.add_done_callback(self._lingering.discard)
+        for kept in (fetch.lingering, self._lingering):
+            kept.add(work)
+        work.add_done_callback(self._lingering.discard)
+        # Nobody else retrieves its failure.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
         """Returns the next blocks of one batch, up to one that another fetch is bringing."""
         batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
         return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
 
-    def _announce_coming(self, hashes: list[bytes]) -> None:
-        event = asyncio.Event()
-        self._coming.update(dict.fromkeys(hashes, event))
-
-    def _no_longer_coming(self, hashes: list[bytes]) -> None:
-        for block_hash in hashes:
-            # A chain that names a block twice has one event for both places.
-            if (event := self._coming.pop(block_hash, None)) is not None:
-                event.set()
-
-
-async def _ended(work: asyncio.Future[int] | asyncio.Future[None]) -> None:
-    """Returns when ``work`` is over, however it ends."""
-    await asyncio.wait({work})
-    if not work.cancelled():
-        work.exception()
+    @contextlib.contextmanager
+    def _bringing(self, hashes: list[bytes]) -> Iterator[None]:
+        """Makes other fetches wait for ``hashes`` as long as this is open."""
+        over = asyncio.Event()
+        self._coming.update(dict.fromkeys(hashes, over))
+        try:
+            yield
+        finally:
+            for block_hash in dict.fromkeys(hashes):
+                del self._coming[block_hash]
+            over.set()

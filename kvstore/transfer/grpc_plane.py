@@ -6,7 +6,8 @@ import asyncio
 
 from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, PeerPool, check_slots
+from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, check_slots, node_id_of
+from pillion.v1.kvplane_pb2 import MeetReply
 
 
 class GrpcPlane:
@@ -21,7 +22,7 @@ class GrpcPlane:
         self._reads = 0
 
     async def read(
-        self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+        self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
         """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Only this coroutine writes to the slots."""
         check_slots(source, self._memory, remote, local)
@@ -36,16 +37,16 @@ class GrpcPlane:
                     async with self._memory.writing(local[part]) as targets:
                         await stream.read_blocks(ticket_id, remote[part], targets)
         except TimeoutError:
-            raise Unavailable(f"{source.node_id} sent not everything within {READ_TIMEOUT_S:.0f} s") from None
+            raise Unavailable(f"{node_id_of(source)} sent not everything within {READ_TIMEOUT_S:.0f} s") from None
         except Unavailable:
             raise
         except PillionError as error:
-            raise Unavailable(f"{source.node_id}: {error.message}") from None
+            raise Unavailable(f"{node_id_of(source)}: {error.message}") from None
         finally:
             self._reads -= 1
 
     def forget(self, node_id: str) -> None:
-        """Does nothing: this plane knows nothing of a source."""
+        """This plane knows nothing of a source."""
 
     def close(self) -> None:
         """Does nothing: the memory is its owner's to close."""

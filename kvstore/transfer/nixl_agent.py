@@ -21,7 +21,7 @@ from typing import Any
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
-from pillion.kvstore.transfer.plane import PeerPool
+from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -68,10 +68,8 @@ def nixl_trouble() -> str:
 
 
 class NixlAgent:
-    """One agent and its pool, which may be on a GPU.
-
-    Raises ConfigError if NIXL does not import, or cannot register the memory.
-    """
+    """One agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot register the
+    memory."""
 
     def __init__(self, memory: PoolMemory) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -80,8 +78,11 @@ class NixlAgent:
         # The memory stays mapped as long as it is registered.
         self._held: Any = memory.hold()
         self.address = memory.address
-        self._own = PeerPool(
-            "", 0, memory.num_slots, memory.block_bytes, memory.address, b"", memory.kind, memory.device_index
+        self._own = MeetReply(
+            num_slots=memory.num_slots,
+            pool_address=memory.address,
+            memory_kind=memory.kind,
+            device_index=memory.device_index,
         )
         self._numpy: Any = None
         self._nixl: Any = None
@@ -99,7 +100,7 @@ class NixlAgent:
         except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
             raise ConfigError(f"NIXL cannot use the pool: {error!r}") from None
 
-    def add(self, pool: PeerPool) -> tuple[str, Any]:
+    def add(self, pool: MeetReply) -> tuple[str, Any]:
         """Makes a source known; returns its agent's name, and all its slots as one list."""
         name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
         try:
@@ -108,7 +109,7 @@ class NixlAgent:
             self.disconnect(name)
             raise
 
-    def probe(self, agent_name: str, pool: PeerPool) -> tuple[Any, bool]:
+    def probe(self, agent_name: str, pool: MeetReply) -> tuple[Any, bool]:
         """Starts to read a few bytes of the source into memory that nothing else uses; returns as :meth:`post`."""
         size = min(PROBE_BYTES, self._block_bytes)
         here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
@@ -186,7 +187,7 @@ class NixlAgent:
             raise Unavailable("the transfer cannot be started")
         return handle, state == "DONE"
 
-    def _prepare(self, agent_name: str, pool: PeerPool) -> Any:
+    def _prepare(self, agent_name: str, pool: MeetReply) -> Any:
         size = self._block_bytes
         row = [pool.pool_address, size, pool.device_index, size, pool.num_slots]
         strided = self._numpy.array([row], dtype=self._numpy.uint64)

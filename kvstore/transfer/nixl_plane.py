@@ -36,10 +36,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.errors import PillionError, Unavailable
-from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.nixl_agent import NixlAgent
-from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, PeerPool, check_slots
+from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, check_slots, node_id_of
+from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -69,7 +70,7 @@ class _Remote:
         cut: whether it is forgotten; it lives on until its reads are over.
     """
 
-    pool: PeerPool
+    pool: MeetReply
     agent_name: str
     blocks: Any
     probe: Any = None
@@ -89,7 +90,7 @@ class _Read:
         size: number of blocks of the part under way.
     """
 
-    source: PeerPool
+    source: MeetReply
     remote: tuple[int, ...]
     local: tuple[int, ...]
     deadline_s: float
@@ -104,13 +105,8 @@ class _Read:
 
 
 class NixlPlane:
-    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event
-    loop's thread.
-
-    Args:
-        memory: the pool's, which is registered once.
-        stall_timeout_s: longest time without a finished part of a read; the source is given up then.
-    """
+    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event loop's
+    thread. A source is given up when no part of a read is finished for ``stall_timeout_s``."""
 
     name = "nixl"
 
@@ -133,7 +129,7 @@ class NixlPlane:
         self._thread.start()
 
     async def read(
-        self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+        self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
         check_slots(source, self._memory, remote, local)
         if self._closing or self._under_way >= MAX_READS:
@@ -162,21 +158,11 @@ class NixlPlane:
         self._agent.close()
         self._streamed.close()
 
-    async def _one_sided(self, source: PeerPool, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
+    async def _one_sided(self, source: MeetReply, remote: tuple[int, ...], local: tuple[int, ...]) -> bool:
         """Reads one-sided; returns False, with nothing changed, if the source's blocks have to be streamed."""
         read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._inbox.put(lambda: self._reads.append(read))
-        over = asyncio.wrap_future(read.over)
-        cancelled = False
-        while not over.done():
-            try:
-                await asyncio.wait([over])
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            over.exception()
-            raise asyncio.CancelledError
-        return over.result()
+        return await until_over(asyncio.wrap_future(read.over))
 
     # -- the agent's thread
 
@@ -218,7 +204,7 @@ class NixlPlane:
 
     def _begin(self, read: _Read, now: float) -> _Remote:
         read.stalled_s = now + self._stall_timeout_s
-        peer = self._remotes.get(read.source.node_id)
+        peer = self._remotes.get(node_id_of(read.source))
         if peer is None or peer.pool != read.source or (peer.blocks is None and now > peer.probe_again_s):
             self._cut(peer)
             peer = self._meet(read.source, now)
@@ -244,7 +230,7 @@ class NixlPlane:
             read.failure = "it does not answer"
         elif read.failure and not read.warned and now > read.stalled_s + self._stall_timeout_s:
             read.warned = True
-            log.warning("a transfer from %s does not end: its slots stay busy", read.source.node_id)
+            log.warning("a transfer from %s does not end: its slots stay busy", node_id_of(read.source))
 
     def _part_done(self, read: _Read, now: float) -> None:
         self._agent.release(read.handle)
@@ -268,18 +254,18 @@ class NixlPlane:
             peer.reads -= 1
             self._drop_if_over(peer)
         if read.failure:
-            read.over.set_exception(Unavailable(f"{read.source.node_id}: {read.failure}"))
+            read.over.set_exception(Unavailable(f"{node_id_of(read.source)}: {read.failure}"))
         else:
             read.over.set_result(peer is not None and read.at == len(read.local))
 
     # -- sources, on the agent's thread too
 
-    def _meet(self, pool: PeerPool, now: float) -> _Remote:
+    def _meet(self, pool: MeetReply, now: float) -> _Remote:
         """Makes a source known and sends the probe."""
         if len(self._remotes) >= MAX_REMOTES:
             self._cut(next(iter(self._remotes.values())))
         agent_name, blocks = self._agent.add(pool)
-        peer = self._remotes[pool.node_id] = _Remote(pool, agent_name, blocks)
+        peer = self._remotes[node_id_of(pool)] = _Remote(pool, agent_name, blocks)
         peer.probe_until_s = now + self._stall_timeout_s
         try:
             peer.probe, done = self._agent.probe(agent_name, pool)
@@ -302,13 +288,12 @@ class NixlPlane:
             self._probed(peer, "it does not answer")
 
     def _probed(self, peer: _Remote, trouble: str) -> None:
-        """Ends a probe; after ``trouble`` the source's blocks are streamed. If the source is lost, the stream fails
-        too."""
+        """Ends a probe; after ``trouble`` the source's blocks are streamed, which fails too if the source is lost."""
         if peer.probe is not None:
             self._agent.release(peer.probe)
             peer.probe = None
         if trouble:
-            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", peer.pool.node_id, trouble)
+            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", node_id_of(peer.pool), trouble)
             peer.probe_again_s = time.monotonic() + PROBE_AGAIN_S
             self._release_list(peer)
             self._agent.disconnect(peer.agent_name)
@@ -317,8 +302,8 @@ class NixlPlane:
         if peer is None or peer.cut:
             return
         peer.cut = True
-        if self._remotes.get(peer.pool.node_id) is peer:
-            del self._remotes[peer.pool.node_id]
+        if self._remotes.get(node_id_of(peer.pool)) is peer:
+            del self._remotes[node_id_of(peer.pool)]
         self._drop_if_over(peer)
 
     def _drop_if_over(self, peer: _Remote) -> None:

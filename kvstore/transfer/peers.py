@@ -22,7 +22,8 @@ import grpc
 
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeSession, call_unary, typed
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane, PeerPool
+from pillion.kvstore.memory.memory import CUDA, HOST
+from pillion.kvstore.transfer.plane import BlockShape, DataPlane, node_id_of
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvplane_pb2 import MeetReply, MeetRequest, PinBlocksReply, PinBlocksRequest, ReadBlocksRequest
 from pillion.wire.common import check_hello, hello_to_pb
@@ -49,23 +50,18 @@ Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 class Peer:
-    """A connection to one source, with a session there. It is the plane's
-    :class:`pillion.kvstore.transfer.plane.BlockStream`.
+    """A connection to one source, with a session there; a plane's :class:`BlockStream`. ``pool`` is the source's."""
 
-    Attributes:
-        pool: the source's pool.
-        used_s: time of the last use.
-    """
-
-    def __init__(self, client: NodeClient, session: NodeSession, pool: PeerPool) -> None:
+    def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
         self.pool = pool
+        self.node_id = node_id_of(pool)
         self.used_s = time.monotonic()
         self._client = client
         self._session = session
         self._plane: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
         self._releases: list[tuple[int, int]] = []
         self._releasing: asyncio.Task[None] | None = None
-        self._ended = asyncio.create_task(session.closed(), name=f"session at {pool.node_id}")
+        self._ended = asyncio.create_task(session.closed(), name=f"session at {self.node_id}")
 
     @property
     def alive(self) -> bool:
@@ -76,9 +72,6 @@ class Peer:
         """Pins the longest prefix of a chain that the source has; returns its slots from ``first_block`` on.
 
         When this call ends without an answer, it is released at the source. Raises the source's errors.
-
-        Args:
-            block_hashes: the chain from its first block, 32 bytes each.
         """
         nonce = secrets.randbits(62) + 1
         request = PinBlocksRequest(
@@ -89,8 +82,8 @@ class Peer:
             pinned: PinBlocksReply = await call_unary(self._plane.PinBlocks, request, timeout_s)
             if len(pinned.slots) != len(pinned.checksums):
                 raise Conflict(f"the source names {len(pinned.slots)} slots and {len(pinned.checksums)} checksums")
-            if any(slot >= self.pool.num_slots for slot in pinned.slots):
-                raise Conflict(f"{self.pool.node_id} names a slot that it does not have")
+            if max(pinned.slots, default=-1) >= self.pool.num_slots:
+                raise Conflict(f"{self.node_id} names a slot that it does not have")
         except (asyncio.CancelledError, PillionError):
             self._let_go(0, nonce)
             raise
@@ -106,13 +99,11 @@ class Peer:
         await plane.read(self.pool, self, ticket_id, remote, local)
         self.used_s = time.monotonic()
         if not self.alive:
-            raise Unavailable(f"the session at {self.pool.node_id} ended during the read")
+            raise Unavailable(f"the session at {self.node_id} ended during the read")
 
     async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more.
-
-        Raises Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors.
-        """
+        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more. Raises
+        Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors."""
         for start in range(0, len(slots), MAX_SLOTS_PER_STREAM):
             part = slots[start : start + MAX_SLOTS_PER_STREAM]
             request = ReadBlocksRequest(epoch=self._session.epoch, ticket_id=ticket_id, slots=part)
@@ -137,7 +128,7 @@ class Peer:
                 while at < len(target):
                     data = await self._piece(call)
                     if not data or at + len(data) > len(target):
-                        raise Unavailable(f"{self.pool.node_id} sent {at + len(data)} of {len(target)} bytes")
+                        raise Unavailable(f"{self.node_id} sent {at + len(data)} of {len(target)} bytes")
                     target[at : at + len(data)] = data
                     at += len(data)
         finally:
@@ -148,14 +139,14 @@ class Peer:
             async with asyncio.timeout(STREAM_STALL_S):
                 piece = await typed(call.read())
         except TimeoutError:
-            raise Unavailable(f"{self.pool.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
+            raise Unavailable(f"{self.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
         return b"" if piece is grpc.aio.EOF else bytes(piece.data)
 
     def _let_go(self, ticket_id: int, nonce: int) -> None:
         self._releases.append((ticket_id, nonce))
         del self._releases[:-MAX_RELEASES]
         if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.pool.node_id}")
+            self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
 
     async def _release_all(self) -> None:
         while self._releases and self.alive:
@@ -165,14 +156,13 @@ class Peer:
             try:
                 await self._client.release(self._session.epoch, tickets, nonces=nonces)
             except PillionError as error:
-                log.debug("release at KV node %s failed: %s", self.pool.node_id, error.message)
+                log.debug("release at KV node %s failed: %s", self.node_id, error.message)
                 self._releases = (batch + self._releases)[-MAX_RELEASES:]
                 await asyncio.sleep(RELEASE_RETRY_DELAY_S)
 
 
 class SourceNode:
-    """A node to read from in one fetch; it is met when something is pinned. A peer's pins are read and released
-    there."""
+    """A node to read from in one fetch; it is met when something is pinned."""
 
     def __init__(self, node_id: str, peers: Peers) -> None:
         self.node_id = node_id
@@ -214,8 +204,6 @@ class Peers:
     """All peers of this node, by node id.
 
     Args:
-        node_id: this node's name, for the sources' logs.
-        shape: shape of this node's blocks.
         addresses: returns node id -> address of all nodes' gRPC services; called at most every ADDRESSES_TTL_S.
         plane: returns this node's data plane, which may be made at the first call.
     """
@@ -237,8 +225,7 @@ class Peers:
         self._closed = False
 
     def source(self, node_id: str) -> SourceNode:
-        """Returns a source for one fetch. Raises Unavailable for this node itself, and for one that failed within
-        AVOID_S."""
+        """Returns a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
         if self._closed or node_id == self._node_id:
             raise Unavailable(f"{node_id} is no source for this node")
         if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):
@@ -257,10 +244,8 @@ class Peers:
         self._avoided_until_s[node_id] = now + AVOID_S
 
     async def get(self, node_id: str, timeout_s: float = CALL_TIMEOUT_S) -> Peer:
-        """Returns a connected peer; several callers share one meeting.
-
-        Raises Unavailable for a node that is unknown or does not answer in time, Conflict where the pools do not fit.
-        """
+        """Returns a connected peer; several callers share one meeting. Raises Unavailable for a node that is unknown or
+        does not answer in time, Conflict where the pools do not fit."""
         peer = self._peers.get(node_id)
         if peer is not None and peer.alive:
             peer.used_s = time.monotonic()
@@ -314,11 +299,15 @@ class Peers:
                 block_bytes=self._shape.block_bytes,
                 kv_namespace=self._shape.namespace,
             )
-            reply: MeetReply = await call_unary(stub.Meet, request, CALL_TIMEOUT_S)
-            pool = _pool_of(reply)
-            if pool.node_id != node_id:
-                raise Unavailable(f"{address} is KV node {pool.node_id}, not {node_id}")
-            self._shape.check(BlockShape(reply.block_bytes, reply.kv_namespace), node_id)
+            pool: MeetReply = await call_unary(stub.Meet, request)
+            if check_hello(pool.hello) != node_id:
+                raise Unavailable(f"{address} is KV node {node_id_of(pool)}, not {node_id}")
+            pool.memory_kind = pool.memory_kind or HOST
+            if pool.memory_kind not in (HOST, CUDA):
+                raise Conflict(
+                    f"{node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here"
+                )
+            self._shape.check(BlockShape(pool.block_bytes, pool.kv_namespace), node_id)
         except BaseException:
             if session is not None:
                 await session.aclose()
@@ -346,20 +335,3 @@ class Peers:
         if not address:
             raise Unavailable(f"the registry has no address of KV node {node_id}")
         return address
-
-
-def _pool_of(reply: MeetReply) -> PeerPool:
-    """Raises Conflict for a foreign protocol or an unknown kind of memory."""
-    pool = PeerPool(
-        node_id=check_hello(reply.hello),
-        boot_epoch=reply.boot_epoch,
-        num_slots=reply.num_slots,
-        block_bytes=reply.block_bytes,
-        pool_address=reply.pool_address,
-        nixl_metadata=reply.nixl_metadata,
-        memory_kind=reply.memory_kind or "host",
-        device_index=reply.device_index,
-    )
-    if pool.memory_kind not in ("host", "cuda"):
-        raise Conflict(f"{pool.node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here")
-    return pool

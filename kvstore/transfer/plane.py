@@ -1,10 +1,8 @@
 """The contract of data planes, which bring blocks of another node's pool into this one's.
 
-    nixl_plane.py  one-sided: this node reads the other's memory (UCX: shared memory, RDMA, CUDA) without its CPU
-    grpc_plane.py  the other node streams the bytes; works everywhere
-
-Both pass the same tests; plane_factory.py chooses one. A plane decides nothing: which blocks are read, from which node,
-and what becomes of them is :mod:`pillion.kvstore.transfer.fetch`'s business.
+A plane decides nothing: which blocks are read, from which node, and what becomes of them is
+:mod:`pillion.kvstore.transfer.fetch`'s business. A source's pool is named by the MeetReply that describes it, which is
+void once the source's boot epoch differs.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Protocol
 
 from pillion.errors import Conflict
 from pillion.kvstore.memory.memory import PoolMemory
+from pillion.v1.kvplane_pb2 import MeetReply
 
 # Reads of one plane that may be under way at once; one more is refused.
 MAX_READS = 64
@@ -23,11 +22,8 @@ READ_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The properties that two pools must share before a block of one means anything in the other.
-
-    Attributes:
-        namespace: 32 bytes.
-    """
+    """The properties that two pools must share before a block of one means anything in the other; ``namespace`` has 32
+    bytes."""
 
     block_bytes: int
     namespace: bytes
@@ -40,26 +36,6 @@ class BlockShape:
             raise Conflict(f"{other_id} holds blocks of another namespace: model, dtype, layout or block size differ")
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPool:
-    """A source's pool, as its MeetReply describes it. Void once the source's boot epoch differs.
-
-    Attributes:
-        pool_address: address of the pool's first byte in the source's address space.
-        nixl_metadata: empty if the source has no NIXL.
-        memory_kind, device_index: "host" or "cuda", and the GPU's number in the source's process.
-    """
-
-    node_id: str
-    boot_epoch: int
-    num_slots: int
-    block_bytes: int
-    pool_address: int
-    nixl_metadata: bytes
-    memory_kind: str = "host"
-    device_index: int = 0
-
-
 class BlockStream(Protocol):
     """A source's ReadBlocks call, for the plane that needs it."""
 
@@ -68,9 +44,8 @@ class BlockStream(Protocol):
 
 
 class DataPlane(Protocol):
-    """The data plane of one node. The node's loop makes all calls, so callers need no lock.
-
-    Making one raises ConfigError for a pool that it cannot use.
+    """The data plane of one node. The node's loop makes all calls, so callers need no lock. Making one raises
+    ConfigError for a pool that it cannot use.
 
     Attributes:
         name: "nixl" or "grpc".
@@ -82,7 +57,7 @@ class DataPlane(Protocol):
     pool_address: int
 
     async def read(
-        self, source: PeerPool, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
+        self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
         """Copies slots of ``source``, which are pinned there under ``ticket_id``, into own slots, pair by pair.
 
@@ -99,13 +74,18 @@ class DataPlane(Protocol):
         """Frees everything; no read is under way any more. Idempotent."""
 
 
-def check_slots(source: PeerPool, own: PoolMemory, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+def node_id_of(source: MeetReply) -> str:
+    """Returns the name of the node that described its pool."""
+    return source.hello.component_id
+
+
+def check_slots(source: MeetReply, own: PoolMemory, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
     """Raises Conflict if the two pools or the two lists do not fit, or if a slot is outside its pool."""
     if source.block_bytes != own.block_bytes:
-        raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {source.node_id}")
+        raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {node_id_of(source)}")
     if len(remote) != len(local) or len(set(local)) != len(local):
         raise Conflict(f"{len(remote)} slots cannot be read into {len(set(local))} others, pair by pair")
-    if any(not 0 <= slot < source.num_slots for slot in remote):
-        raise Conflict(f"{source.node_id} has {source.num_slots} slots, another was named")
-    if any(not 0 <= slot < own.num_slots for slot in local):
+    if min(remote, default=0) < 0 or max(remote, default=-1) >= source.num_slots:
+        raise Conflict(f"{node_id_of(source)} has {source.num_slots} slots, another was named")
+    if min(local, default=0) < 0 or max(local, default=-1) >= own.num_slots:
         raise Conflict("a slot outside the own pool was named")

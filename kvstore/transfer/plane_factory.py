@@ -35,9 +35,7 @@ def choose_transport(kv_transport: str) -> str:
 
 def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
     """Makes the data plane of a pool; with NIXL this takes about a second, so it is not for the event loop's thread.
-
-    Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work.
-    """
+    Raises ConfigError if ``kv_transport`` is "nixl" and NIXL does not work."""
     if choose_transport(kv_transport) == "nixl":
         try:
             return NixlPlane(memory)

@@ -32,18 +32,14 @@ class SourcePool(Protocol):
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
     ) -> kvplane_pb2.PinBlocksReply:
-        """Pins the longest prefix that is here, lower tiers included, to a ticket of ``epoch``.
-
-        Returns the slots and checksums (XXH3-64, 0 if unchecked) of its blocks from ``first_block`` on; an empty reply
-        if there is none, and then nothing is pinned. Raises NotFound for a void epoch.
-        """
+        """Pins the longest prefix that is here, lower tiers included, to a ticket of ``epoch``, and returns its blocks
+        from ``first_block`` on; if there is none, nothing is pinned. Raises NotFound for a void epoch."""
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         """Returns the slots of a ticket's chain. Raises NotFound unless ``epoch`` holds the ticket."""
 
     @property
-    def memory(self) -> PoolMemory:
-        """The pool's memory."""
+    def memory(self) -> PoolMemory: ...
 
 
 class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):

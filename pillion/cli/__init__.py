@@ -1,9 +1,8 @@
 """The `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
 
     app.py             the commands
-    flags.py           flags of :mod:`pillion.config` from command line, environment and file, and back into an argv
+    flags.py           options that commands share; flags from command line, environment and file, and back into an argv
     checks.py          refuses flags that cannot work
-    options.py         options that the client commands share
     talk.py            generate, chat, status
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys

@@ -15,8 +15,8 @@ import click
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.cli.bench_command import bench
-from pillion.cli.flags import flag_option, flag_options, option_name
-from pillion.cli.options import CA, CERT, KEY, options
+from pillion.cli.console import fail
+from pillion.cli.flags import CA, CERT, KEY, flag_option, flag_options, option, option_name, options
 from pillion.config import CommonFlags, ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
@@ -24,14 +24,13 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEFAULT_TARGET = "127.0.0.1:50051"
+REPEAT = "Repeat it for more."
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: every error that is not a defect is one line on standard error."""
-    from pillion.cli.console import fail
-
     try:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:
@@ -162,61 +161,47 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
 
 # Options of the client commands. The API key is the environment's PILLION_API_KEY: everybody can read arguments.
 talks_to_gateway = options(
-    click.option(
-        "--target",
-        envvar="PILLION_TARGET",
-        default=DEFAULT_TARGET,
-        show_default=True,
-        help="Address of the gateway; grpcs://HOST:PORT for TLS.",
-    ),
-    CA,
-    CERT,
-    KEY,
+    option("--target", "Address of the gateway; grpcs://HOST:PORT for TLS.", DEFAULT_TARGET, envvar="PILLION_TARGET"),
+    *(CA, CERT, KEY),
 )
-REACH = ("target", "ca", "cert", "key")
 
 
 def pop_reach(values: dict[str, Any]) -> dict[str, Any]:
     """Takes :class:`pillion.Client`'s arguments out of ``values``: where the gateway is, and certificates."""
-    reach = {name: values.pop(name) for name in REACH}
+    reach = {name: values.pop(name) for name in ("target", "ca", "cert", "key")}
     return {name: value for name, value in reach.items() if value}
 
 
 # The gateway has the defaults of these.
 samples = options(
-    click.option("--model", default="", help="Served model name; may be left out where one model is served."),
-    click.option("--max-tokens", type=int, help="Most tokens to generate."),
-    click.option("--min-tokens", type=int, help="No stop before so many tokens."),
-    click.option("--temperature", type=float, help="0 is greedy."),
-    click.option("--top-p", type=float, help="Nucleus mass."),
-    click.option("--top-k", type=int, help="Only the k most likely tokens."),
-    click.option("--min-p", type=float, help="Only tokens at least so many times as likely as the most likely one."),
-    click.option("--repetition-penalty", type=float, help="Divides logits of tokens in prompt and answer; 1 is none."),
-    click.option("--presence-penalty", type=float, help="Taken from logits of tokens in the answer, once."),
-    click.option("--frequency-penalty", type=float, help="Taken from logits of tokens in the answer, each time."),
-    click.option(
+    option("--model", "Served model name; may be left out where one model is served.", ""),
+    option("--max-tokens", "Most tokens to generate.", type=int),
+    option("--min-tokens", "No stop before so many tokens.", type=int),
+    option("--temperature", "0 is greedy.", type=float),
+    option("--top-p", "Nucleus mass.", type=float),
+    option("--top-k", "Only the k most likely tokens.", type=int),
+    option("--min-p", "Only tokens at least so many times as likely as the most likely one.", type=float),
+    option("--repetition-penalty", "Divides logits of tokens in prompt and answer; 1 is none.", type=float),
+    option("--presence-penalty", "Taken from logits of tokens in the answer, once.", type=float),
+    option("--frequency-penalty", "Taken from logits of tokens in the answer, each time.", type=float),
+    option(
         "--logit-bias",
+        f"Added to a token's logit. {REPEAT}",
+        (),
         metavar="ID=VALUE",
         multiple=True,
         callback=bias_by_id,
-        help="Added to a token's logit. Repeat it for more.",
     ),
-    click.option("--seed", type=int, help="Makes sampling repeatable."),
-    click.option("--stop", multiple=True, help="Text that ends the answer. Repeat it for more."),
-    click.option(
-        "--stop-token-id",
-        "stop_token_ids",
-        type=int,
-        multiple=True,
-        help="Id that ends the answer. Repeat it for more.",
-    ),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Go on past the model's end-of-text token."),
-    click.option("--logprobs", type=int, help="Show each token's log probability and so many alternatives."),
-    click.option("--priority", type=int, help="Smaller is more urgent, from -100 to 100; 0 is the usual."),
+    option("--seed", "Makes sampling repeatable.", type=int),
+    option("--stop", f"Text that ends the answer. {REPEAT}", (), multiple=True),
+    option("--stop-token-id stop_token_ids", f"Id that ends the answer. {REPEAT}", (), type=int, multiple=True),
+    option("--ignore-eos", "Go on past the model's end-of-text token.", is_flag=True),
+    option("--logprobs", "Show each token's log probability and so many alternatives.", type=int),
+    option("--priority", "Smaller is more urgent, from -100 to 100; 0 is the usual.", type=int),
 )
 answers = options(
-    click.option("--n", type=int, help="Answers to give, one after the other."),
-    click.option("--best-of", type=int, help="Generate so many answers and give the most likely."),
+    option("--n", "Answers to give, one after the other.", type=int),
+    option("--best-of", "Generate so many answers and give the most likely.", type=int),
 )
 
 
@@ -229,24 +214,22 @@ def generate(prompt: str, **values: Any) -> None:
     """Continue PROMPT ('-' reads it from standard input) and stream the text."""
     from pillion.cli.talk import run_generate
 
-    reach = pop_reach(values)
-    run_generate(sys.stdin.read() if prompt == "-" else prompt, reach, values)
+    run_generate(sys.stdin.read() if prompt == "-" else prompt, pop_reach(values), values)
 
 
 @cli.command()
-@click.option("--system", default="", help="System message of the conversation.")
+@option("--system", "System message of the conversation.", "")
 @talks_to_gateway
 @samples
 def chat(system: str, **values: Any) -> None:
     """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
     from pillion.cli.talk import run_chat
 
-    reach = pop_reach(values)
-    run_chat(system, reach, values)
+    run_chat(system, pop_reach(values), values)
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@option("--json as_json", "Print JSON.", False, is_flag=True)
 @talks_to_gateway
 def status(as_json: bool, **values: Any) -> None:
     """Show the components of a running cluster, their load, the pool and the hit rate."""
@@ -256,23 +239,22 @@ def status(as_json: bool, **values: Any) -> None:
 
 
 @cli.command()
-@click.option(
+@option(
     "--pages",
-    metavar="PLACE",
-    multiple=True,
-    help="Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Repeat it for more. `pillion "
+    "Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Repeat it for more. `pillion "
     "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: the "
     "gateway's own, http://HOST:8000/metrics, HOST being the target's.",
+    (),
+    metavar="PLACE",
+    multiple=True,
 )
-@click.option(
-    "--interval",
-    "interval_s",
+@option(
+    "--interval interval_s",
+    "Seconds between frames. Rates are those of the last 10 s.",
+    1.0,
     type=click.FloatRange(0.2, 60),
-    default=1.0,
-    show_default=True,
-    help="Seconds between frames. Rates are those of the last 10 s.",
 )
-@click.option("--once", is_flag=True, help="Print one frame, with the rates of one interval, and exit.")
+@option("--once", "Print one frame, with the rates of one interval, and exit.", False, is_flag=True)
 @talks_to_gateway
 def top(pages: tuple[str, ...], interval_s: float, once: bool, **values: Any) -> int:
     """Watch a running cluster: components, queues, step budgets, pool, hits, latencies.
@@ -306,10 +288,8 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
 
 @cli.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option(
-    "--host", "hosts", multiple=True, help="Name or address that clients use, besides localhost's. Repeat it for more."
-)
-@click.option("--days", type=int, default=365, show_default=True, help="How long the certificates are valid.")
+@option("--host hosts", f"Name or address that clients use, besides localhost's. {REPEAT}", (), multiple=True)
+@option("--days", "How long the certificates are valid.", 365)
 def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
     """Make certificates for development in FOLDER: for the edge, a client, and between components. Needs openssl."""
     from pillion.cli.certs import make_certs
@@ -330,7 +310,7 @@ def keys() -> None:
 
 @keys.command("add")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--tenant", required=True, help="Whose key it is; a new tenant is added, without quotas.")
+@option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
 def keys_add(file: Path, tenant: str) -> None:
     """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
     from pillion.cli.keys import add_key

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.options import CA, CERT, KEY, options
+from pillion.cli.flags import CA, CERT, KEY, option, options
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
     from pillion.loadgen.figures import Record
     from pillion.loadgen.run import BenchPlan
 
-F = TypeVar("F", bound=Callable[..., Any])
-EXIT_FAILED = 1
 TABLE_WIDTH = 100
 
 
@@ -40,11 +39,6 @@ def token_range(ctx: click.Context, param: click.Parameter, text: str) -> tuple[
         return int(low), int(high)
     except ValueError:
         raise click.BadParameter(f"{text!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
-
-
-def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
-    """An option with its default in the help."""
-    return click.option(name, default=default, show_default=default not in (None, ""), help=about, **more)
 
 
 BACKENDS, ENDPOINTS = click.Choice(("pillion", "openai")), click.Choice(("completions", "chat"))
@@ -105,31 +99,25 @@ def bench() -> None:
 @click.option("--records", is_flag=True, help="With --json: one object for each request too.")
 def run(**values: Any) -> int:
     """One run. The exit status is 1 if a request failed."""
-    from pillion.loadgen import report
+    return asyncio.run(_run(plan_of(values), values))
 
-    plan, path, picture = plan_of(values), values["json"], values["plot"]
-    if picture:
-        from pillion.loadgen.plots import check_plot, plot_run
 
-        check_plot(picture)
-    from pillion.loadgen.run import opened, run_plan, sessions_of, with_environment
+async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
+    from pillion.loadgen import plots, report
+    from pillion.loadgen.run import opened, run_plan, sessions_of
 
     console, sessions = table_console(TABLE_WIDTH), sessions_of(plan)
     requests = sum(len(session.turns) for session in sessions)
-
-    async def measure() -> Any:
-        async with opened(plan.server) as (target, about):
-            with _bar(values["progress"]) as begin:
-                found, result = await run_plan(target, plan, begin("requests", requests), sessions)
-        return found, with_environment(result, about)
-
-    found, result = asyncio.run(measure())
+    async with opened(plan.server) as (target, about):
+        with _bar(values["progress"]) as begin:
+            found, result = await run_plan(target, plan, begin("requests", requests), sessions)
     console.print(report.tables(result))
-    if path:
-        report.write_json(path, result | ({"records": report.records_of(found)} if values["records"] else {}))
-    if picture:
-        plot_run(picture, found.records, plan.objectives, title_of(plan))
-    return 0 if result["summary"]["ok"] == result["summary"]["requests"] else EXIT_FAILED
+    if values["json"]:
+        records = {"records": [asdict(record) for record in found.records]} if values["records"] else {}
+        report.write_json(values["json"], result | records, about)
+    if values["plot"]:
+        plots.plot_run(values["plot"], found.records, plan.objectives, title_of(plan))
+    return int(result["summary"]["ok"] < result["summary"]["requests"])
 
 
 @bench.command()
@@ -144,14 +132,12 @@ def sweep(**values: Any) -> int:
 
     From --rate by doubling, then bisection, each run with its own seed. The exit status is 1 if no rate met them.
     """
-    from pillion.loadgen import report
+    return asyncio.run(_sweep(plan_of(values), values))
 
-    plan, path, picture = plan_of(values), values["json"], values["plot"]
-    if picture:
-        from pillion.loadgen.plots import check_plot, plot_sweep
 
-        check_plot(picture)
-    from pillion.loadgen.run import check_sweep, opened, run_sweep, with_environment
+async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
+    from pillion.loadgen import plots, report
+    from pillion.loadgen.run import check_sweep, opened, run_sweep
 
     check_sweep(plan)
     console = table_console(TABLE_WIDTH)
@@ -161,37 +147,34 @@ def sweep(**values: Any) -> int:
         line = f"{row['rate']:.3g}/s: {goodput['attainment']:.1%} good, {goodput['requests_per_s']:.2f}/s: {word}"
         console.print(f"{line}\n{row['warning']}" if row["warning"] else line, highlight=False)
 
-    async def measure() -> Any:
-        search = {name: values[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
-        async with opened(plan.server) as (target, about):
-            with _bar(values["progress"]) as begin:
-                found = await run_sweep(
-                    target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=show, **search
-                )
-        return with_environment(found, about)
-
-    result = asyncio.run(measure())
+    search = {name: values[name] for name in ("attainment", "run_s", "max_runs", "tolerance")}
+    async with opened(plan.server) as (target, about):
+        with _bar(values["progress"]) as begin:
+            result = await run_sweep(
+                target, plan, on_run=lambda rate, count: begin(f"{rate:.3g}/s", count), on_result=show, **search
+            )
     console.print(report.sweep_table(result["runs"]))
     best = result["best_rate"]
     console.print(f"highest rate that meets the objectives: {best:.3g}/s" if best else "no rate met the objectives")
-    if path:
-        report.write_json(path, result)
-    if picture:
-        plot_sweep(picture, result["runs"], values["attainment"], f"{title_of(plan)}: {values['slo']}")
-    return 0 if best else EXIT_FAILED
+    if values["json"]:
+        report.write_json(values["json"], result, about)
+    if values["plot"]:
+        plots.plot_sweep(values["plot"], result["runs"], values["attainment"], f"{title_of(plan)}: {values['slo']}")
+    return int(not best)
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """The runs that the options ask for. Raises ConfigError."""
-    from dataclasses import fields
-
+    """The runs that the options ask for. Raises ConfigError, also where no picture could be written."""
     from pillion.loadgen.load import LoadConfig
+    from pillion.loadgen.plots import check_plot
     from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo
 
     def fields_of(cls: type) -> dict[str, Any]:
         return {f.name: values[f.name] for f in fields(cls) if f.name in values and values[f.name] is not None}
 
+    if values["plot"]:
+        check_plot(values["plot"])
     try:
         objectives = parse_slo(values["slo"])
     except ValueError as error:

@@ -8,63 +8,18 @@ from typing import Any
 
 from pillion.cli.flags import option_name
 from pillion.config import parse_split_policy
-from pillion.cores import MAX_CPU_THREADS, parse_cores
+from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.served_models import other_models
-
-MAX_PORT = 65535
-MAX_WORKERS = 64
-MAX_BLOCK_SIZE_TOKENS = 1024
-MAX_PERCENT = 90
-# Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
-MIN_MESSAGE_BYTES = 64 * 2**10
-MAX_MESSAGE_BYTES = 2**31 - 1
-
-# Least and most of each number; None: no upper bound.
-_RANGES: dict[str, tuple[int, int | None]] = {
-    "heartbeat_ms": (10, None),
-    "heartbeat_timeout_ms": (50, None),
-    "fence_kill_after_s": (0, None),
-    "max_model_len": (0, None),
-    "block_size": (1, MAX_BLOCK_SIZE_TOKENS),
-    # 0: the device's default.
-    "kv_pool_bytes": (0, None),
-    "gpu_memory_utilization": (0, 1),
-    "host_bytes": (0, None),
-    "decode_reserve_percent": (0, MAX_PERCENT),
-    "max_waiting_tickets": (1, None),
-    "cpu_threads": (0, MAX_CPU_THREADS),
-    "max_num_batched_prefill_tokens": (1, None),
-    "max_waiting_spans": (1, None),
-    "max_num_batched_tokens": (1, None),
-    "max_num_seqs": (1, None),
-    "max_waiting_seqs": (1, None),
-    "target_itl_ms": (0, None),
-    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
-    "http_port": (0, MAX_PORT),
-    "grpc_port": (0, MAX_PORT),
-    "chunk_size": (1, None),
-    "max_inflight_requests": (1, None),
-    "max_inflight_tokens": (1, None),
-    "max_running_requests": (0, None),
-    "max_attempts": (1, None),
-    "max_message_bytes": (MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES),
-    "drain_timeout_s": (0, None),
-    # -1: as many as suit the device.
-    "prefill_workers": (-1, MAX_WORKERS),
-    "decode_workers": (1, MAX_WORKERS),
-    "gateway_workers": (1, MAX_WORKERS),
-}
 
 
 def check_flags(flags: Any) -> None:
     """Raises ConfigError for the first flag, or pair of flags, that cannot work."""
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    for name, value in values.items():
-        if name in _RANGES:
-            _check_range(name, value, *_RANGES[name])
+    for field in fields(flags):
+        if field.metadata["least"] is not None:
+            _check_range(field.name, values[field.name], field.metadata["least"], field.metadata["most"])
     if values["heartbeat_timeout_ms"] <= values["heartbeat_ms"]:
         raise ConfigError("--heartbeat-timeout-ms must be longer than --heartbeat-ms")
     if "chunk_size" in values and values["chunk_size"] % values["block_size"]:
@@ -107,7 +62,7 @@ def _check_listen(name: str, values: dict[str, Any]) -> None:
     )
 
 
-def _check_range(name: str, value: float, least: int, most: int | None) -> None:
+def _check_range(name: str, value: float, least: float, most: float | None) -> None:
     if not math.isfinite(value):
         raise ConfigError(f"{option_name(name)} {value} is not a finite number")
     if value < least:

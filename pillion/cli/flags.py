@@ -1,4 +1,6 @@
-"""The flags of :mod:`pillion.config` as click options, from the environment and a file, and back into an argv.
+"""Options of commands: those that several share, and the flags of :mod:`pillion.config`.
+
+A flag is a click option, a variable of the environment and a key of a file, and goes back into an argv:
 
     --max-num-seqs 32  >  PILLION_MAX_NUM_SEQS=32  >  max-num-seqs = 32 in the --config file  >  default
                                       |
@@ -43,6 +45,29 @@ OTHER_VARIABLES = {
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
+    """An option with its default in the help. A second word of ``name`` is the parameter's name."""
+    shown = default not in (None, "", ())
+    return click.option(*name.split(), default=default, show_default=shown, help=about, **more)
+
+
+def options(*made: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator of several; the help lists them in this order."""
+
+    def add(function: F) -> F:
+        for one in reversed(made):
+            function = one(function)
+        return function
+
+    return add
+
+
+# How a client reaches a server with TLS.
+CA = option("--ca", "PEM of the trusted authorities. Default: the system's.", envvar="PILLION_CA")
+CERT = option("--cert", "PEM of a client certificate, for a server that asks for one.", envvar="PILLION_CERT")
+KEY = option("--key", "PEM of the client certificate's private key.", envvar="PILLION_KEY")
 
 
 def option_name(field_name: str) -> str:
@@ -94,23 +119,17 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
     The command's function receives every field as a keyword argument, parsed. ``placement=False`` leaves out the flags
     that name or place one process: the command chooses them for each of its components.
     """
-
-    def decorate(function: F) -> F:
-        for field in reversed(fields(cls)):
-            if placement or not field.metadata["placement"]:
-                function = flag_option(field)(function)
-        return click.option(
-            "--config",
-            "config_path",
-            envvar=ENV_PREFIX + "CONFIG",
-            metavar="PATH",
-            is_eager=True,
-            expose_value=False,
-            callback=_read_environment_and_file,
-            help="TOML file with any of these flags as keys.",
-        )(function)
-
-    return decorate
+    file = click.option(
+        "--config",
+        "config_path",
+        envvar=ENV_PREFIX + "CONFIG",
+        metavar="PATH",
+        is_eager=True,
+        expose_value=False,
+        callback=_read_environment_and_file,
+        help="TOML file with any of these flags as keys.",
+    )
+    return options(file, *(flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]))
 
 
 def flag_option(field: Field[Any]) -> Callable[[F], F]:

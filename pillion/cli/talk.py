@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from rich import box
+from rich.table import Table
+
 from pillion.cli.console import table_console
+from pillion.client.client import Client
 from pillion.types import ChatMessage, ClusterStatus, ComponentStatus, Delta, TokenLogprob
 
 PROMPT = "you> "
@@ -17,8 +21,6 @@ TABLE_WIDTH = 120
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Streams the continuation to standard output; several are printed one after the other. Raises PillionError."""
-    from pillion.client.client import Client
-
     with Client(**reach) as client:
         deltas = client.generate(prompt, **given(sampling))
         if (sampling.get("n") or 1) > 1:
@@ -29,8 +31,6 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Runs one turn per line of standard input. Each sends the whole conversation, whose KV is cached."""
-    from pillion.client.client import Client
-
     messages = [ChatMessage("system", system)] if system else []
     with Client(**reach) as client:
         for line in user_lines():
@@ -109,8 +109,6 @@ def user_lines() -> Iterator[str]:
 
 def run_status(reach: dict[str, Any], as_json: bool) -> None:
     """Prints the cluster's state. Raises PillionError."""
-    from pillion.client.client import Client
-
     with Client(**reach) as client:
         status = client.status()
     if as_json:
@@ -121,11 +119,8 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     console.print(summary(status))
 
 
-def status_table(status: ClusterStatus) -> Any:
-    """A rich table, one row per component."""
-    from rich import box
-    from rich.table import Table
-
+def status_table(status: ClusterStatus) -> Table:
+    """One row per component."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("component", "role", "model", "kernels", "node"):
         table.add_column(name, overflow="fold")

@@ -1,6 +1,6 @@
 """Writes client.py, the blocking client, from async_client.py: `make client`, after each edit of async_client.py.
 
-The generated file is committed, so that a clone runs as it is; a test generates it again and compares (tests/sdk).
+The generated file is committed, so that a clone runs as it is; a test generates it again and compares.
 """
 
 from __future__ import annotations

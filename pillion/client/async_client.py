@@ -33,9 +33,9 @@ import grpc
 import grpc.aio
 from opentelemetry import trace
 
-from pillion.client import client_spans
+from pillion.client import client_requests, client_spans
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch_async
-from pillion.client.client_requests import Item, Message, Prompt, RequestOptions, to_pb
+from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
@@ -108,15 +108,11 @@ class AsyncClient:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        chosen = client_requests.sampling_of(sampling, fields)
+        request = client_requests.prompt_request(
+            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_prompt(prompt), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     def chat(
         self,
@@ -134,15 +130,11 @@ class AsyncClient:
 
         The other arguments are those of :meth:`generate`.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        chosen = client_requests.sampling_of(sampling, fields)
+        request = client_requests.chat_request(
+            messages, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_chat(messages), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     async def batch(
         self,
@@ -176,10 +168,8 @@ class AsyncClient:
         """
         check_concurrency(concurrency)
         requests = [
-            RequestOptions(model=model, sampling=each, cache_salt=cache_salt, priority=priority, fields=fields).of_item(
-                prompt
-            )
-            for prompt, each in zip(prompts, one_each(sampling, len(prompts)), strict=True)
+            client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
+            for prompt, each in zip(prompts, one_each(sampling, fields, len(prompts)), strict=True)
         ]
         return await run_batch_async(
             lambda request: self._call(request, timeout_s), _deltas, requests, concurrency, progress, raise_errors
@@ -219,7 +209,7 @@ class AsyncClient:
         stub, span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
-        call = stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
+        call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
         client_spans.end_with_async(span, call)
         return call
 

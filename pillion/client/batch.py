@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pillion.client.client_requests import sampling_of
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.types import Delta, GenerateRequest, SamplingParams
@@ -32,13 +33,15 @@ def check_concurrency(concurrency: int) -> None:
         raise ValueError(f"concurrency {concurrency} is not in [1, {MAX_CONCURRENCY}]")
 
 
-def one_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """The sampling of each of ``count`` prompts. Raises ValueError for a list of another length."""
+def one_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], count: int
+) -> list[SamplingParams]:
+    """The sampling of each of ``count`` prompts; by :func:`sampling_of`. Raises ValueError for too few or too many."""
     if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling] * count
+        return [sampling_of(sampling, fields)] * count
     if len(sampling) != count:
         raise ValueError(f"{count} prompts and {len(sampling)} sampling parameters: give one, or one for each")
-    return list(sampling)
+    return [sampling_of(each, fields) for each in sampling]
 
 
 def run_batch(
@@ -207,17 +210,11 @@ def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
     if not wanted:
         yield lambda: None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    counts = (progress.TextColumn("prompts"), progress.BarColumn(), progress.MofNCompleteColumn())
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    with progress.Progress(*counts, *times, console=Console(stderr=True)) as bar:
         task = bar.add_task("prompts", total=total)
         yield lambda: bar.advance(task)

@@ -32,9 +32,9 @@ from typing import Any
 import grpc
 from opentelemetry import trace
 
-from pillion.client import client_spans
+from pillion.client import client_requests, client_spans
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
-from pillion.client.client_requests import Item, Message, Prompt, RequestOptions, to_pb
+from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
@@ -107,15 +107,11 @@ class Client:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, or ``sampling`` and keywords together.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        chosen = client_requests.sampling_of(sampling, fields)
+        request = client_requests.prompt_request(
+            prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_prompt(prompt), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     def chat(
         self,
@@ -133,15 +129,11 @@ class Client:
 
         The other arguments are those of :meth:`generate`.
         """
-        options = RequestOptions(
-            model=model,
-            sampling=sampling,
-            cache_salt=cache_salt,
-            request_id=request_id,
-            priority=priority,
-            fields=fields,
+        chosen = client_requests.sampling_of(sampling, fields)
+        request = client_requests.chat_request(
+            messages, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(options.of_chat(messages), timeout_s))
+        return _deltas(self._call(request, timeout_s))
 
     def batch(
         self,
@@ -175,10 +167,8 @@ class Client:
         """
         check_concurrency(concurrency)
         requests = [
-            RequestOptions(model=model, sampling=each, cache_salt=cache_salt, priority=priority, fields=fields).of_item(
-                prompt
-            )
-            for prompt, each in zip(prompts, one_each(sampling, len(prompts)), strict=True)
+            client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
+            for prompt, each in zip(prompts, one_each(sampling, fields, len(prompts)), strict=True)
         ]
         return run_batch(
             lambda request: self._call(request, timeout_s), _deltas, requests, concurrency, progress, raise_errors
@@ -218,7 +208,7 @@ class Client:
         stub, span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
-        call = stub.Generate(to_pb(request), timeout=timeout_s, metadata=metadata)
+        call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
         client_spans.end_with(span, call)
         return call
 

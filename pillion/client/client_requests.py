@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
@@ -17,42 +17,24 @@ Message = ChatMessage | Mapping[str, str]
 Item = Prompt | Sequence[Message]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What every call takes besides its prompt; ``fields`` are sampling parameters given by keyword."""
+def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
+    """The request of one prompt; ``options``: other fields of GenerateRequest."""
+    if isinstance(prompt, str):
+        return GenerateRequest(text=prompt, **options)
+    return GenerateRequest(token_ids=tuple(prompt), **options)
 
-    model: str = ""
-    sampling: SamplingParams | None = None
-    cache_salt: str = ""
-    request_id: str = ""
-    priority: int = 0
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
-    def of_prompt(self, prompt: Prompt) -> GenerateRequest:
-        """The request of one prompt. Raises TypeError for unknown fields."""
-        if isinstance(prompt, str):
-            return replace(self._request(), text=prompt)
-        return replace(self._request(), token_ids=tuple(prompt))
+def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
+    """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
+    checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
+    return GenerateRequest(messages=tuple(checked), **options)
 
-    def of_chat(self, messages: Sequence[Message]) -> GenerateRequest:
-        """The request of one conversation. Raises TypeError for unknown fields, InvalidRequest for a bad message."""
-        checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
-        return replace(self._request(), messages=tuple(checked))
 
-    def of_item(self, item: Item) -> GenerateRequest:
-        """The request of a batch's item. Raises what :meth:`of_prompt` and :meth:`of_chat` raise."""
-        if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
-            return self.of_chat(item)  # type: ignore[arg-type]
-        return self.of_prompt(item)  # type: ignore[arg-type]
-
-    def _request(self) -> GenerateRequest:
-        return GenerateRequest(
-            model=self.model,
-            sampling=sampling_of(self.sampling, self.fields),
-            cache_salt=self.cache_salt,
-            request_id=self.request_id,
-            priority=self.priority,
-        )
+def item_request(item: Item, **options: Any) -> GenerateRequest:
+    """The request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
+    if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
+        return chat_request(item, **options)  # type: ignore[arg-type]
+    return prompt_request(item, **options)  # type: ignore[arg-type]
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:

@@ -26,14 +26,11 @@ _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 def begin(request: GenerateRequest) -> trace.Span:
     """The span of a Generate call, under the caller's own."""
     operation = "chat" if request.messages else "text_completion"
-    span = telemetry.tracer().start_span(
-        f"{operation} {request.model[:MAX_NAME_CHARS]}".rstrip(), kind=trace.SpanKind.CLIENT
-    )
+    model = request.model[:MAX_NAME_CHARS]
+    span = telemetry.tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
     if span.is_recording():
-        span.set_attribute("gen_ai.operation.name", operation)
-        span.set_attribute("gen_ai.provider.name", "pillion")
-        if request.model:
-            span.set_attribute("gen_ai.request.model", request.model[:MAX_NAME_CHARS])
+        named = {"gen_ai.request.model": model} if model else {}
+        span.set_attributes({"gen_ai.operation.name": operation, "gen_ai.provider.name": "pillion", **named})
     return span
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+from pillion.types import Delta, Timings, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,6 @@ class RequestOutput:
     timings: Timings | None = None
 
 
-class _PartialAnswer:
-    __slots__ = ("finish_reason", "logprobs", "texts", "token_ids")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.finish_reason: FinishReason | None = None
-
-
 class OutputCollector:
     """Gathers one stream's deltas; :meth:`output` may be called at any time.
 
@@ -93,16 +83,12 @@ class OutputCollector:
         self._prompt_token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
         self._with_logprobs = with_logprobs
         self._decode = decode
-        self._answers: dict[int, _PartialAnswer] = {}
+        self._answers: dict[int, list[Delta]] = {}
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
         """Adds the stream's next delta."""
-        answer = self._answers.setdefault(delta.index, _PartialAnswer())
-        answer.texts.append(delta.text)
-        answer.token_ids += delta.token_ids
-        answer.logprobs += delta.logprobs
-        answer.finish_reason = delta.finish_reason or answer.finish_reason
+        self._answers.setdefault(delta.index, []).append(delta)
         self._last = delta
 
     def output(self) -> RequestOutput:
@@ -112,20 +98,21 @@ class OutputCollector:
             request_id=self._last.request_id if self._last else "",
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            outputs=[self._completion(index, answer) for index, answer in sorted(self._answers.items())],
+            outputs=[self._completion(index, deltas) for index, deltas in sorted(self._answers.items())],
             finished=usage is not None,
             num_cached_tokens=usage.cached_tokens if usage else 0,
             usage=usage,
             timings=self._last.timings if self._last else None,
         )
 
-    def _completion(self, index: int, answer: _PartialAnswer) -> CompletionOutput:
-        logprobs = answer.logprobs if self._with_logprobs else None
+    def _completion(self, index: int, deltas: list[Delta]) -> CompletionOutput:
+        logprobs = [one for delta in deltas for one in delta.logprobs] if self._with_logprobs else None
+        reason = next((delta.finish_reason for delta in deltas if delta.finish_reason), None)
         return CompletionOutput(
             index=index,
-            text="".join(answer.texts),
-            token_ids=answer.token_ids,
-            finish_reason=answer.finish_reason.value if answer.finish_reason else None,
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            finish_reason=reason.value if reason else None,
             logprobs=None if logprobs is None else [self._position(one) for one in logprobs],
             cumulative_logprob=None if logprobs is None else sum(one.logprob for one in logprobs),
         )

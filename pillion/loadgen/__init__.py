@@ -1,6 +1,6 @@
 """`pillion bench`: load on a running service, and what its clients see. Works with the SDK alone.
 
-    load.py    config, seed -> sessions with arrival times        arrivals, lengths, traces: what they are drawn from
+    load.py    config, seed -> sessions with arrival times        traces.py: recorded traffic
        |
     drive.py   sends each at its time, however slow the server    target (gRPC), openai_target (HTTP): what is driven
        |

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from pillion.loadgen.figures import OK, Record
+from pillion.loadgen.figures import OK, Record, Run
 from pillion.loadgen.load import LoadSession, Turn, text_of
 from pillion.loadgen.target import AnswerRequest, LoadTarget, Message, TargetError, TokenCounts
 
@@ -23,29 +23,11 @@ STALL_PERIOD_S = 0.05
 NO_CAP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What happened in one run.
-
-    Attributes:
-        records: in order of their intended arrival.
-        duration_s: from the begin to the end of the last answer.
-        cpu_s: processor time of this process during the run.
-        stalls_s: how late a timer of the event loop was, sampled each 50 ms.
-        unsent: turns that were not sent because the one before them failed.
-    """
-
-    records: tuple[Record, ...]
-    duration_s: float
-    cpu_s: float
-    stalls_s: tuple[float, ...]
-    unsent: int = 0
-
-
+@dataclass
 class LoadDriver:
     """Drives one run over one target; an instance is used once.
 
-    Args:
+    Attributes:
         concurrency: sessions at any time in a closed loop; None: each begins at its own time.
         max_concurrency: most requests in flight at once; None for no cap.
         timeout_s: longest time of one request, from when it was sent.
@@ -53,24 +35,17 @@ class LoadDriver:
         on_done: called after each request.
     """
 
-    def __init__(
-        self,
-        target: LoadTarget,
-        sessions: Sequence[LoadSession],
-        *,
-        concurrency: int | None = None,
-        max_concurrency: int | None = None,
-        timeout_s: float = 600.0,
-        as_chat: bool = False,
-        on_done: Callable[[Record], None] = lambda record: None,
-    ) -> None:
-        self._target = target
-        self._sessions = sessions
-        self._concurrency = concurrency
-        self._cap = asyncio.Semaphore(max_concurrency or NO_CAP)
-        self._timeout_s = timeout_s
-        self._as_chat = as_chat
-        self._on_done = on_done
+    target: LoadTarget
+    sessions: Sequence[LoadSession]
+    _: KW_ONLY
+    concurrency: int | None = None
+    max_concurrency: int | None = None
+    timeout_s: float = 600.0
+    as_chat: bool = False
+    on_done: Callable[[Record], None] = lambda record: None
+
+    def __post_init__(self) -> None:
+        self._cap = asyncio.Semaphore(self.max_concurrency or NO_CAP)
         self._records: list[Record] = []
         self._begin = 0.0
 
@@ -80,24 +55,24 @@ class LoadDriver:
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
         try:
-            await (self._open() if self._concurrency is None else self._closed(self._concurrency))
+            await (self._open() if self.concurrency is None else self._closed(self.concurrency))
             duration_s, cpu_s = self._now(), time.process_time() - cpu
         finally:
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching
-        turns = sum(len(session.turns) for session in self._sessions)
+        turns = sum(len(session.turns) for session in self.sessions)
         records = tuple(sorted(self._records, key=lambda record: (record.due_s, record.session, record.turn)))
         return Run(records, duration_s, cpu_s, tuple(stalls), turns - len(records))
 
     async def _open(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for number, session in enumerate(self._sessions):
+            for number, session in enumerate(self.sessions):
                 await self._sleep_until(session.at_s)
                 group.create_task(self._session(number, session, session.at_s))
 
     async def _closed(self, concurrency: int) -> None:
-        waiting = iter(enumerate(self._sessions))
+        waiting = iter(enumerate(self.sessions))
 
         async def client() -> None:
             for number, session in waiting:
@@ -116,14 +91,14 @@ class LoadDriver:
             request = self._request_of(turn, history)
             record, text = await self._send(number, turn_number, request, due_s)
             self._records.append(record)
-            self._on_done(record)
+            self.on_done(record)
             if not record.ok:
                 return
             due_s = record.ended_s
             history = [*request.messages, {"role": "assistant", "content": text}]
 
     def _request_of(self, turn: Turn, history: list[Message]) -> AnswerRequest:
-        if turn.ids and not self._as_chat:
+        if turn.ids and not self.as_chat:
             return AnswerRequest(turn.output_tokens, ids=turn.ids)
         message = {"role": "user", "content": turn.text or text_of(turn.ids)}
         return AnswerRequest(turn.output_tokens, messages=(*history, message))
@@ -138,8 +113,8 @@ class LoadDriver:
             sent_s = self._now()
             try:
                 async with (
-                    asyncio.timeout(self._timeout_s),
-                    contextlib.aclosing(self._target.stream(request)) as stream,
+                    asyncio.timeout(self.timeout_s),
+                    contextlib.aclosing(self.target.stream(request)) as stream,
                 ):
                     async for message in stream:
                         if message.tokens:
@@ -149,7 +124,7 @@ class LoadDriver:
             except TargetError as failure:
                 status, error = failure.status, failure.message
             except TimeoutError:
-                status, error = "timeout", f"no whole answer within {self._timeout_s:g} s"
+                status, error = "timeout", f"no whole answer within {self.timeout_s:g} s"
             if status == OK and not messages:
                 status, error = "empty", "the answer has no token"
         seen = sum(tokens for _, tokens in messages)

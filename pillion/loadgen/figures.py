@@ -84,6 +84,25 @@ class Record:
         return self.sent_s - self.due_s - self.held_s
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What happened in one run.
+
+    Attributes:
+        records: in order of their intended arrival.
+        duration_s: from the begin to the end of the last answer.
+        cpu_s: processor time of this process during the run.
+        stalls_s: how late a timer of the event loop was, sampled each 50 ms.
+        unsent: turns that were not sent because the one before them failed.
+    """
+
+    records: tuple[Record, ...]
+    duration_s: float
+    cpu_s: float
+    stalls_s: tuple[float, ...]
+    unsent: int = 0
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The percentile, linear between the closest ranks as numpy's default is. Raises ValueError for no value."""
     if not values:
@@ -140,20 +159,15 @@ def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
 
 
-def client_figures(records: Sequence[Record], cpu_s: float, duration_s: float, stalls_s: Sequence[float]) -> Any:
-    """The client's own cost and lateness.
-
-    Args:
-        cpu_s: processor time of this process during the run.
-        stalls_s: how late a timer of the event loop was, sampled.
-    """
-    tokens = sum(tokens for record in records for _, tokens in record.messages)
-    held = [record.held_s for record in records]
+def client_figures(run: Run) -> dict[str, Any]:
+    """The client's own cost and lateness."""
+    tokens = sum(tokens for record in run.records for _, tokens in record.messages)
+    held = [record.held_s for record in run.records]
     return {
-        "cpu_share": cpu_s / max(duration_s, 1e-9),
-        "cpu_us_per_token": cpu_s / tokens * 1e6 if tokens else None,
-        "lag_ms": distribution([record.lag_s for record in records]),
-        "loop_stall_ms": distribution(stalls_s),
+        "cpu_share": run.cpu_s / max(run.duration_s, 1e-9),
+        "cpu_us_per_token": run.cpu_s / tokens * 1e6 if tokens else None,
+        "lag_ms": distribution([record.lag_s for record in run.records]),
+        "loop_stall_ms": distribution(run.stalls_s),
         "held_ms": distribution(held),
         "held_requests": sum(wait > HELD_S for wait in held),
     }

@@ -4,10 +4,18 @@ random   one request a session: token ids, no two prompts alike
 trace    one request a session: a row of a recorded trace
 chats    several turns a session: one of a few system prompts that many share (Zipf), then the user's messages; each
          turn sends the whole history, with the answers that the server really gave
+
+Sessions arrive by a renewal process with gamma distributed gaps, as in `vllm bench serve`:
+
+burstiness    inf   every gap is the same (constant)
+              1     exponential gaps (Poisson)
+              < 1   bursts and silences: the gaps' coefficient of variation is 1 / sqrt(burstiness)
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,10 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pillion.errors import ConfigError
-from pillion.loadgen.arrivals import arrival_times, burstiness_of
-from pillion.loadgen.lengths import parse_lengths
-from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace
+from pillion.loadgen.traces import PromptMaker, read_trace
 
+PROCESSES = ("poisson", "constant", "gamma")
+MIN_BURSTINESS = 1e-3
+# The longest prompt or answer.
+MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
 # Prompts are made before the clock starts, four bytes a token.
@@ -162,7 +172,9 @@ def _chats(config: LoadConfig) -> Iterator[LoadSession]:
 def _from_trace(config: LoadConfig) -> list[LoadSession]:
     if not config.trace:
         raise ValueError("the workload trace needs --trace FILE")
-    rows = [row for row in read_trace(Path(config.trace)) if fits(row, config.max_model_len)][: config.requests]
+    most = math.inf if config.max_model_len is None else config.max_model_len
+    rows = [row for row in read_trace(Path(config.trace)) if row.input_length + row.output_length <= most]
+    rows = rows[: config.requests]
     if not rows:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
@@ -181,6 +193,76 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
     return sessions
 
 
-def fits(row: TraceRequest, max_model_len: int | None) -> bool:
-    """Whether prompt and answer are within ``max_model_len`` tokens; None for no limit."""
-    return max_model_len is None or row.input_length + row.output_length <= max_model_len
+def burstiness_of(process: str, burstiness: float) -> float:
+    """The shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
+    if process not in PROCESSES:
+        raise ValueError(f"arrivals {process!r} are none of {', '.join(PROCESSES)}")
+    if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:
+        raise ValueError(f"burstiness {burstiness:g} is not at least {MIN_BURSTINESS:g}")
+    return {"constant": math.inf, "poisson": 1.0}.get(process, burstiness)
+
+
+def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s: float | None = None) -> list[float]:
+    """Seconds from the begin of at most ``count`` arrivals, ``rate`` a second.
+
+    Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
+    would otherwise have another rate than the requested one. Raises ValueError for a rate that is not positive.
+    """
+    if not 0 < rate < math.inf:
+        raise ValueError(f"a rate of {rate:g} requests a second is not above 0")
+    draw = random.Random(f"arrivals {seed}")
+    times = [number / rate for number in range(1, count + 1)]
+    if burstiness != math.inf:
+        gaps = (draw.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count))
+        times = list(itertools.accumulate(gaps))
+    if until_s is not None:
+        return [at_s for at_s in times if at_s <= until_s]
+    # Gaps of very bursty arrivals may all be too small for a number.
+    factor = count / rate / times[-1] if times and times[-1] > 0 else 1.0
+    return [at_s * factor for at_s in times]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution over whole numbers in [low, high].
+
+    ``sigma`` None: uniform. Else log-normal with that median and that standard deviation of the logarithm; draws beyond
+    the bounds are moved to them.
+    """
+
+    low: int
+    high: int
+    median: float = 0.0
+    sigma: float | None = None
+
+    def draw(self, random_: random.Random) -> int:
+        """The next length, in tokens."""
+        if self.sigma is None:
+            return random_.randint(self.low, self.high)
+        drawn = random_.lognormvariate(math.log(self.median), self.sigma)
+        return min(self.high, max(self.low, round(min(drawn, self.high))))
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Reads ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for others."""
+    kind, colon, rest = text.strip().partition(":")
+    try:
+        numbers = [float(number) for number in (rest if colon else kind).split(",")]
+    except ValueError:
+        numbers = []
+    shape: tuple[float, ...] = ()
+    match ("fixed" if not colon else kind, numbers):
+        case ("fixed", [low]):
+            high = low
+        case ("uniform", [low, high]):
+            pass
+        case ("lognormal", [median, sigma, *most]) if len(most) <= 1 and median >= 1 and 0 <= sigma <= 10:
+            low, high, shape = 1.0, most[0] if most else float(MAX_TOKENS), (median, sigma)
+        case _:
+            raise ValueError(f"length {text!r} is not N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]")
+    for bound in (low, high):
+        if not bound.is_integer():
+            raise ValueError(f"length {text!r}: {bound:g} is not a whole number of tokens")
+    if not 1 <= low <= high <= MAX_TOKENS:
+        raise ValueError(f"length {text!r} is not within 1 and {MAX_TOKENS}, the smaller first")
+    return Lengths(int(low), int(high), *shape)

@@ -220,35 +220,30 @@ class OpenAITarget:
 def message_of(payload: bytes) -> AnswerMessage:
     """The message of one event. Raises TargetError for an error event, or one that is not OpenAI's."""
     try:
-        return _message_of(json.loads(payload))
+        event = json.loads(payload)
+        if error := event.get("error"):
+            raise TargetError("error event", str(error.get("message", error) if isinstance(error, dict) else error))
+        counts, usage = None, event.get("usage")
+        if usage:
+            details = usage.get("prompt_tokens_details") or {}
+            counts = TokenCounts(
+                usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
+            )
+        if not (choices := event.get("choices")):
+            return AnswerMessage("", 0, counts)
+        choice = choices[0]
+        if (delta := choice.get("delta")) is not None:
+            text = delta.get("content") or ""
+            # A chat's first event only opens the message; one with a token whose text is not certain yet has no role.
+            shown = text or delta.get("reasoning_content") or delta.get("reasoning")
+            empty = "content" not in delta or bool(delta.get("role"))
+        else:
+            text = shown = choice.get("text") or ""
+            empty = False
+        return AnswerMessage(text, int(bool(shown) or not (empty or choice.get("finish_reason"))), counts)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         text = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
         raise TargetError("bad event", f"{error!r} in {text}") from None
-
-
-def _message_of(event: dict[str, Any]) -> AnswerMessage:
-    if event.get("error"):
-        error = event["error"]
-        raise TargetError("error event", str(error.get("message", error) if isinstance(error, dict) else error))
-    counts = None
-    if usage := event.get("usage"):
-        details = usage.get("prompt_tokens_details") or {}
-        counts = TokenCounts(
-            usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
-        )
-    if not (choices := event.get("choices")):
-        return AnswerMessage("", 0, counts)
-    choice = choices[0]
-    if (delta := choice.get("delta")) is not None:
-        text = delta.get("content") or ""
-        # A chat's first event only opens the message; one with a token whose text is not certain yet has no role.
-        shown = text or delta.get("reasoning_content") or delta.get("reasoning")
-        empty = "content" not in delta or bool(delta.get("role"))
-    else:
-        text = shown = choice.get("text") or ""
-        empty = False
-    token = bool(shown) or not (empty or choice.get("finish_reason"))
-    return AnswerMessage(text, int(token), counts)
 
 
 def _tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:

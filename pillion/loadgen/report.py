@@ -9,18 +9,16 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from pillion._version import VERSION
-from pillion.loadgen.drive import Run
-from pillion.loadgen.figures import bottleneck, client_figures, summarize
+from pillion.loadgen.figures import Run, bottleneck, client_figures, summarize
 from pillion.loadgen.slo import Objective, good
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
 
 SCHEMA = 1
 LATENCIES = (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("e2e", "e2e_ms"))
@@ -33,7 +31,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
     if config["load"]["concurrency"]:
         # In a closed loop the server's pace is the load's.
         summary["offered_requests_per_s"] = None
-    client = client_figures(run.records, run.cpu_s, run.duration_s, run.stalls_s)
+    client = client_figures(run)
     met = good(objectives, run.records)
     attainment = sum(met) / len(met) if met else 0.0
     why = bottleneck(client, summary["ttft_ms"])
@@ -69,23 +67,15 @@ def environment() -> dict[str, Any]:
     }
 
 
-def records_of(run: Run) -> list[dict[str, Any]]:
-    """One object for each request, with times in seconds since the run's begin."""
-    return [asdict(record) for record in run.records]
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Writes the result as JSON. Raises OSError."""
+def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> None:
+    """Writes the result with the client's environment and the server's description of itself. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    whole = result | {"environment": environment(), "server": server}
+    path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
 def tables(result: dict[str, Any]) -> Group:
     """The tables and warnings of a run, for the terminal."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     latency = Table(title="latency, ms, from the intended arrival")
     latency.add_column("")
     for column in COLUMNS:
@@ -102,8 +92,6 @@ def tables(result: dict[str, Any]) -> Group:
 
 
 def _totals(result: dict[str, Any]) -> Table:
-    from rich.table import Table
-
     summary, goodput, client = result["summary"], result["goodput"], result["client"]
     rows = {
         "requests": f"{summary['ok']} of {summary['requests']} answered in {summary['duration_s']:.1f} s",
@@ -134,8 +122,6 @@ def _totals(result: dict[str, Any]) -> Table:
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
     """The table of a sweep: one row a run, in order of the rate."""
-    from rich.table import Table
-
     table = Table(title="rate and goodput")
     for heading in ("rate/s", "goodput/s", "met", "TTFT p99 ms", "ITL p99 ms", "errors", ""):
         table.add_column(heading, justify="right")

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.loadgen.drive import LoadDriver, Run
-from pillion.loadgen.figures import Record
+from pillion.loadgen.drive import LoadDriver
+from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
-from pillion.loadgen.report import SCHEMA, environment, result_of
+from pillion.loadgen.openai_target import OpenAITarget
+from pillion.loadgen.report import SCHEMA, result_of
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
-BACKENDS = ("pillion", "openai")
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
 # Offsets that keep the seeds of warm-ups and of a sweep's runs apart.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
@@ -40,17 +40,6 @@ class Server:
     api_key_variable: str = "PILLION_API_KEY"
     timeout_s: float = 600.0
 
-    def open(self) -> LoadTarget:
-        """Makes the target; the first request connects. Raises ConfigError."""
-        where = self.target or DEFAULT_TARGETS[self.backend]
-        reach: dict[str, Any] = {"target": where, "ca": self.ca, "cert": self.cert, "key": self.key}
-        reach["api_key"] = os.environ.get(self.api_key_variable, "")
-        if self.backend == "pillion":
-            return PillionTarget(self.model, self.ignore_eos, self.temperature, **reach)
-        from pillion.loadgen.openai_target import OpenAITarget
-
-        return OpenAITarget(self.model, self.ignore_eos, self.temperature, **reach)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
@@ -64,24 +53,26 @@ class BenchPlan:
 
     def described(self) -> dict[str, Any]:
         """The plan as the report shows it."""
-        return {
-            "server": asdict(self.server),
-            "load": asdict(self.load),
-            "max_concurrency": self.max_concurrency,
-            "warm_up_requests": self.warm_up_requests,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """Opens the target and yields it with the server's description. Raises Unavailable where it does not answer."""
-    target = server.open()
+    """Yields the target, open, and the server's description.
+
+    Raises ConfigError for a server that cannot be, Unavailable where it does not answer.
+    """
+    where = server.target or DEFAULT_TARGETS[server.backend]
+    reach: dict[str, Any] = {"target": where, "ca": server.ca, "cert": server.cert, "key": server.key}
+    reach["api_key"] = os.environ.get(server.api_key_variable, "")
+    kind = PillionTarget if server.backend == "pillion" else OpenAITarget
+    target: LoadTarget = kind(server.model, server.ignore_eos, server.temperature, **reach)
     try:
         try:
             description = await target.describe()
         except TargetError as error:
             if server.backend == "pillion" or not server.model:
-                raise Unavailable(f"{server.target or DEFAULT_TARGETS[server.backend]}: {error}") from None
+                raise Unavailable(f"{where}: {error}") from None
             description = {}
         yield target, description
     finally:
@@ -173,8 +164,3 @@ async def run_sweep(
         "best_rate": best_rate(tried),
         "runs": rows,
     }
-
-
-def with_environment(result: dict[str, Any], description: dict[str, Any]) -> dict[str, Any]:
-    """The result with the environment of the client and the server's description."""
-    return {**result, "environment": environment(), "server": description}

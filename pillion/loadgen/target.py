@@ -55,15 +55,12 @@ class LoadTarget(Protocol):
 
     def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         """Streams one answer. Raises TargetError."""
-        ...
 
     async def describe(self) -> dict[str, Any]:
         """The server's own description, for the report. Raises TargetError where it does not answer."""
-        ...
 
     async def aclose(self) -> None:
         """Ends all connections."""
-        ...
 
 
 class PillionTarget:

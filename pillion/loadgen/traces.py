@@ -101,11 +101,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 class PromptMaker:
-    """Makes token ids for the rows of one trace; the same seed makes the same ids.
-
-    Args:
-        vocabulary: ids to draw from.
-    """
+    """Makes token ids for the rows of one trace, drawn from ``vocabulary``; the same seed makes the same ids."""
 
     def __init__(self, seed: int, vocabulary: Sequence[int]) -> None:
         self._seed = seed

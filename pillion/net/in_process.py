@@ -68,8 +68,11 @@ class InProcessServer:
         return task
 
 
-class InProcessChannel(grpc.aio.Channel):
-    """A channel to the server of an in-process address; like any channel, it may be opened before the server starts."""
+class InProcessChannel:
+    """A channel to the server of an in-process address, with what stubs use of grpc.aio.Channel.
+
+    Like any channel, it may be opened before the server starts.
+    """
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -95,21 +98,8 @@ class InProcessChannel(grpc.aio.Channel):
 
         return call
 
-    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{method}: no service has a call with a stream of requests and one reply")
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        if self._closed:
-            return grpc.ChannelConnectivity.SHUTDOWN
-        return grpc.ChannelConnectivity.READY if self._target in _servers else grpc.ChannelConnectivity.IDLE
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        raise NotImplementedError("an in-process channel does not watch its server")
-
-    async def channel_ready(self) -> None:
-        self._server()
-
-    async def close(self, grace: float | None = None) -> None:
+    async def close(self) -> None:
+        """Cancels the streams; there are no calls after it."""
         self._closed = True
         for stream in tuple(self._streams):
             stream.cancel()
@@ -136,17 +126,22 @@ class InProcessChannel(grpc.aio.Channel):
                 reply = handler.unary_unary(request, context)
                 return await reply if inspect.isawaitable(reply) else reply
         except Exception as error:
-            if limit.expired():
-                raise rpc_error(DeadlineExceeded("Deadline Exceeded")) from None
-            raise rpc_error(as_pillion_error(error, method)) from error
+            raise _error_of(error, method, limit) from error
         finally:
             context.finish()
 
-    def _stream(self, method: str, request: Any, timeout: float | None, metadata: Metadata) -> _Stream:
+    def _stream(self, method: str, request: Any, timeout_s: float | None, metadata: Metadata) -> _Stream:
         self._check_open()
-        stream = _Stream(self._server, method, request, timeout, metadata)
+        stream = _Stream()
+        try:
+            server = self._server()
+        except grpc.aio.AioRpcError as error:
+            stream.end(error)
+            return stream
+        work = stream.run(server.handlers[method], method, request, timeout_s, InProcessContext(metadata))
+        stream.task = server.spawn(work)
         self._streams.add(stream)
-        stream.on_end(lambda: self._streams.discard(stream))
+        stream.task.add_done_callback(lambda _: self._streams.discard(stream))
         return stream
 
 
@@ -170,8 +165,7 @@ class InProcessContext:
 
     def finish(self) -> None:
         """The call has ended."""
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        for callback in self._callbacks:
             callback(self)
 
 
@@ -233,32 +227,19 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
 
 
 class _Stream:
-    """The caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and UnaryStreamCall."""
+    """The caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and UnaryStreamCall.
 
-    def __init__(
-        self, server: Callable[[], InProcessServer], method: str, request: Any, timeout: float | None, meta: Metadata
-    ) -> None:
+    ``task`` runs the handler; it is None where nothing serves the address.
+    """
+
+    def __init__(self) -> None:
         self._requests, self._replies = _Pipe(), _Pipe()
-        self._task: asyncio.Task[None] | None = None
-        try:
-            found = server()
-        except grpc.aio.AioRpcError as error:
-            self._end(error)
-            return
-        context = InProcessContext(meta)
-        self._task = found.spawn(self._run(found.handlers[method], method, request, timeout, context))
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """``callback`` is called when the call has ended."""
-        if self._task is None:
-            callback()
-        else:
-            self._task.add_done_callback(lambda _: callback())
+        self.task: asyncio.Task[None] | None = None
 
     async def wait_for_connection(self) -> None:
         """Lets the handler begin. Raises AioRpcError where nothing serves the address."""
         await asyncio.sleep(0)
-        if self._task is None:
+        if self.task is None:
             await self.read()
 
     async def write(self, request: Any) -> None:
@@ -271,26 +252,30 @@ class _Stream:
 
     def cancel(self) -> bool:
         """Ends the call; whether it had not ended yet."""
-        if self._task is None or self._task.done():
+        if self.task is None or self.task.done():
             return False
-        self._end(asyncio.CancelledError())
-        return self._task.cancel()
+        self.end(asyncio.CancelledError())
+        return self.task.cancel()
 
     def __aiter__(self) -> _Pipe:
         return self._replies
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Ends both directions; the caller gets ``error`` behind the last reply."""
         self._replies.close(error)
         self._requests.close()
 
-    async def _run(
+    async def run(
         self, handler: Any, method: str, request: Any, timeout_s: float | None, context: InProcessContext
     ) -> None:
-        serve = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        """Serves the call."""
         error: BaseException | None = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                replies = serve(self._requests if handler.request_streaming else request, context)
+                if handler.request_streaming:
+                    replies = handler.stream_stream(self._requests, context)
+                else:
+                    replies = handler.unary_stream(request, context)
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
                         await self._replies.send(reply)
@@ -298,11 +283,16 @@ class _Stream:
             error = rpc_error(Unavailable("the server has ended the call"))
             raise
         except Exception as failure:  # noqa: BLE001
-            expired = limit.expired()
-            error = rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
+            error = _error_of(failure, method, limit)
         finally:
             context.finish()
-            self._end(error)
+            self.end(error)
+
+
+def _error_of(failure: Exception, method: str, limit: asyncio.Timeout) -> grpc.aio.AioRpcError:
+    """What the caller gets for what a handler raised."""
+    expired = limit.expired()
+    return rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
 
 
 def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:

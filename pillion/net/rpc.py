@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -91,10 +91,10 @@ def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
 def open_channel(target: str) -> grpc.aio.Channel:
     """A channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes it."""
     if target.startswith(in_process.SCHEME):
-        return in_process.InProcessChannel(target)
+        return cast(grpc.aio.Channel, in_process.InProcessChannel(target))
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=client_options())
-    return tls.ComponentChannel(target, _identity, client_options())
+    return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, client_options()))
 
 
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
@@ -116,26 +116,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
-        if handler.response_streaming:
-            many = handler.request_streaming
-            make = grpc.stream_stream_rpc_method_handler if many else grpc.unary_stream_rpc_method_handler
-            wrapped: Any = _stream_guard(handler.stream_stream if many else handler.unary_stream, method)
-        else:
-            many = handler.request_streaming
-            make = grpc.stream_unary_rpc_method_handler if many else grpc.unary_unary_rpc_method_handler
-            wrapped = _unary_guard(handler.stream_unary if many else handler.unary_unary, method)
+        many, streams = handler.request_streaming, handler.response_streaming
+        kind = f"{'stream' if many else 'unary'}_{'stream' if streams else 'unary'}"
+        guarded = (_stream_guard if streams else _unary_guard)(getattr(handler, kind), method)
         read = handler.request_deserializer if many else _reading(handler.request_deserializer)
-        return make(wrapped, read, handler.response_serializer)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unreadable:
-    """Stands for a message that cannot be parsed, which gRPC itself would report as a defect of the server."""
-
-    reason: str
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, read, handler.response_serializer)
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """Reads a message; for one that cannot be parsed, which gRPC would report as a defect of the server, an error."""
     if deserialize is None:
         return None
 
@@ -143,14 +132,14 @@ def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
         try:
             return deserialize(raw)
         except Exception as error:  # noqa: BLE001
-            return _Unreadable(str(error))
+            return InvalidRequest(f"the message cannot be read: {str(error)[:200]}")
 
     return read
 
 
 def _readable(request: Any) -> Any:
-    if isinstance(request, _Unreadable):
-        raise InvalidRequest(f"the message cannot be read: {request.reason[:200]}")
+    if isinstance(request, InvalidRequest):
+        raise request
     return request
 
 

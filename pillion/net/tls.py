@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class TlsFiles:
 class _Loaded:
     """One version of the files. ``context`` is for HTTP; that it could be made proves that the files fit together."""
 
-    version: int
     cert: bytes
     key: bytes
     ca: bytes | None
@@ -69,12 +69,7 @@ class Identity:
         self._lock = threading.Lock()
         self._watched = Watched(files.paths())
         self._looked_s = time.monotonic()
-        self._loaded = _load(files, 1)
-
-    @property
-    def asks(self) -> bool:
-        """Whether the other side must show a certificate."""
-        return bool(self._files.ca)
+        self._loaded = _load(files)
 
     def current(self) -> _Loaded:
         """The version in use; the files are checked for changes once per interval."""
@@ -82,8 +77,7 @@ class Identity:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
                 self._looked_s = now_s
-                version = self._loaded.version + 1
-                newer = self._watched.newer(lambda: _load(self._files, version))
+                newer = self._watched.newer(lambda: _load(self._files))
                 if newer is not None:
                     self._loaded = newer
                     log.info("read %s again", self._files.cert)
@@ -101,21 +95,16 @@ def identity_of(cert: str, key: str, ca: str) -> Identity | None:
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
     """Credentials of a gRPC server; each handshake uses the certificate that is current then."""
-    first = identity.current()
-    current_version = first.version
+    first = used = identity.current()
 
     def fetch() -> Any:
         # None stands for an unchanged certificate.
-        nonlocal current_version
-        loaded = identity.current()
-        if loaded.version == current_version:
-            return None
-        current_version = loaded.version
-        return _configuration(loaded)
+        nonlocal used
+        before, used = used, identity.current()
+        return None if used is before else _configuration(used)
 
-    return grpc.dynamic_ssl_server_credentials(
-        _configuration(first), fetch, require_client_authentication=identity.asks
-    )
+    asks = first.ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), fetch, require_client_authentication=asks)
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
@@ -129,8 +118,9 @@ def http_context(identity: Identity) -> ssl.SSLContext:
     return outer
 
 
-class ComponentChannel(grpc.aio.Channel):
-    """A channel to another component, over mutual TLS. Calls that begin after the certificate changed use the new one.
+class ComponentChannel:
+    """A channel to another component, over mutual TLS, with what stubs use of grpc.aio.Channel. Calls that begin after
+    the certificate changed use the new one.
 
     gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls in flight stay
     on theirs; the channel before the last is dropped.
@@ -140,34 +130,14 @@ class ComponentChannel(grpc.aio.Channel):
         self._target = target
         self._identity = identity
         self._options = [*options, ("grpc.ssl_target_name_override", INTERNAL_NAME)]
-        self._version = 0
+        self._loaded: _Loaded | None = None
         self._channels: list[grpc.aio.Channel] = []
         self._newest()
 
-    def unary_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling("unary_unary", *args, **more)
-
-    def unary_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling("unary_stream", *args, **more)
-
-    def stream_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling("stream_unary", *args, **more)
-
-    def stream_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling("stream_stream", *args, **more)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._newest().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._newest().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._newest().channel_ready()
-
-    async def close(self, grace: float | None = None) -> None:
+    async def close(self) -> None:
+        """Ends all calls."""
         for channel in self._channels:
-            await channel.close(grace)
+            await channel.close()
 
     async def __aenter__(self) -> ComponentChannel:
         return self
@@ -177,8 +147,8 @@ class ComponentChannel(grpc.aio.Channel):
 
     def _newest(self) -> grpc.aio.Channel:
         loaded = self._identity.current()
-        if loaded.version != self._version:
-            self._version = loaded.version
+        if loaded is not self._loaded:
+            self._loaded = loaded
             credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
             self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
             if len(self._channels) > 2:
@@ -198,17 +168,21 @@ class ComponentChannel(grpc.aio.Channel):
 
         return call
 
+    unary_unary = partialmethod(_calling, "unary_unary")
+    unary_stream = partialmethod(_calling, "unary_stream")
+    stream_unary = partialmethod(_calling, "stream_unary")
+    stream_stream = partialmethod(_calling, "stream_stream")
+
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], root_certificates=loaded.ca)
 
 
-def _load(files: TlsFiles, version: int) -> _Loaded:
+def _load(files: TlsFiles) -> _Loaded:
     if not files.cert or not files.key:
         raise ConfigError("TLS needs a certificate and its key, both")
-    read = [_read(path) for path in (files.cert, files.key)]
     ca = _read(files.ca) if files.ca else None
-    return _Loaded(version, read[0], read[1], ca, _context(files))
+    return _Loaded(_read(files.cert), _read(files.key), ca, _context(files))
 
 
 def _context(files: TlsFiles) -> ssl.SSLContext:

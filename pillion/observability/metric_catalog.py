@@ -8,7 +8,7 @@ reasons; never what a client wrote.
 
 from __future__ import annotations
 
-from pillion.observability.metrics import Labels, Metric
+from pillion.observability.metrics import Metric
 
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
@@ -21,24 +21,17 @@ ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.1
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 SHARE_BOUNDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
-CATALOG: list[Metric] = []
-
-
-def _metric(metric: Metric) -> Metric:
-    CATALOG.append(metric)
-    return metric
-
 
 def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
-    return _metric(Metric(name, "counter", unit, text, labels))
+    return Metric(name, "counter", unit, text, labels)
 
 
 def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
-    return _metric(Metric(name, "gauge", unit, text, labels))
+    return Metric(name, "gauge", unit, text, labels)
 
 
-def _histogram(name: str, unit: str, text: str, bounds: tuple[float, ...], labels: Labels = ()) -> Metric:
-    return _metric(Metric(name, "histogram", unit, text, labels, bounds))
+def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", "s", text, labels, bounds)
 
 
 # Every component.
@@ -47,41 +40,38 @@ BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role"
 
 # The gateway: requests.
 
-TTFT = _histogram(
-    "gen_ai.server.time_to_first_token",
-    "s",
-    "From a request's arrival to its first token.",
-    TTFT_BOUNDS,
-    (OPERATION, MODEL),
+TTFT = _seconds(
+    "gen_ai.server.time_to_first_token", "From a request's arrival to its first token.", TTFT_BOUNDS, OPERATION, MODEL
 )
-TPOT = _histogram(
+TPOT = _seconds(
     "gen_ai.server.time_per_output_token",
-    "s",
     "Of each answer: time after its first token, by the tokens after it.",
     TPOT_BOUNDS,
-    (OPERATION, MODEL),
+    OPERATION,
+    MODEL,
 )
-DURATION = _histogram(
+DURATION = _seconds(
     "gen_ai.server.request.duration",
-    "s",
     "From a request's arrival to its end; error.type is empty where it went well.",
     DURATION_BOUNDS,
-    (OPERATION, MODEL, "error.type"),
+    OPERATION,
+    MODEL,
+    "error.type",
 )
-ITL = _histogram("pillion.inter_token_latency", "s", "Between two tokens of a stream.", ITL_BOUNDS, (MODEL,))
-QUEUE_TIME = _histogram(
+ITL = _seconds("pillion.inter_token_latency", "Between two tokens of a stream.", ITL_BOUNDS, MODEL)
+QUEUE_TIME = _seconds(
     "pillion.request.queue_time",
-    "s",
     "Time that a request waited: in the tenants' line, for KV memory, and in the decode worker's line.",
     DURATION_BOUNDS,
-    (MODEL,),
+    MODEL,
 )
-SPLIT = _histogram(
+SPLIT = Metric(
     "pillion.request.split_fraction",
+    "histogram",
     "1",
     "Share of a prompt's uncached tokens that prefill workers computed.",
-    SHARE_BOUNDS,
     (MODEL,),
+    SHARE_BOUNDS,
 )
 PROMPT_TOKENS = _counter(
     "pillion.prompt_tokens",
@@ -101,7 +91,7 @@ INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 
 # Workers: steps.
 
-STEP_DURATION = _histogram("pillion.step.duration", "s", "Of a step: forward pass and sampling.", STEP_BOUNDS)
+STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and sampling.", STEP_BOUNDS)
 STEP_BUDGET = _counter(
     "pillion.step.budget_tokens",
     "{token}",
@@ -118,10 +108,7 @@ QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a
 # KV nodes.
 
 KV_BLOCKS = _gauge(
-    "pillion.kv.blocks",
-    "{block}",
-    "Slots: free, leased, committed, quarantined. They add up to the pool.",
-    "state",
+    "pillion.kv.blocks", "{block}", "Slots: free, leased, committed, quarantined. They add up to the pool.", "state"
 )
 KV_HELD = _gauge("pillion.kv.held_blocks", "{block}", "Committed blocks that are pinned; reserved slots.", "state")
 KV_USAGE = _gauge(
@@ -134,13 +121,12 @@ KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Workers that are f
 KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
 KV_MOVED = _counter(
-    "pillion.kv.moved_blocks",
-    "{block}",
-    "Blocks fetched from nodes, served to nodes, restored, spilled.",
-    "way",
+    "pillion.kv.moved_blocks", "{block}", "Blocks fetched from nodes, served to nodes, restored, spilled.", "way"
 )
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
 KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from other nodes or from disk.", "source")
-KV_FETCH_TIME = _histogram("pillion.kv.fetch_time", "s", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
-KV_TICKET_WAIT = _histogram("pillion.kv.ticket_wait", "s", "From asking for a ticket to having it.", TTFT_BOUNDS)
+KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
+KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From asking for a ticket to having it.", TTFT_BOUNDS)
+
+CATALOG = [value for value in globals().values() if isinstance(value, Metric)]

@@ -1,7 +1,7 @@
 """Counts what happens, cheaply enough for the token path; :mod:`pillion.observability.metrics_export` publishes it.
 
     what happens  --add, observe--> cells -----+
-    a component's own state  --watchers--------+--collect--> families --> Prometheus's scrape, the OTLP push
+    a component's own state  --watchers--------+--collect--> values --> Prometheus's scrape, the OTLP push
 
 A cell is written by one thread; collecting only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
 microseconds for a record, a cell 0.2 to 0.5: with one record for each token that is the difference between a fifth of a
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 log = logging.getLogger("pillion.observability.metrics")
 
@@ -58,6 +59,10 @@ class Counter:
         """``amount`` is not negative."""
         self.value += amount
 
+    def now(self) -> float:
+        """The value, for a collection."""
+        return self.value
+
 
 @dataclass(slots=True)
 class Distribution:
@@ -78,6 +83,10 @@ class Distribution:
         if value < self.smallest:
             self.smallest = value
 
+    def now(self) -> Snapshot:
+        """A copy, for a collection."""
+        return Snapshot(self.bounds, tuple(self.counts), self.total, self.smallest, self.largest)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -94,23 +103,15 @@ class Snapshot:
         """The number of observed values."""
         return sum(self.counts)
 
-
-@dataclass(frozen=True, slots=True)
-class MetricPoint:
-    """One cell's value, with its labels' values."""
-
-    labels: Labels
-    value: float | Snapshot
+    def __add__(self, other: Snapshot) -> Snapshot:
+        """Both together; they have the same bounds."""
+        counts = tuple(map(operator.add, self.counts, other.counts))
+        smallest, largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
+        return Snapshot(self.bounds, counts, self.total + other.total, smallest, largest)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
-    """A metric with all its points."""
-
-    metric: Metric
-    points: tuple[MetricPoint, ...]
-
-
+# What was collected: each metric's values by the values of its labels.
+Values = dict[Metric, dict[Labels, float | Snapshot]]
 # What a watcher yields: the metric, its labels' values, and its current value.
 Reading = tuple[Metric, Labels, float]
 
@@ -119,43 +120,42 @@ class Meters:
     """All cells of one component."""
 
     def __init__(self) -> None:
-        self._counters: dict[Metric, dict[Labels, Counter]] = {}
-        self._distributions: dict[Metric, dict[Labels, Distribution]] = {}
+        self._cells: dict[Metric, dict[Labels, Any]] = {}
         self._watchers: list[Callable[[], Iterable[Reading]]] = []
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
         """The counter with these label values, made on first use. A hot path keeps the cell."""
-        assert len(labels) == len(metric.labels), metric.name
-        cells = self._counters.setdefault(metric, {})
-        return cells.get(labels) or cells.setdefault(_bounded(metric, labels, len(cells)), Counter())
+        cell: Counter = self._cell(metric, labels)
+        return cell
 
     def distribution(self, metric: Metric, *labels: str) -> Distribution:
         """The histogram with these label values, made on first use."""
+        cell: Distribution = self._cell(metric, labels)
+        return cell
+
+    def _cell(self, metric: Metric, labels: Labels) -> Any:
         assert len(labels) == len(metric.labels), metric.name
-        cells = self._distributions.setdefault(metric, {})
+        cells = self._cells.setdefault(metric, {})
         found = cells.get(labels)
         if found is None:
-            empty = Distribution(metric.bounds, [0] * (len(metric.bounds) + 1))
-            found = cells.setdefault(_bounded(metric, labels, len(cells)), empty)
+            histogram = metric.kind == "histogram"
+            empty = Distribution(metric.bounds, [0] * (len(metric.bounds) + 1)) if histogram else Counter()
+            kept = labels if len(cells) < MAX_CELLS else (OTHER,) * len(labels)
+            found = cells.setdefault(kept, empty)
         return found
 
     def watch(self, watcher: Callable[[], Iterable[Reading]]) -> None:
         """Calls ``watcher`` at each collection, for values that other code keeps anyway."""
         self._watchers.append(watcher)
 
-    def collect(self) -> list[MetricFamily]:
+    def collect(self) -> Values:
         """Everything now. Called on the component's event loop, whose state the watchers read."""
-        found: dict[Metric, list[MetricPoint]] = {}
+        found: Values = {}
         for metric, labels, value in self._readings():
-            found.setdefault(metric, []).append(MetricPoint(labels, value))
-        for metric, cells in self._counters.items():
-            found.setdefault(metric, []).extend(
-                MetricPoint(labels, cell.value) for labels, cell in tuple(cells.items())
-            )
-        for metric, distributions in self._distributions.items():
-            points = [MetricPoint(labels, _snapshot(each)) for labels, each in tuple(distributions.items())]
-            found.setdefault(metric, []).extend(points)
-        return [MetricFamily(metric, tuple(points)) for metric, points in found.items()]
+            found.setdefault(metric, {})[labels] = value
+        for metric, cells in self._cells.items():
+            found.setdefault(metric, {}).update((labels, cell.now()) for labels, cell in tuple(cells.items()))
+        return found
 
     def _readings(self) -> Iterator[Reading]:
         for watcher in self._watchers:
@@ -164,11 +164,3 @@ class Meters:
             except Exception:
                 # A scrape without this watcher's values is worth more than none.
                 log.exception("a metric's current value could not be read")
-
-
-def _bounded(metric: Metric, labels: Labels, cells: int) -> Labels:
-    return labels if cells < MAX_CELLS else (OTHER,) * len(metric.labels)
-
-
-def _snapshot(cell: Distribution) -> Snapshot:
-    return Snapshot(cell.bounds, tuple(cell.counts), cell.total, cell.smallest, cell.largest)

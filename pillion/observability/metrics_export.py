@@ -1,11 +1,9 @@
 """Where a component's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
 
     scrape (thread of the page's server, or the gateway's own HTTP) --+
-    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> families
+    every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> values
 
-Both read the same cells (:mod:`pillion.observability.metrics`). Names on the page follow OpenTelemetry's rules for
-Prometheus; beside them stand vLLM's names (:mod:`pillion.observability.metrics_prometheus`), which autoscalers and
-dashboards already know.
+Both read the same cells (:mod:`pillion.observability.metrics`).
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
@@ -28,17 +26,15 @@ from pillion._version import VERSION
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics, telemetry
-from pillion.observability.metrics import Meters, MetricFamily, Snapshot
+from pillion.observability.metrics import Meters, Snapshot, Values
 from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
 
 # Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
 COLLECT_TIMEOUT_S = 2.0
-# The specification turns the push on where one of these names an endpoint.
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
-Collect = Callable[[], list[MetricFamily]]
+Collect = Callable[[], Values]
 
 
 class MetricsPage(Collector):
@@ -50,10 +46,10 @@ class MetricsPage(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, for the client library. Raises TimeoutError where the component does not answer."""
-        families = self._collect_all()
-        yield from to_prometheus(families)
+        values = self._collect_all()
+        yield from to_prometheus(values)
         if self._vllm_names:
-            yield from to_vllm(families)
+            yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
         """A registry of this page and of what the process uses: memory, files, processor time."""
@@ -99,8 +95,8 @@ class Exports:
         if reader is not None:
             reader.shutdown()
 
-    def _collect(self) -> list[MetricFamily]:
-        async def here() -> list[MetricFamily]:
+    def _collect(self) -> Values:
+        async def here() -> Values:
             return self._meters.collect()
 
         future = asyncio.run_coroutine_threadsafe(here(), self._loop)
@@ -113,14 +109,12 @@ class Exports:
 
 def push_wanted() -> bool:
     """Whether the environment asks for OTLP metrics."""
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    off = os.environ.get("OTEL_METRICS_EXPORTER", "otlp").lower() == "none"
-    return not disabled and not off and any(os.environ.get(name) for name in ENDPOINTS)
+    return telemetry.wanted("METRICS") and os.environ.get("OTEL_METRICS_EXPORTER", "").lower() != "none"
 
 
 def push(collect: Collect, resource: Any) -> Any:
     """The SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
-    from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     began_ns = time.time_ns()
 
@@ -131,43 +125,23 @@ def push(collect: Collect, resource: Any) -> Any:
             log.debug("no metrics are sent: %s", error)
             return None
 
-    exporter: MetricExporter
-    if telemetry.protocol("METRICS") == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
-
-        exporter = GrpcExporter()
-    else:
-        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as HttpExporter
-
-        exporter = HttpExporter()
-    reader = PeriodicExportingMetricReader(exporter)
+    reader = PeriodicExportingMetricReader(telemetry.exporter("METRICS"))
     # A MeterProvider would set this callback, for its instruments.
     reader._set_collect_callback(read)
     return reader
 
 
-def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> Any:
-    """The families in the SDK's data model, cumulative since ``began_ns``."""
-    from opentelemetry.sdk.metrics.export import (
-        AggregationTemporality,
-        Gauge,
-        Histogram,
-        HistogramDataPoint,
-        MetricsData,
-        NumberDataPoint,
-        ResourceMetrics,
-        ScopeMetrics,
-        Sum,
-    )
-    from opentelemetry.sdk.metrics.export import Metric as OtlpMetric
+def to_otlp(values: Values, resource: Any, began_ns: int) -> Any:
+    """The values in the SDK's data model, cumulative since ``began_ns``."""
+    from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-    now_ns, cumulative = time.time_ns(), AggregationTemporality.CUMULATIVE
+    now_ns, cumulative = time.time_ns(), sdk.AggregationTemporality.CUMULATIVE
 
     def point_of(labels: tuple[str, ...], metric: metrics.Metric, value: float | Snapshot) -> Any:
         attributes = dict(zip(metric.labels, labels, strict=True))
         if isinstance(value, Snapshot):
-            return HistogramDataPoint(
+            return sdk.HistogramDataPoint(
                 attributes=attributes,
                 start_time_unix_nano=began_ns,
                 time_unix_nano=now_ns,
@@ -178,19 +152,18 @@ def to_otlp(families: Iterable[MetricFamily], resource: Any, began_ns: int) -> A
                 min=value.smallest,
                 max=value.largest,
             )
-        return NumberDataPoint(attributes, began_ns, now_ns, value)
+        return sdk.NumberDataPoint(attributes, began_ns, now_ns, value)
 
     made = []
-    for family in families:
-        metric = family.metric
-        points = [point_of(point.labels, metric, point.value) for point in family.points]
+    for metric, cells in values.items():
+        points = [point_of(labels, metric, value) for labels, value in cells.items()]
         data: Any
         if metric.kind == "histogram":
-            data = Histogram(points, cumulative)
+            data = sdk.Histogram(points, cumulative)
         elif metric.kind == "counter":
-            data = Sum(points, cumulative, is_monotonic=True)
+            data = sdk.Sum(points, cumulative, is_monotonic=True)
         else:
-            data = Gauge(points)
-        made.append(OtlpMetric(metric.name, metric.help, metric.unit, data))
-    scope = ScopeMetrics(InstrumentationScope("pillion"), made, "")
-    return MetricsData([ResourceMetrics(resource, [scope], "")])
+            data = sdk.Gauge(points)
+        made.append(sdk.Metric(metric.name, metric.help, metric.unit, data))
+    scope = sdk.ScopeMetrics(InstrumentationScope("pillion"), made, "")
+    return sdk.MetricsData([sdk.ResourceMetrics(resource, [scope], "")])

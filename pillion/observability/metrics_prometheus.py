@@ -8,8 +8,10 @@ tokens, workers their queues and steps, KV nodes the use of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,11 +19,10 @@ from prometheus_client.utils import floatToGoString
 
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
-from pillion.observability.metrics import MetricFamily, MetricPoint, Snapshot
+from pillion.observability.metrics import Labels, Snapshot, Values
 
-# The client library's own way of writing bounds.
-_go_string: Callable[[float], str] = floatToGoString
 _UNITS = {"s": "seconds", "By": "bytes"}
+_FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 def prometheus_name(metric: metrics.Metric) -> str:
@@ -39,117 +40,81 @@ def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
     return (f"{name}_total",) if metric.kind == "counter" else (name,)
 
 
-def to_prometheus(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """The families in the client library's terms."""
-    for family in families:
-        metric = family.metric
+def to_prometheus(values: Values) -> Iterator[Metric]:
+    """The values in the client library's terms."""
+    for metric, cells in values.items():
         labels = [label.replace(".", "_") for label in metric.labels]
-        yield _family(prometheus_name(metric), metric, labels, ((p.labels, p.value) for p in family.points))
+        yield _family(prometheus_name(metric), metric, labels, cells)
 
 
-def _family(
-    name: str, metric: metrics.Metric, labels: list[str], points: Iterable[tuple[tuple[str, ...], float | Snapshot]]
-) -> Metric:
-    kind: Any = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}[
-        metric.kind
-    ]
-    made = kind(name, metric.help, labels=labels)
-    for values, value in points:
+def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping[Labels, float | Snapshot]) -> Metric:
+    made: Any = _FAMILIES[metric.kind](name, metric.help, labels=labels)
+    for own_labels, value in cells.items():
         if isinstance(value, Snapshot):
-            made.add_metric(values, _buckets(value), value.total)
+            made.add_metric(own_labels, _buckets(value), value.total)
         else:
-            made.add_metric(values, value)
+            made.add_metric(own_labels, value)
     finished: Metric = made
     return finished
 
 
 def _buckets(found: Snapshot) -> list[tuple[str, float]]:
     """Pairs of (upper bound, how many values are at most that); the last bound is infinity."""
-    made, below = [], 0
-    for bound, count in zip((*found.bounds, float("inf")), found.counts, strict=True):
-        below += count
-        made.append((_go_string(bound), float(below)))
-    return made
-
-
-Chosen = Callable[[Mapping[str, str]], bool]
-
-
-def _every(labels: Mapping[str, str]) -> bool:
-    return True
-
-
-def _with(label: str, *values: str) -> Chosen:
-    return lambda labels: labels.get(label) in values
+    bounds = map(floatToGoString, (*found.bounds, math.inf))
+    return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """``chosen`` points of ``metric``, summed by model and by ``label``, which vLLM calls ``called``."""
+    """The points of ``metric`` whose ``label`` has one of ``values``, summed by model.
+
+    Where vLLM has a name for ``label`` too, ``called``, they are summed by that as well.
+    """
 
     name: str
     metric: metrics.Metric
-    chosen: Chosen = field(default=_every)
     label: str = ""
+    values: tuple[str, ...] = ()
     called: str = ""
 
 
 ALIASES = (
-    _Alias("vllm:num_requests_running", names.REQUESTS_NOW, _with("state", "running")),
-    _Alias("vllm:num_requests_waiting", names.REQUESTS_NOW, _with("state", "waiting")),
-    _Alias("vllm:num_requests_running", names.SEQUENCES, _with("state", "running")),
-    _Alias("vllm:num_requests_waiting", names.SEQUENCES, _with("state", "waiting")),
+    _Alias("vllm:num_requests_running", names.REQUESTS_NOW, "state", ("running",)),
+    _Alias("vllm:num_requests_waiting", names.REQUESTS_NOW, "state", ("waiting",)),
+    _Alias("vllm:num_requests_running", names.SEQUENCES, "state", ("running",)),
+    _Alias("vllm:num_requests_waiting", names.SEQUENCES, "state", ("waiting",)),
     _Alias("vllm:kv_cache_usage_perc", names.KV_USAGE),
     _Alias("vllm:prompt_tokens", names.PROMPT_TOKENS),
     _Alias("vllm:generation_tokens", names.GENERATED_TOKENS),
     _Alias("vllm:prefix_cache_queries", names.PROMPT_TOKENS),
-    _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, _with("source", "pool", "fetched", "restored")),
+    _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, "source", ("pool", "fetched", "restored")),
     _Alias("vllm:num_preemptions", names.PREEMPTIONS),
-    _Alias(
-        "vllm:request_success",
-        names.REQUESTS,
-        _with("outcome", "stop", "length", "cancelled"),
-        "outcome",
-        "finished_reason",
-    ),
-    _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, _with("use", "speculative")),
+    _Alias("vllm:request_success", names.REQUESTS, "outcome", ("stop", "length", "cancelled"), "finished_reason"),
+    _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, "use", ("speculative",)),
     _Alias("vllm:spec_decode_num_accepted_tokens", names.ACCEPTED),
     _Alias("vllm:time_to_first_token_seconds", names.TTFT),
     _Alias("vllm:inter_token_latency_seconds", names.ITL),
     _Alias("vllm:request_time_per_output_token_seconds", names.TPOT),
-    _Alias("vllm:e2e_request_latency_seconds", names.DURATION, _with("error.type", "")),
+    _Alias("vllm:e2e_request_latency_seconds", names.DURATION, "error.type", ("",)),
     _Alias("vllm:request_queue_time_seconds", names.QUEUE_TIME),
 )
 
 
-def to_vllm(families: Iterable[MetricFamily]) -> Iterator[Metric]:
-    """The families that vLLM has a name for, under that name."""
-    by_metric = {family.metric: family for family in families}
+def to_vllm(values: Values) -> Iterator[Metric]:
+    """The values that vLLM has a name for, under that name."""
     for alias in ALIASES:
-        family = by_metric.get(alias.metric)
-        if family is not None:
-            yield _aliased(alias, family)
+        if alias.metric in values:
+            yield _aliased(alias, values[alias.metric])
 
 
-def _aliased(alias: _Alias, family: MetricFamily) -> Metric:
-    metric = family.metric
+def _aliased(alias: _Alias, cells: Mapping[Labels, float | Snapshot]) -> Metric:
+    metric = alias.metric
     labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
-    summed: dict[tuple[str, ...], float | Snapshot] = {}
-    for point in family.points:
-        labelled = dict(zip(metric.labels, point.labels, strict=True))
-        if alias.chosen(labelled):
+    summed: dict[Labels, Any] = {}
+    for own_labels, value in cells.items():
+        labelled = dict(zip(metric.labels, own_labels, strict=True))
+        if not alias.label or labelled[alias.label] in alias.values:
             model = (labelled[names.MODEL],) if names.MODEL in labelled else ()
             key = (*model, labelled[alias.label]) if alias.called else model
-            summed[key] = _plus(summed[key], point) if key in summed else point.value
-    return _family(alias.name, metric, labels, summed.items())
-
-
-def _plus(before: float | Snapshot, point: MetricPoint) -> float | Snapshot:
-    more = point.value
-    if isinstance(before, Snapshot) and isinstance(more, Snapshot):
-        counts = tuple(a + b for a, b in zip(before.counts, more.counts, strict=True))
-        smallest, largest = min(before.smallest, more.smallest), max(before.largest, more.largest)
-        return Snapshot(before.bounds, counts, before.total + more.total, smallest, largest)
-    assert not isinstance(before, Snapshot)
-    assert not isinstance(more, Snapshot)
-    return before + more
+            summed[key] = summed[key] + value if key in summed else value
+    return _family(alias.name, metric, labels, summed)

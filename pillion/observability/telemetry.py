@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 Metadata = Sequence[tuple[str, str]]
+Signal = Literal["TRACES", "METRICS"]
 
 
 def tracer() -> trace.Tracer:
@@ -30,48 +31,40 @@ def tracer() -> trace.Tracer:
     return trace.get_tracer("pillion")
 
 
-def wanted() -> bool:
-    """Whether the environment asks for export."""
-    disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    return not disabled and any(os.environ.get(name) for name in _ENDPOINTS)
+def wanted(signal: Signal) -> bool:
+    """Whether the environment asks for the export of ``signal``."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true" and bool(_otlp_setting(signal, "ENDPOINT"))
 
 
-def protocol(signal: str) -> str:
-    """The protocol that the environment sets for a signal's export ("TRACES", "METRICS"): "grpc" or "http/protobuf"."""
-    chosen = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    return chosen or "grpc"
+def exporter(signal: Signal) -> Any:
+    """The SDK's exporter of ``signal``, over the protocol that the environment sets; grpc if it sets none."""
+    name, made = {"TRACES": ("trace", "OTLPSpanExporter"), "METRICS": ("metric", "OTLPMetricExporter")}[signal]
+    way = "grpc" if _otlp_setting(signal, "PROTOCOL") in ("", "grpc") else "http"
+    return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{way}.{name}_exporter"), made)()
+
+
+def _otlp_setting(signal: Signal, name: str) -> str:
+    own, shared = f"OTEL_EXPORTER_OTLP_{signal}_{name}", f"OTEL_EXPORTER_OTLP_{name}"
+    return os.environ.get(own) or os.environ.get(shared) or ""
 
 
 def resource(component_id: str, role: str) -> Resource:
     """The process's name wherever its traces and metrics go."""
     from opentelemetry.sdk.resources import Resource
 
-    attributes = {
-        "service.name": f"pillion-{role}",
-        "service.instance.id": component_id,
-        "service.namespace": "pillion",
-    }
-    return Resource.create(attributes)
+    names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
+    return Resource.create(names)
 
 
 def setup(component_id: str, role: str) -> None:
     """Installs the SDK in this process if the environment asks for it. Called once, by a component's main."""
-    if not wanted():
+    if not wanted("TRACES"):
         return
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter: SpanExporter
-    if protocol("TRACES") == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        exporter = GrpcExporter()
-    else:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-        exporter = HttpExporter()
     provider = TracerProvider(resource=resource(component_id, role))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    provider.add_span_processor(BatchSpanProcessor(exporter("TRACES")))
     trace.set_tracer_provider(provider)
 
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Message, RequestOptions, to_pb
+from pillion.client.client_requests import Message, chat_request, prompt_request, to_pb
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
@@ -104,18 +104,17 @@ class LLM:
         """
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [RequestOptions().of_chat(conversation) for conversation in conversations]
+        requests = [chat_request(conversation) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority)
 
     def status(self) -> ClusterStatus:
         """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
 
-        async def read() -> Any:
-            assert self._thread.cluster is not None
-            return self._thread.cluster.gateway.status()
+        async def read() -> ClusterStatus:
+            found: ClusterStatus = self._thread.cluster.gateway.status()
+            return found
 
-        found: ClusterStatus = self._thread.submit(read()).result()
-        return found
+        return self._thread.submit(read()).result()
 
     def close(self) -> None:
         """Cancels all calls, ends all threads, processes and sockets, and frees the memory. Idempotent."""
@@ -140,11 +139,12 @@ class LLM:
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         complete = [
-            _checked(replace(request, priority=urgency), each)
-            for request, each, urgency in zip(requests, one_each(sampling, len(requests)), priorities, strict=True)
+            # As a gateway would read it from the wire: the same types, roundings and refusals.
+            request_from_pb(to_pb(replace(request, sampling=each, priority=urgency)))
+            for request, each, urgency in zip(requests, one_each(sampling, {}, len(requests)), priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        work = self._thread.submit(_answer_all(self._thread, complete, done))
+        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done))
         work.add_done_callback(lambda _: done.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -162,37 +162,28 @@ class LLM:
 
 
 async def _answer_all(
-    thread: OfflineThread,
+    cluster: OfflineCluster,
     requests: Sequence[GenerateRequest],
     done: queue.SimpleQueue[tuple[int, RequestOutput] | None],
 ) -> None:
     """Answers all requests, as many at once as the limit allows. The first error ends the others and is raised."""
-    cluster = thread.cluster
-    assert cluster is not None
-    running: set[asyncio.Task[None]] = set()
 
-    async def answer(index: int, request: GenerateRequest, held: contextlib.AsyncExitStack) -> None:
-        async with held:
-            try:
-                done.put((index, await _answer(cluster, request)))
-            except Exception as error:
-                error.add_note(f"prompt {index} of {len(requests)}")
-                raise
+    async def answer(index: int, request: GenerateRequest) -> None:
+        try:
+            done.put((index, await _answer(cluster, request)))
+        except Exception as error:
+            error.add_note(f"prompt {index} of {len(requests)}")
+            raise
 
     try:
-        for index, request in enumerate(requests):
-            async with contextlib.AsyncExitStack() as held:
-                await held.enter_async_context(cluster.limit.holding(_answers(request)))
-                running.add(asyncio.create_task(answer(index, request, held.pop_all())))
-            ended = {task for task in running if task.done()}
-            running -= ended
-            for task in ended:
-                task.result()
-        await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for index, request in enumerate(requests):
+                answers = request.sampling.best_of or request.sampling.n or 1
+                await cluster.limit.take(answers)
+                task = group.create_task(answer(index, request))
+                task.add_done_callback(lambda _, answers=answers: cluster.limit.give_back(answers))  # type: ignore[misc]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestOutput:
@@ -241,25 +232,14 @@ def _listed(prompts: Any) -> Sequence[Any]:
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """The request of one prompt. Raises InvalidRequest, naming ``where``."""
     if not isinstance(prompt, Mapping):
-        return RequestOptions().of_prompt(prompt)
+        return prompt_request(prompt)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
-    options = RequestOptions(cache_salt=prompt.get("cache_salt") or "")
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
-    return options.of_prompt(list(ids) if ids is not None else str(text))
-
-
-def _checked(request: GenerateRequest, sampling: SamplingParams | None) -> GenerateRequest:
-    """The request as a gateway would read it from the wire: the same types, roundings and refusals."""
-    chosen = RequestOptions(sampling=sampling).of_prompt(()).sampling
-    return request_from_pb(to_pb(replace(request, sampling=chosen)))
-
-
-def _answers(request: GenerateRequest) -> int:
-    return request.sampling.best_of or request.sampling.n or 1
+    return prompt_request(list(ids) if ids is not None else str(text), cache_salt=prompt.get("cache_salt") or "")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
                                   gateway core --in-process calls--> decode worker --> step thread
                                        '---------in-process calls--> KV node (owner of the pool)
 
-There is no network, no Redis and no prefill worker: the components that live are known (:class:`FixedRegistry`), and
+There is no network, no Redis and no prefill worker: the components that live are known (:class:`LocalRegistry`), and
 the one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`,
 I3). Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a
 Unix socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
@@ -19,25 +19,24 @@ import asyncio
 import atexit
 import concurrent.futures
 
-# This import registers its own hook for the interpreter's end; ours is registered later, so it runs earlier.
+# This import registers its own hook for the interpreter's end; ours, below, is registered later, so it runs earlier.
 import concurrent.futures.thread
 import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.in_process import SCHEME as IN_PROCESS
 from pillion.wire.registry import ComponentRecord
-
-if TYPE_CHECKING:
-    from pillion.supervisor.runtime_dir import RuntimeDir
 
 log = logging.getLogger("pillion.llm")
 
@@ -55,19 +54,23 @@ MAX_ATTEMPTS = 4
 # How long an ending component may take to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
+CLOSED = "this LLM is closed"
 
 T = TypeVar("T")
 
 
-class FixedRegistry:
+class LocalRegistry:
     """The registry of a process that holds all components: they live as long as the process does."""
 
-    def __init__(self, *records: ComponentRecord) -> None:
-        self._records = records
+    def __init__(self, node: Any, worker: Any) -> None:
+        self._node = node
+        self._worker = worker
 
     async def components(self) -> list[ComponentRecord]:
-        """The same records each time."""
-        return list(self._records)
+        """Both records, as heartbeats would write them now."""
+        # Without max_step_tokens the gateway keeps no waiting queue of its own in front of the worker's.
+        worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
+        return [self._node.record(0), worker]
 
     async def aclose(self) -> None:
         """Does nothing: there is no connection."""
@@ -93,20 +96,20 @@ class AnswerLimit:
         self._limit = limit
         self._in_flight = 0
         self._turn = asyncio.Lock()
-        self._ended = asyncio.Condition()
+        self._ended = asyncio.Event()
 
-    @contextlib.asynccontextmanager
-    async def holding(self, answers: int) -> AsyncIterator[None]:
+    async def take(self, answers: int) -> None:
         """Waits until so many more answers fit. More than the limit enter alone, for the gateway to refuse them."""
-        async with self._turn, self._ended:
-            await self._ended.wait_for(lambda: self._in_flight == 0 or self._in_flight + answers <= self._limit)
+        async with self._turn:
+            while self._in_flight and self._in_flight + answers > self._limit:
+                self._ended.clear()
+                await self._ended.wait()
             self._in_flight += answers
-        try:
-            yield
-        finally:
-            async with self._ended:
-                self._in_flight -= answers
-                self._ended.notify_all()
+
+    def give_back(self, answers: int) -> None:
+        """So many answers have ended."""
+        self._in_flight -= answers
+        self._ended.set()
 
 
 @dataclass(slots=True)
@@ -116,7 +119,6 @@ class OfflineCluster:
     gateway: Any
     entry: Any
     limit: AnswerLimit
-    stack: contextlib.AsyncExitStack
 
     def token_text(self, token_id: int) -> str | None:
         """Text of one token; None for an id that the vocabulary does not have."""
@@ -129,8 +131,8 @@ class OfflineCluster:
         return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
 
 
-async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
-    """Starts the components. Raises ConfigError for what cannot work; nothing is left behind then."""
+async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack) -> OfflineCluster:
+    """Starts the components; closing ``stack`` ends them, also after an error. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
@@ -162,62 +164,26 @@ async def start_cluster(flags: OfflineFlags, folder: Path) -> OfflineCluster:
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
-        fit_pool(
-            kv_pool_bytes=flags.kv_pool_bytes,
-            block_bytes=kv_layout(model, flags.block_size).block_bytes,
-            block_size_tokens=flags.block_size,
-            max_model_len_tokens=model.max_model_len,
-            decode_reserve_percent=flags.decode_reserve_percent,
-            decode_workers=1,
-        )
+        fit_pool(flags, kv_layout(model, flags.block_size).block_bytes, model.max_model_len, decode_workers=1)
     entry = await asyncio.to_thread(model_entry, model)
-    async with contextlib.AsyncExitStack() as stack:
-        node = await start_kvnode(node_flags)
-        stack.push_async_callback(node.stop, STOP_GRACE_S)
-        worker = await start_decode(worker_flags)
-        stack.push_async_callback(worker.stop, STOP_GRACE_S)
-        gateway = await _start_gateway(flags, model, entry, _records(node, worker), stack)
-        await _until_ready(gateway)
-        return OfflineCluster(gateway, entry, AnswerLimit(MAX_ANSWERS_AT_ONCE), stack.pop_all())
-    raise AssertionError("the stack swallows nothing")
-
-
-def _records(node: Any, component: Any) -> tuple[ComponentRecord, ComponentRecord]:
-    """The records that both components' heartbeats would write to a registry."""
-    worker = component.worker
-    prepared = worker.model.prepared
-    return (
-        ComponentRecord(
-            component_id=NODE_ID,
-            role="kvnode",
-            address=node.address,
-            node_id=NODE_ID,
-            total_blocks=node.status().total_blocks,
-        ),
-        ComponentRecord(
-            component_id=WORKER_ID,
-            role="decode",
-            address=component.address,
-            model=prepared.name,
-            fingerprint=prepared.fingerprint,
-            namespace=worker.model.namespace().hex(),
-            block_size_tokens=worker.block_size,
-            max_model_len_tokens=worker.max_model_len,
-            vocab_size=worker.model.backend.vocab_size,
-            node_id=NODE_ID,
-            kernels=worker.model.operators,
-        ),
-    )
+    node = await start_kvnode(node_flags)
+    stack.push_async_callback(node.stop, STOP_GRACE_S)
+    worker = await start_decode(worker_flags)
+    stack.push_async_callback(worker.stop, STOP_GRACE_S)
+    gateway = await _start_gateway(flags, model, entry, LocalRegistry(node, worker.worker), stack)
+    await _until_ready(gateway)
+    return OfflineCluster(gateway, entry, AnswerLimit(MAX_ANSWERS_AT_ONCE))
 
 
 async def _start_gateway(
-    flags: OfflineFlags, model: Any, entry: Any, records: tuple[ComponentRecord, ...], stack: contextlib.AsyncExitStack
+    flags: OfflineFlags, model: Any, entry: Any, registry: LocalRegistry, stack: contextlib.AsyncExitStack
 ) -> Any:
-    from pillion.gateway.gateway import Gateway, GatewayOptions
+    from pillion.gateway.gateway import Gateway
     from pillion.gateway.links.cluster import Cluster
     from pillion.gateway.planning.cluster_snapshot import parse_policy
+    from pillion.gateway.request.job import GatewayOptions
 
-    cluster = Cluster(f"llm-{os.getpid()}", FixedRegistry(*records), EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
+    cluster = Cluster(f"llm-{os.getpid()}", registry, EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(
         policy=parse_policy("colocated"),
         # Longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
@@ -253,24 +219,32 @@ class OfflineThread:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
-        self.cluster: OfflineCluster | None = None
-        self._folder: RuntimeDir = RuntimeDir.create()
+        self._cluster: OfflineCluster | None = None
+        self._folder = RuntimeDir.create()
+        self._stack = contextlib.AsyncExitStack()
         self._runs: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="pillion-llm", daemon=True)
         self._thread.start()
-        _close_at_exit(self)
+        _LIVE.add(self)
         try:
-            self.cluster = self.submit(start_cluster(flags, self._folder.path)).result()
+            self._cluster = self.submit(start_cluster(flags, self._folder.path, self._stack)).result()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def cluster(self) -> OfflineCluster:
+        """The components, while they run. Raises Unavailable once closed."""
+        if self._cluster is None:
+            raise Unavailable(CLOSED)
+        return self._cluster
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Runs ``work`` on the loop. Raises Unavailable once closed."""
         if self._closed or os.getpid() != self._pid:
             work.close()
-            raise Unavailable("this LLM is closed" if self._closed else "an LLM cannot be used in a forked process")
+            raise Unavailable(CLOSED if self._closed else "an LLM cannot be used in a forked process")
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
     def close(self) -> None:
@@ -304,11 +278,10 @@ class OfflineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # First the calls that callers wait for, and a start that has not ended: it undoes itself.
+        # First the calls that callers wait for, and a start that has not ended; the stack ends what it had started.
         await _cancel(list(self._runs))
-        cluster, self.cluster = self.cluster, None
-        if cluster is not None:
-            await cluster.stack.aclose()
+        self._cluster = None
+        await self._stack.aclose()
         await _cancel([task for task in asyncio.all_tasks() if task is not asyncio.current_task()])
 
     def _run(self) -> None:
@@ -329,20 +302,12 @@ async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
 
 
 _LIVE: weakref.WeakSet[OfflineThread] = weakref.WeakSet()
-_AT_EXIT = threading.Lock()
-_registered = False
-
-
-def _close_at_exit(thread: OfflineThread) -> None:
-    """Closes ``thread`` before the interpreter ends its thread pools, which closing needs. ``atexit`` is too late."""
-    global _registered
-    with _AT_EXIT:
-        _LIVE.add(thread)
-        if not _registered:
-            getattr(threading, "_register_atexit", atexit.register)(_close_all)
-            _registered = True
 
 
 def _close_all() -> None:
     for thread in list(_LIVE):
         thread.close()
+
+
+# Threads are closed before the interpreter ends its thread pools, which closing needs; ``atexit`` is too late.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

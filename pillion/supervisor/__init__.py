@@ -3,11 +3,10 @@
     serve.py, demo.py       the commands: a cluster until a signal, or for three questions
     local_cluster.py        which processes `pillion serve` starts, with which flags, in which order
     gateway_processes.py    several gateways behind the same two ports
-    child_command.py        command line and environment of a component's process
     supervisor.py           starts processes level by level, restarts dead ones, stops them all
     restarts.py             when a dead process is started again, and when the cluster gives up
     fence_watch.py          kills workers that stay fenced
-    child_process.py        one child process and its output
+    child_process.py        one child process: its command line and environment, its output, its end
     lifeline.py             a child dies with its supervisor
     component_process.py    one component in this process, from its flags to its exit status
     embedded_redis.py       the cluster's own Redis

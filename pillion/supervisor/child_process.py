@@ -1,4 +1,4 @@
-"""One child process: started, its output forwarded line by line, stopped within a bounded time.
+"""One child process: its command line and environment, its output line by line, its end within a bounded time.
 
 new -> running -> exited          stop(): SIGTERM, and SIGKILL to its whole process group after the grace
 """
@@ -9,12 +9,40 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pillion.cli.flags import env_name, to_argv, without_flags
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 
 MAX_LINE_BYTES = 16 * 1024
 # After the exit, output that a stray grandchild still holds open is not waited for longer than this.
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
+
+
+def component_argv(role: str, flags: Any) -> tuple[str, ...]:
+    """The command line of one component, with every flag in it."""
+    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
+    arguments = to_argv(flags, leave_out=("redis_url",))
+    # The name comes first: people search `ps` for it.
+    arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
+    return (sys.executable, "-m", "pillion", role, *arguments)
+
+
+def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
+    """The environment of this supervisor's components: no flags but the Redis URL, nothing that phones home."""
+    return without_flags(environ) | {
+        env_name("redis_url"): redis_url,
+        PARENT_PID_VARIABLE: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        # Components start programs, but never use gRPC in a forked child; gRPC's fork handlers only log that they were
+        # skipped.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
+    }
 
 
 class ChildProcess:
@@ -55,8 +83,8 @@ class ChildProcess:
     async def stop(self, grace_s: float) -> None:
         """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process and its group are gone."""
         if self._process.returncode is None:
-            self._signal(signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ProcessLookupError):
+                self._process.terminate()
                 await asyncio.wait_for(self._process.wait(), grace_s)
         self.kill()
         await asyncio.wait_for(self.wait(), KILL_TIMEOUT_S)
@@ -73,10 +101,6 @@ class ChildProcess:
         except (ProcessLookupError, PermissionError):
             return True
         return False
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
 
 async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:

@@ -18,15 +18,11 @@ import signal
 import socket
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import lifeline
-
-if TYPE_CHECKING:
-    from pillion.observability.metrics import Meters
-    from pillion.observability.metrics_export import Exports
 
 T = TypeVar("T")
 
@@ -49,23 +45,9 @@ EXIT_HURRIED = 130
 
 def require_server_packages() -> None:
     """Raises ConfigError, in one line, where only the SDK's own dependencies are installed."""
-    missing = [name for name in SERVER_PACKAGES if not _is_installed(name)]
+    missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"servers need {', '.join(missing)}: pip install 'pillion[server]'")
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def use_internal_tls(flags: Any) -> None:
-    """Sets the certificate that other components see. Raises ConfigError for certificates that cannot be used."""
-    from pillion.net import rpc, tls
-
-    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
 
 
 def name_of(role: str, flags: Any) -> str:
@@ -80,13 +62,14 @@ def name_of(role: str, flags: Any) -> str:
 def run_component(role: str, flags: Any) -> int:
     """Blocks until the component has ended; returns the exit status. Raises ConfigError."""
     from pillion.cli.checks import check_flags
+    from pillion.net import rpc, tls
     from pillion.observability import telemetry
 
     check_flags(flags)
     require_server_packages()
     name = name_of(role, flags)
     set_up_logging(flags.log_level, flags.log_format, name)
-    use_internal_tls(flags)
+    rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
     # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
     if role != "gateway" and getattr(flags, "component_id", name) != name:
         flags = replace(flags, component_id=name)
@@ -100,55 +83,44 @@ def run_component(role: str, flags: Any) -> int:
 
 
 async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+    from pillion.observability.metrics_export import Exports
+
     stop = asyncio.Event()
     stop_on_signals(stop)
     watcher = asyncio.create_task(_watch_supervisor(stop))
-    starting: asyncio.Future[Any] = asyncio.ensure_future(start(flags))
-    stopped = asyncio.create_task(stop.wait())
-    failed: asyncio.Task[str] | None = None
     exports: Exports | None = None
     try:
-        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait({starting}, timeout=STOP_GRACE_S + STOP_TIMEOUT_S)
+        started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
+        if not started:
             return 0
-        component = starting.result()
-        exports = _export(component.meters, name, role, flags)
+        component = started.result()
+        page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
+        exports = Exports(component.meters, name, role, **page)
         log.info("%s ready at %s", name, component.address)
-        failed = asyncio.create_task(component.wait_failed())
-        await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        reason = failed.result() if failed.done() else ""
-        if reason:
-            log.error("%s stops: %s", name, reason)
+        failed = await run_unless(stop.wait(), component.wait_failed())
+        if failed:
+            log.error("%s stops: %s", name, failed.result())
         # A component that failed has no requests left to wait for.
-        await _stop_within(name, component, 0.0 if reason else getattr(flags, "drain_timeout_s", STOP_GRACE_S))
-        return 1 if reason else 0
+        grace_s = 0.0 if failed else getattr(flags, "drain_timeout_s", STOP_GRACE_S)
+        try:
+            await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
+        return 1 if failed else 0
     finally:
-        for task in (watcher, stopped, failed):
-            if task is not None:
-                task.cancel()
+        watcher.cancel()
         if exports is not None:
             await asyncio.to_thread(exports.close)
 
 
-def _export(meters: Meters, name: str, role: str, flags: Any) -> Exports:
-    from pillion.observability.metrics_export import Exports
+async def run_unless(
+    stop: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T], within_s: float | None = None
+) -> asyncio.Task[T] | None:
+    """Runs ``work``; returns its ended task, or None where ``stop`` ended first and ``work`` was cancelled.
 
-    page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
-    return Exports(meters, name, role, **page)
-
-
-async def _stop_within(name: str, component: Any, grace_s: float) -> None:
-    try:
-        await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
-    except TimeoutError:
-        log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
-
-
-async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
-    """Runs ``work``; returns its ended task, or None where ``stop`` was set first and ``work`` was cancelled."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    ``within_s``: the longest wait for the end of cancelled work; None: no bound.
+    """
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop)
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -159,7 +131,7 @@ async def run_unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> async
     finally:
         for one in (task, stopped):
             one.cancel()
-        await asyncio.wait({task, stopped})
+        await asyncio.wait({task, stopped}, timeout=within_s)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

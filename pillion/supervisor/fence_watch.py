@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from pillion.cli.console import Notices
+from pillion.errors import PillionError
 from pillion.supervisor.probes import PROBE_TIMEOUT_S
 
 FENCE_POLL_S = 1.0
@@ -27,14 +28,10 @@ class FenceWatch:
         self._since: dict[tuple[int, str], float] = {}
 
     def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
-        """Returns which workers to kill, and for how many seconds each was seen fenced.
+        """Returns which of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
 
-        A worker that is named again after it was returned is timed anew.
-
-        Args:
-            boot_epoch: the boot of the node that answered.
-            components: the fenced workers in that answer.
-            now: monotonic seconds.
+        The node answered in its boot ``boot_epoch``, at ``now`` in monotonic seconds. A worker that is named again
+        after it was returned is timed anew.
         """
         since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
         due = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
@@ -47,12 +44,8 @@ class FenceWatch:
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
     """Runs until cancelled. While the node does not answer, nobody is killed, and its last answer stands.
 
-    Args:
-        target: the node's address.
-        kill_after_s: as in :class:`FenceWatch`.
-        kill: ends a component by its id; returns whether it ran.
+    ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it ran.
     """
-    from pillion.errors import PillionError
     from pillion.kvstore.client.node_client import NodeClient
 
     watch, node = FenceWatch(kill_after_s), NodeClient(target, "supervisor")

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
@@ -28,7 +28,7 @@ from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
-from pillion.supervisor.child_command import child_environ, component_argv
+from pillion.supervisor.child_process import child_environ, component_argv
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
@@ -78,6 +78,12 @@ def bind_port(host: str, name: str, port: int) -> socket.socket:
     return bound
 
 
+def component_spec(role: str, component_id: str, flags: Any, address: str, **more: Any) -> ProcessSpec:
+    """The process of one component, which is ready when it serves at ``address``."""
+    probe = partial(probes.is_serving, address)
+    return ProcessSpec(component_id=component_id, argv=component_argv(role, flags), probe=probe, **more)
+
+
 def gateway_specs(
     flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[ProcessSpec]:
@@ -93,16 +99,9 @@ def gateway_specs(
         page = flags.metrics_port and flags.metrics_port + number
         mine = {"component_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
         own = subset(GatewayFlags, flags, gateway_workers=1, **mine)
-        spec = ProcessSpec(
-            component_id=name,
-            level=level,
-            argv=component_argv("gateway", own),
-            environ=environ,
-            probe=partial(probes.answers if alone else probes.is_serving, address),
-            drain_s=flags.drain_timeout_s,
-            alive=partial(probes.answers, address),
-        )
-        specs.append(spec)
+        spec = component_spec("gateway", name, own, address, level=level, environ=environ)
+        alive = partial(probes.answers, address)
+        specs.append(replace(spec, drain_s=flags.drain_timeout_s, alive=alive, probe=alive if alone else spec.probe))
     return specs
 
 
@@ -120,7 +119,7 @@ def run_gateways(flags: GatewayFlags) -> int:
 async def _run(flags: GatewayFlags) -> int:
     stop, notices = asyncio.Event(), Notices()
     stop_on_signals(stop)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         ports = PublicPorts()
         stack.callback(ports.close)
         flags = ports.hold(flags)
@@ -131,14 +130,11 @@ async def _run(flags: GatewayFlags) -> int:
         environ = child_environ(os.environ, flags.redis_url)
         specs = gateway_specs(flags, runtime.path, environ, level=0, prefix=prefix, alone=True)
         supervisor = Supervisor(specs, notices)
-        try:
-            if not await run_unless(stop, supervisor.start()):
-                return 0
-            notices.say("all gateways listen", "bold green")
-            failed = await run_unless(stop, supervisor.failed())
-            if not failed:
-                return 0
+        stack.push_async_callback(supervisor.stop)
+        if not await run_unless(stop.wait(), supervisor.start()):
+            return 0
+        notices.say("all gateways listen", "bold green")
+        failed = await run_unless(stop.wait(), supervisor.failed())
+        if failed:
             notices.say(f"stopping: {failed.result()}", "bold red")
-            return 1
-        finally:
-            await supervisor.stop()
+        return 1 if failed else 0

@@ -7,12 +7,13 @@ and back in the opposite order, from wherever a start failed
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
@@ -22,11 +23,10 @@ from pillion.cores import parse_cores, usable_cores
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
-from pillion.supervisor.child_command import child_environ, component_argv
-from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import STOP_GRACE_S, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
-from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
+from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
@@ -52,8 +52,10 @@ class LocalCluster:
         self.model_name = ""
         self.fit: PoolFit | None = None
         self._redis_binary: Path | None = None
-        self._fences: asyncio.Task[None] | None = None
         self._ports = PublicPorts()
+        # What stop() has to do, the last first.
+        self._ending = contextlib.AsyncExitStack()
+        self._ending.callback(self._ports.close)
 
     @property
     def target(self) -> str:
@@ -69,7 +71,9 @@ class LocalCluster:
         """Checks and settles the flags, and makes the model ready. Raises ConfigError; no process is left then."""
         check_flags(self.flags)
         require_server_packages()
-        settled = resolved_flags(self.flags)
+        from pillion.engine.backends.devices import resolved
+
+        settled = resolved(self.flags)
         self._redis_binary = None if settled.redis_url else redis.find_redis()
         self.flags = self._ports.hold(settled)
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
@@ -79,26 +83,21 @@ class LocalCluster:
     async def start(self) -> Supervisor:
         """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
+        self._ending.callback(self.runtime.remove)
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary)
         self.supervisor = Supervisor(specs, self.notices)
+        self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
-        self._fences = asyncio.create_task(watching, name="fences")
+        fences = asyncio.create_task(watching, name="fences")
+        self._ending.push_async_callback(lambda: asyncio.gather(fences, return_exceptions=True))
+        self._ending.callback(fences.cancel)
         return self.supervisor
 
     async def stop(self) -> None:
         """Stops everything and leaves nothing behind, also after a start that failed half-way. Idempotent."""
-        try:
-            if self._fences is not None:
-                self._fences.cancel()
-                await asyncio.gather(self._fences, return_exceptions=True)
-            if self.supervisor is not None:
-                await self.supervisor.stop()
-        finally:
-            self._ports.close()
-            if self.runtime is not None:
-                self.runtime.remove()
+        await self._ending.aclose()
 
     def left_behind(self) -> list[str]:
         """Process groups and files that still exist after :meth:`stop`; empty unless something is wrong."""
@@ -108,22 +107,10 @@ class LocalCluster:
         return left
 
 
-def resolved_flags(flags: ServeFlags) -> ServeFlags:
-    """``flags`` without "auto", which this machine's devices settle. Raises ConfigError."""
-    from pillion.engine.backends.devices import resolved
-
-    return resolved(flags)
-
-
-def node_device(flags: ServeFlags) -> str:
-    """The device of the KV node's pool, for settled flags."""
+def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[ProcessSpec]:
+    """Every process of the cluster, for settled flags. ``redis_binary`` is None where they name a running Redis."""
     from pillion.engine.backends.devices import pool_device
 
-    return pool_device(flags.device)
-
-
-def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[ProcessSpec]:
-    """Every process of the cluster. ``redis_binary`` is None where ``flags.redis_url`` names a running Redis."""
     redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
     environ = child_environ(os.environ, redis_url)
     cores = parse_cores(flags.cpu_affinity)
@@ -134,25 +121,23 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
     specs = []
     if redis_binary is not None:
         path = folder / "redis.sock"
-        command = redis.command(redis_binary, path)
-        # Redis greets with warnings about persistence, which it does not have here.
-        quiet = flags.log_level != "debug"
         specs.append(
             ProcessSpec(
                 component_id="redis",
                 level=0,
-                argv=tuple(command),
+                argv=tuple(redis.command(redis_binary, path)),
                 environ=environ,
-                probe=lambda: redis.answers(path),
-                quiet=quiet,
+                probe=partial(redis.answers, path),
+                # Redis greets with warnings about persistence, which it does not have here.
+                quiet=flags.log_level != "debug",
             )
         )
     # Pages of metrics: the gateways' first, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
-    place = {"node_listen": listen, "attach_socket": attach, "kv_device": node_device(flags)}
+    place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool_device(flags.device)}
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
-    specs.append(_component("kvnode", node.node_id, 1, node, environ, node.node_listen))
+    specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
         for number in range(count):
@@ -163,27 +148,9 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
             share = {"cpu_threads": threads, "cpu_affinity": next(bound), "metrics_port": next(pages)}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
-            specs.append(_component(role, component_id, 2, worker, compute, listen, needs=(node.node_id,)))
+            needs = (node.node_id,)
+            specs.append(component_spec(role, component_id, worker, listen, level=2, environ=compute, needs=needs))
     return specs + gateway_specs(flags, folder, environ, level=3)
-
-
-def _component(
-    role: str,
-    component_id: str,
-    level: int,
-    flags: Any,
-    environ: Mapping[str, str],
-    address: str,
-    needs: tuple[str, ...] = (),
-) -> ProcessSpec:
-    return ProcessSpec(
-        component_id=component_id,
-        level=level,
-        argv=component_argv(role, flags),
-        environ=environ,
-        probe=lambda: probes.is_serving(address),
-        needs=needs,
-    )
 
 
 def compute_environ(threads: int) -> dict[str, str]:
@@ -225,10 +192,11 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
 
     Raises ConfigError with the child's last line.
     """
-    lines: list[str] = []
+    last = ""
 
     def forward(line: str) -> None:
-        lines.append(line)
+        nonlocal last
+        last = line
         step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
@@ -240,7 +208,7 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
     finally:
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
-        raise ConfigError(lines[-1].removeprefix("pillion: ") if lines else f"preparing the model ended with {code}")
+        raise ConfigError(last.removeprefix("pillion: ") or f"preparing the model ended with {code}")
 
 
 def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
@@ -254,12 +222,5 @@ def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
         return prepared.name, None
-    fit = fit_pool(
-        kv_pool_bytes=flags.kv_pool_bytes,
-        block_bytes=kv_layout(prepared, flags.block_size).block_bytes,
-        block_size_tokens=flags.block_size,
-        max_model_len_tokens=prepared.max_model_len,
-        decode_reserve_percent=flags.decode_reserve_percent,
-        decode_workers=flags.decode_workers,
-    )
-    return prepared.name, fit
+    block_bytes = kv_layout(prepared, flags.block_size).block_bytes
+    return prepared.name, fit_pool(flags, block_bytes, prepared.max_model_len, flags.decode_workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
 # Slots that each decode worker keeps leased ahead, so that a step never waits for an RPC.
@@ -46,30 +47,25 @@ class PoolFit:
 
 
 def fit_pool(
-    *,
-    kv_pool_bytes: int,
-    block_bytes: int,
-    block_size_tokens: int,
-    max_model_len_tokens: int,
-    decode_reserve_percent: int,
-    decode_workers: int,
+    flags: ServeFlags | OfflineFlags, block_bytes: int, max_model_len_tokens: int, decode_workers: int
 ) -> PoolFit:
-    """The size of a pool of ``kv_pool_bytes``.
+    """The size of the pool that ``flags`` describe, whose bytes are settled.
 
     Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
+    kv_pool_bytes, reserve_percent = flags.kv_pool_bytes, flags.decode_reserve_percent
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
     fit = PoolFit(
         total_blocks=total,
-        block_size_tokens=block_size_tokens,
+        block_size_tokens=flags.block_size,
         block_bytes=block_bytes,
-        request_blocks=max_model_len_tokens // block_size_tokens + 1,
-        kept_blocks=total * decode_reserve_percent // 100 + stock,
+        request_blocks=max_model_len_tokens // flags.block_size + 1,
+        kept_blocks=total * reserve_percent // 100 + stock,
     )
     if total < fit.needed_blocks:
         # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.
-        least = -(-(fit.request_blocks + stock) * 100 // (100 - decode_reserve_percent)) + 1
+        least = -(-(fit.request_blocks + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
             f"tokens needs {fit.request_blocks} beside {fit.kept_blocks} kept for decodes: "

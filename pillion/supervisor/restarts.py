@@ -10,7 +10,7 @@ died ---- fewer than max_deaths within the window ----> Restart after a delay th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The exit status of a component whose configuration is wrong; starting it again cannot help.
 EXIT_CONFIG = 2
@@ -30,6 +30,7 @@ class GiveUp:
     reason: str
 
 
+@dataclass
 class RestartPolicy:
     """Exponential backoff per component, and a bound on deaths within a sliding window.
 
@@ -38,14 +39,11 @@ class RestartPolicy:
         first_delay_ms: wait after a lone death; doubles with each further one in the window, up to ``max_delay_ms``.
     """
 
-    def __init__(
-        self, max_deaths: int = 6, window_s: float = 60.0, first_delay_ms: int = 200, max_delay_ms: int = 5000
-    ) -> None:
-        self.max_deaths = max_deaths
-        self.window_s = window_s
-        self.first_delay_ms = first_delay_ms
-        self.max_delay_ms = max_delay_ms
-        self._deaths: dict[str, deque[float]] = {}
+    max_deaths: int = 6
+    window_s: float = 60.0
+    first_delay_ms: int = 200
+    max_delay_ms: int = 5000
+    _deaths: dict[str, deque[float]] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart | GiveUp:
         """What to do about a death at ``now``, in monotonic seconds."""

@@ -13,8 +13,6 @@ from pillion.supervisor.component_process import require_server_packages, run_un
 from pillion.supervisor.local_cluster import LocalCluster
 from pillion.supervisor.supervisor import Supervisor
 
-EXIT_COMPONENT_DIED = 1
-
 
 def run_serve(flags: ServeFlags) -> int:
     """Blocks until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
@@ -29,14 +27,14 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
     stop_on_signals(stop)
     cluster = LocalCluster(flags, notices)
     try:
-        bringing_up = await run_unless(stop, _bring_up(cluster))
+        bringing_up = await run_unless(stop.wait(), _bring_up(cluster))
         if not bringing_up:
             return 0
         supervisor = bringing_up.result()
         announce_ready(cluster, notices, time.monotonic() - began)
-        failed = await run_unless(stop, supervisor.failed())
+        failed = await run_unless(stop.wait(), supervisor.failed())
         notices.say(f"stopping: {failed.result()}" if failed else "stopping", "bold red" if failed else "bold")
-        return EXIT_COMPONENT_DIED if failed else 0
+        return 1 if failed else 0
     finally:
         await cluster.stop()
         if cluster.supervisor is not None:

@@ -64,6 +64,8 @@ class ProcessSpec:
 
 @dataclass(slots=True)
 class _SupervisedProcess:
+    """``child`` is None before the first start and between a death and the next start."""
+
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
@@ -94,7 +96,6 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
-        self._children: list[ChildProcess] = []
 
     async def start(self) -> None:
         """Returns once every component is ready. Raises Unavailable, naming the one that is not; then stop, too."""
@@ -103,12 +104,11 @@ class Supervisor:
             for component in self._components
         ]
         ready = asyncio.create_task(self._ready(lambda component: True))
-        waits: set[asyncio.Task[Any]] = {ready, asyncio.create_task(self.failed())}
+        waits: set[asyncio.Future[Any]] = {ready, self._failure}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for wait in waits:
-                wait.cancel()
+            ready.cancel()
         if self._failure.done():
             raise Unavailable(self._failure.result())
         self._was_ready = True
@@ -132,23 +132,23 @@ class Supervisor:
 
     def kill_component(self, component_id: str) -> bool:
         """Sends SIGKILL to one component, which is then started again as after any death. False where none runs."""
-        child = self._running(component_id)
-        if child is not None:
+        child = self._child_of(component_id)
+        if child:
             child.kill()
         return child is not None
 
     def living(self) -> list[int]:
-        """Process groups ever started that still live; empty after :meth:`stop`."""
-        return [child.pid for child in self._children if not child.gone()]
+        """Process groups that still live; empty after :meth:`stop`."""
+        children = (component.child for component in self._components)
+        return [child.pid for child in children if child and not child.gone()]
 
     def pid_of(self, component_id: str) -> int | None:
         """The process id of a running component, None while it does not run."""
-        child = self._running(component_id)
-        return child.pid if child is not None else None
+        child = self._child_of(component_id)
+        return child.pid if child else None
 
-    def _running(self, component_id: str) -> ChildProcess | None:
-        children = [component.child for component in self._components if component.spec.component_id == component_id]
-        return next((child for child in children if child in self._children), None)
+    def _child_of(self, component_id: str) -> ChildProcess | None:
+        return next((one.child for one in self._components if one.spec.component_id == component_id), None)
 
     async def _tend(self, component: _SupervisedProcess) -> None:
         name = component.spec.component_id
@@ -179,7 +179,6 @@ class Supervisor:
 
         child = await ChildProcess.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
         component.child = child
-        self._children.append(child)
         probing = asyncio.create_task(self._until_ready(component, child))
         try:
             code = await child.wait()
@@ -187,7 +186,7 @@ class Supervisor:
             probing.cancel()
             component.ready.clear()
         child.kill()
-        self._children.remove(child)
+        component.child = None
         for line in kept:
             show(line)
         return code
@@ -204,16 +203,14 @@ class Supervisor:
             child.kill()
             return
         component.ready.set()
-        if component.spec.alive is not None:
-            await self._until_silent(component.spec.alive)
-            self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
-            child.kill()
-
-    async def _until_silent(self, alive: Callable[[], Awaitable[bool]]) -> None:
+        if component.spec.alive is None:
+            return
         silences = 0
         while silences < MAX_SILENCES:
             await asyncio.sleep(self._alive_interval_s)
-            silences = 0 if await alive() else silences + 1
+            silences = 0 if await component.spec.alive() else silences + 1
+        self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
+        child.kill()
 
     async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
         for component in self._components:
@@ -227,9 +224,5 @@ class Supervisor:
 
 def describe_exit(code: int) -> str:
     """``-9`` -> ``was ended by SIGKILL``."""
-    if code < 0:
-        try:
-            return f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was ended by signal {-code}"
-    return f"ended with status {code}"
+    names = {int(number): number.name for number in signal.Signals}
+    return f"ended with status {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"

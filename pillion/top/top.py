@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.live import Live
 
 from pillion.client.client import Client
 from pillion.client.connection import connect
 from pillion.errors import ConfigError, PillionError
 from pillion.top.top_figures import ClusterReading
 from pillion.top.top_pages import ComponentPage, locate, parse
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from pillion.top.top_view import FrameStyle, frame
 
 # Rates are taken over this time, or over one interval where that is longer.
 WINDOW_S = 10.0
@@ -36,10 +36,6 @@ FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
 NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
-
-
-class PageError(Exception):
-    """A page could not be read; the message says why, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +68,36 @@ class PageReader:
             page = parse(self._fetch(url))
         except ImportError:
             return NO_PARSER
-        except (PageError, ValueError) as error:
+        except ValueError as error:
             return f"{url}: {error}"
         return page if page.component_id else f"{url}: not a page of Pillion's"
 
     def _fetch(self, url: str) -> str:
-        """The text at ``url``, without redirects, which would carry the key elsewhere, and without proxies."""
+        """The text at ``url``, without redirects, which would carry the key elsewhere, and without proxies.
+
+        Raises ValueError that says in a few words why there is none.
+        """
         place = urlsplit(url)
         host = place.hostname or ""
-        connection = (
-            http.client.HTTPSConnection(host, place.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
-            if place.scheme == "https"
-            else http.client.HTTPConnection(host, place.port, timeout=FETCH_TIMEOUT_S)
-        )
+        connection = http.client.HTTPConnection(host, place.port, timeout=FETCH_TIMEOUT_S)
+        if place.scheme == "https":
+            connection = http.client.HTTPSConnection(host, place.port, timeout=FETCH_TIMEOUT_S, context=self.tls)
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key and host == self.trusted else {}
         try:
             connection.request("GET", place.path + (f"?{place.query}" if place.query else ""), headers=key)
             answer = connection.getresponse()
             body = answer.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise PageError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from None
+            raise ValueError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from None
         finally:
             connection.close()
         if answer.status in (401, 403):
             where = f"PILLION_API_KEY, sent to {self.trusted or 'nobody'} alone"
-            raise PageError(f"HTTP {answer.status}: it wants an operator's key ({where})")
+            raise ValueError(f"HTTP {answer.status}: it wants an operator's key ({where})")
         if answer.status != 200:
-            raise PageError(f"HTTP {answer.status}")
+            raise ValueError(f"HTTP {answer.status}")
         if len(body) > MAX_PAGE_BYTES:
-            raise PageError(f"more than {MAX_PAGE_BYTES >> 20} MiB")
+            raise ValueError(f"more than {MAX_PAGE_BYTES >> 20} MiB")
         return body.decode(errors="replace")
 
 
@@ -130,8 +127,6 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
         interval_s: time between frames.
         once: print one frame, with the rates of one interval.
     """
-    from rich.console import Console
-
     target = reach["target"]
     pages, console, history = _page_reader(reach, places), Console(highlight=False), History()
     with Client(**reach) as client:
@@ -170,8 +165,6 @@ def _next(read: Callable[[], ClusterReading], history: History) -> tuple[Cluster
 
 
 def _frame(console: Console, before: ClusterReading | None, now: ClusterReading, target: str, *, screen: bool) -> Any:
-    from pillion.top.top_view import FrameStyle, frame
-
     style = FrameStyle(console.size.height if screen else None, console.options.ascii_only)
     return frame(before, now, target, time.strftime("%H:%M:%S"), style)
 
@@ -189,19 +182,13 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
 
         yield show
         return
-    from rich.live import Live
-
     # `kill` must leave the terminal as it was, too.
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             yield lambda frame: live.update(frame, refresh=True)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _page_reader(reach: dict[str, Any], places: Sequence[str]) -> PageReader:

@@ -1,15 +1,12 @@
 """Rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top`.
 
-    Look (status, pages) at t0 --+
-                                 +--> changes of counters and histograms --> rates, shares, quantiles
-    Look (status, pages) at t1 --+
-
 Sans-IO (I9). A figure that no page or status reports is None, never zero: the view shows a dash for it.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -102,7 +99,7 @@ def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> Ste
     seconds = now.at_s - before.at_s
     if pair is None or seconds <= 0:
         return None
-    durations = _distribution(pair, names.STEP_DURATION)
+    durations = _together(_changes(pair, names.STEP_DURATION))
     tokens = {labels[0]: grown for labels, grown in _grown(pair, names.STEP_BUDGET)}
     if durations is None:
         return None
@@ -139,8 +136,8 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
         sources=sources,
         requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
         refused=rates(names.REJECTED, lambda labels: labels[0]),
-        first_token=_quantiles(_distribution(pair, names.TTFT) for pair in pairs),
-        between_tokens=_quantiles(_distribution(pair, names.ITL) for pair in pairs),
+        first_token=_quantiles(pairs, names.TTFT),
+        between_tokens=_quantiles(pairs, names.ITL),
     )
 
 
@@ -187,42 +184,32 @@ def _grown(pair: _Pair, metric: Metric) -> Iterator[tuple[Labels, float]]:
             yield labels, value - first if value >= first else value
 
 
-def _distribution(pair: _Pair, metric: Metric) -> Snapshot | None:
-    """The change of a histogram, all its cells added up; None where the page has no such histogram."""
-    before, found = pair[0].values.get(metric, {}), []
-    for labels, value in pair[1].values.get(metric, {}).items():
+def _changes(pair: _Pair, metric: Metric) -> Iterator[Snapshot]:
+    """How much each of a histogram's cells grew. A cell that is smaller than before was counted from zero again."""
+    before = pair[0].values.get(metric, {})
+    for labels, now in pair[1].values.get(metric, {}).items():
         first = before.get(labels)
-        if isinstance(value, Snapshot):
-            found.append(_since(first, value) if isinstance(first, Snapshot) else value)
-    return _together(found)
+        if isinstance(now, Snapshot):
+            if isinstance(first, Snapshot) and first.bounds == now.bounds:
+                grown = tuple(map(operator.sub, now.counts, first.counts))
+                if min(grown) >= 0:
+                    now = Snapshot(now.bounds, grown, now.total - first.total, 0.0, 0.0)
+            yield now
 
 
-def _since(before: Snapshot, now: Snapshot) -> Snapshot:
-    grown = tuple(b - a for a, b in zip(before.counts, now.counts, strict=False))
-    if before.bounds != now.bounds or any(count < 0 for count in grown):
-        return now
-    return Snapshot(now.bounds, grown, now.total - before.total, 0.0, 0.0)
-
-
-def _together(found: Iterable[Snapshot | None]) -> Snapshot | None:
+def _together(found: Iterable[Snapshot]) -> Snapshot | None:
+    """The sum of histograms; None of none. Other bounds are another version's: then the last histogram is kept."""
     made: Snapshot | None = None
     for one in found:
-        if one is None:
-            continue
-        if made is None or made.bounds != one.bounds:
-            # Other bounds are another version's. Such histograms cannot be added up: the last one is kept.
-            made = one
-            continue
-        counts = tuple(a + b for a, b in zip(made.counts, one.counts, strict=True))
-        made = Snapshot(made.bounds, counts, made.total + one.total, 0.0, 0.0)
+        made = made + one if made is not None and made.bounds == one.bounds else one
     return made
 
 
-def _quantiles(found: Iterable[Snapshot | None]) -> Quantiles | None:
-    all_of_it = _together(found)
-    if all_of_it is None or not all_of_it.count:
+def _quantiles(pairs: Iterable[_Pair], metric: Metric) -> Quantiles | None:
+    found = _together(change for pair in pairs for change in _changes(pair, metric))
+    if found is None or not found.count:
         return None
-    return Quantiles(all_of_it.count, quantile(all_of_it, 0.5), quantile(all_of_it, 0.99), all_of_it.bounds[-1])
+    return Quantiles(found.count, quantile(found, 0.5), quantile(found, 0.99), found.bounds[-1])
 
 
 def _outcome(label: str) -> str:

@@ -7,23 +7,24 @@ Sans-IO (I9). The Prometheus client library parses the text; the SDK alone does 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
-from pillion.observability.metrics import Labels, Metric, Snapshot
+from pillion.observability.metrics import Labels, Metric, Snapshot, Values
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 GATEWAY_HTTP_PORT = 8000
 # A view of more components than this is a job for Prometheus.
 MAX_PAGES = 256
-RANGE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})-(?P<last>\d{1,5})")
-PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})")
-
-# Each metric's values, by the values of its labels.
-Values = Mapping[Metric, Mapping[Labels, float | Snapshot]]
+PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,10 @@ def _expand(place: str) -> list[str]:
         if not known:
             raise ConfigError(f"--pages: {place!r} is no http or https URL")
         return [parts._replace(path=parts.path if parts.path not in ("", "/") else "/metrics").geturl()]
-    match = RANGE.fullmatch(place) or PLACE.fullmatch(place)
+    match = PLACE.fullmatch(place)
     if match is None:
         raise ConfigError(f"--pages: {place!r} is not a URL, HOST:PORT or HOST:FIRST-LAST")
-    first = int(match["first"])
-    last = int(match.groupdict().get("last") or first)
+    first, last = int(match["first"]), int(match["last"] or match["first"])
     if not 0 < first <= last < 65536 or last - first >= MAX_PAGES:
         raise ConfigError(f"--pages: {place!r} is no range of at most {MAX_PAGES} ports")
     return [f"http://{match['host']}:{port}/metrics" for port in range(first, last + 1)]
@@ -86,43 +86,38 @@ def parse(text: str) -> ComponentPage:
     from pillion.observability.metrics_prometheus import prometheus_name
 
     known = {prometheus_name(metric): metric for metric in names.CATALOG}
-    values: dict[Metric, dict[Labels, float | Snapshot]] = {}
+    values: Values = {}
     for family in text_string_to_metric_families(text):
         metric = known.get(family.name)
         if metric is not None:
             read = _histogram if metric.kind == "histogram" else _plain
-            values[metric] = read(metric, [(s.name, s.labels, s.value) for s in family.samples])
+            values[metric] = read(metric, family.samples)
     about = next(iter(values.get(names.BUILD, ())), None)
     build = dict(zip(names.BUILD.labels, about, strict=True)) if about else {}
     return ComponentPage(build.get("component", ""), build.get("role", ""), values)
 
 
-# Name, labels, value.
-_Sample = tuple[str, Mapping[str, str], float]
+def _labels(metric: Metric, sample: Sample) -> Labels:
+    return tuple(sample.labels.get(label.replace(".", "_"), "") for label in metric.labels)
 
 
-def _labels(metric: Metric, sample_labels: Mapping[str, str]) -> Labels:
-    return tuple(sample_labels.get(label.replace(".", "_"), "") for label in metric.labels)
+def _plain(metric: Metric, samples: Iterable[Sample]) -> dict[Labels, float | Snapshot]:
+    return {_labels(metric, sample): sample.value for sample in samples}
 
 
-def _plain(metric: Metric, samples: Iterable[_Sample]) -> dict[Labels, float | Snapshot]:
-    return {_labels(metric, sample_labels): value for _, sample_labels, value in samples}
-
-
-def _histogram(metric: Metric, samples: Iterable[_Sample]) -> dict[Labels, float | Snapshot]:
+def _histogram(metric: Metric, samples: Iterable[Sample]) -> dict[Labels, float | Snapshot]:
     """Histograms with the page's own bounds, which may be another version's. A page has no extremes: they stay 0."""
-    below: dict[Labels, dict[float, float]] = {}
+    below: dict[Labels, dict[float, int]] = {}
     totals: dict[Labels, float] = {}
-    for name, sample_labels, value in samples:
-        labels = _labels(metric, sample_labels)
-        if name.endswith("_bucket"):
-            below.setdefault(labels, {})[float(sample_labels["le"])] = value
-        elif name.endswith("_sum"):
-            totals[labels] = value
+    for sample in samples:
+        labels = _labels(metric, sample)
+        if sample.name.endswith("_bucket"):
+            below.setdefault(labels, {})[float(sample.labels["le"])] = int(sample.value)
+        elif sample.name.endswith("_sum"):
+            totals[labels] = sample.value
     found: dict[Labels, float | Snapshot] = {}
     for labels, buckets in below.items():
-        bounds = sorted(buckets)
-        counts = [int(buckets[bound]) for bound in bounds]
-        own = tuple(count - before for count, before in zip(counts, [0, *counts], strict=False))
-        found[labels] = Snapshot(tuple(bounds[:-1]), own, totals.get(labels, 0.0), 0.0, 0.0)
+        bounds, counts = zip(*sorted(buckets.items()), strict=True)
+        own = tuple(after - before for before, after in itertools.pairwise((0, *counts)))
+        found[labels] = Snapshot(bounds[:-1], own, totals.get(labels, 0.0), 0.0, 0.0)
     return found

@@ -8,7 +8,7 @@ Sans-IO (I9). An unknown figure is a dash. Bars differ by glyph as well as by co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pillion.observability import metric_catalog as names
-from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, StepFigures, flow, steps
+from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, flow, steps
 from pillion.types import ComponentStatus
 
 # A component without a heartbeat for so long is shown as late; seconds later its record is gone from the registry.
@@ -47,6 +47,11 @@ class FrameStyle:
     def dash(self) -> str:
         """The sign for an unknown figure."""
         return "-" if self.ascii_only else "–"
+
+    @property
+    def overflow(self) -> OverflowMethod:
+        """How a text that is too long ends."""
+        return "crop" if self.ascii_only else "ellipsis"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +89,24 @@ def frame(
     """
     streams = flow(before, now) if before else GatewayFlow(False, 0)
     notes = _notes(before, now, streams)
-    fences = _fences(now)
-    components = sorted((*now.status.components, *fences.gone), key=lambda component: _urgency(component, fences.named))
+    known = {component.component_id for component in now.status.components}
+    fenced = {name: node.component_id for node in now.status.components for name in node.fenced_components}
+    # The record of a component that only its node still knows has expired.
+    gone = (
+        ComponentStatus(component_id=name, role="", node_id=node) for name, node in fenced.items() if name not in known
+    )
+    components = sorted((*now.status.components, *gone), key=lambda component: _urgency(component, fenced))
     workers = [component for component in components if component.role in ("prefill", "decode")]
     nodes = [component for component in components if component.role == "kvnode"]
     room = None if style.height_lines is None else style.height_lines - FIXED_LINES - len(notes)
     rows = _share_out(room, [len(components), len(workers), len(nodes)])
     return Group(
         _header(before, now, target, clock),
-        _components_table(components, rows[0], now, fences.named, style),
+        _components_table(components, rows[0], now, fenced, style),
         _steps_table(workers, rows[1], before, now, style),
         _pool_table(nodes, rows[2], now, style),
         *_flow_lines(streams, style),
-        *(Text(_clean(note), "yellow", no_wrap=True, overflow=_overflow(style)) for note in notes),
+        *(Text(_clean(note), "yellow", no_wrap=True, overflow=style.overflow) for note in notes),
     )
 
 
@@ -108,24 +118,7 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-@dataclass(frozen=True, slots=True)
-class _Fences:
-    """``named``: the fenced components. ``gone``: those of them that only their node knows: their record expired."""
-
-    named: frozenset[str]
-    gone: tuple[ComponentStatus, ...]
-
-
-def _fences(now: ClusterReading) -> _Fences:
-    known = {component.component_id for component in now.status.components}
-    nodes = {name: node.component_id for node in now.status.components for name in node.fenced_components}
-    gone = tuple(
-        ComponentStatus(component_id=name, role="", node_id=node) for name, node in nodes.items() if name not in known
-    )
-    return _Fences(frozenset(nodes), gone)
-
-
-def _urgency(component: ComponentStatus, fenced: frozenset[str]) -> tuple[bool, int, str]:
+def _urgency(component: ComponentStatus, fenced: Container[str]) -> tuple[bool, int, str]:
     """The order of rows: components in trouble first, then roles in the order in which a request meets them."""
     calm = component.component_id not in fenced and component.heartbeat_age_ms < LATE_MS
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
@@ -149,21 +142,21 @@ def _table(
     ``columns``: headings, each with whether its column is justified to the right.
     """
     table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column(first, no_wrap=True, overflow=_overflow(style), max_width=20)
+    table.add_column(first, no_wrap=True, overflow=style.overflow, max_width=20)
     if bar:
         table.add_column("", ratio=1)
     for heading, right in columns:
-        table.add_column(heading, no_wrap=True, overflow=_overflow(style), justify="right" if right else "left")
+        table.add_column(heading, no_wrap=True, overflow=style.overflow, justify="right" if right else "left")
     return table
 
 
 def _components_table(
-    components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: frozenset[str], style: FrameStyle
+    components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: Container[str], style: FrameStyle
 ) -> Table:
     right = ("running", "waiting", "queued tok", "slots", "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
     table = _table(style, "component", headings)
-    for component in components[: _shown(rows, components)]:
+    for component in _fitting(table, components, rows):
         late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
         worker = component.role in ("prefill", "decode")
         # A worker's page is fresher than its heartbeat.
@@ -184,7 +177,7 @@ def _components_table(
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",
         )
-    return _with_rest(table, components, rows)
+    return table
 
 
 def _steps_table(
@@ -195,56 +188,36 @@ def _steps_table(
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
     )
-    for worker in workers[: _shown(rows, workers)]:
+    for worker in _fitting(table, workers, rows):
         found = steps(before, now, worker.component_id) if before else None
         if found is None:
-            table.add_row(_clean(worker.component_id), "", *[style.dash] * 8)
+            cells: list[RenderableType] = ["", *[style.dash] * 8]
         elif not found.shares:
-            table.add_row(
-                _clean(worker.component_id), Text("no step ran", "dim"), *[style.dash] * 5, "0", style.dash, "0%"
-            )
+            cells = [Text("no step ran", "dim"), *[style.dash] * 5, "0", style.dash, "0%"]
         else:
-            table.add_row(_clean(worker.component_id), *_steps_cells(found, style))
-    return _with_rest(table, workers, rows)
-
-
-def _steps_cells(found: StepFigures, style: FrameStyle) -> list[RenderableType]:
-    shares = [found.shares[use] for use in USES]
-    cells = [_percent(share) for share in shares]
-    return [
-        SegmentedBar(shares, style.glyphs),
-        *cells,
-        _rate(found.per_second, style),
-        _time(found.p50_s, names.STEP_BOUNDS[-1]),
-        _percent(found.busy),
-    ]
+            shares = [found.shares[use] for use in USES]
+            cells = [SegmentedBar(shares, style.glyphs), *map(_percent, shares), _rate(found.per_second, style)]
+            cells += [_time(found.p50_s, names.STEP_BOUNDS[-1]), _percent(found.busy)]
+        table.add_row(_clean(worker.component_id), *cells)
+    return table
 
 
 def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading, style: FrameStyle) -> Table:
     """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
-    for node in nodes[: _shown(rows, nodes)]:
+    for node in _fitting(table, nodes, rows):
         pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
         disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
         shown_as_pinned = min(pinned or 0, node.committed_blocks)
-        blocks = (
-            node.committed_blocks - shown_as_pinned,
-            shown_as_pinned,
-            node.leased_blocks,
-            node.quarantined_blocks,
-            node.free_blocks,
-        )
-        total = node.total_blocks
+        others, total = (node.leased_blocks, node.quarantined_blocks, node.free_blocks), node.total_blocks
+        blocks = (node.committed_blocks - shown_as_pinned, shown_as_pinned, *others)
         table.add_row(
             _clean(node.component_id),
             SegmentedBar([count / total for count in blocks] if total else (), style.glyphs),
-            f"{node.committed_blocks:,}",
-            _count(pinned, style),
-            *(f"{count:,}" for count in (node.leased_blocks, node.quarantined_blocks, node.free_blocks, total)),
-            _count(disk, style),
+            *(_count(count, style) for count in (node.committed_blocks, pinned, *others, total, disk)),
         )
-    return _with_rest(table, nodes, rows)
+    return table
 
 
 def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
@@ -267,7 +240,7 @@ def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
         ("flow      ", rates),
         ("requests/s", f"{ended}, refused {total}{f' ({reasons})' if reasons else ''}"),
     )
-    return [Text.assemble((name, "bold"), " ", text, no_wrap=True, overflow=_overflow(style)) for name, text in lines]
+    return [Text.assemble((name, "bold"), " ", text, no_wrap=True, overflow=style.overflow) for name, text in lines]
 
 
 def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
@@ -302,20 +275,12 @@ def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableTyp
     ]
 
 
-def _shown(rows: int, items: Sequence[object]) -> int:
-    """How many items get a row: all, or one less than ``rows``, whose last row then counts the rest."""
-    return len(items) if rows >= len(items) else rows - 1
-
-
-def _with_rest(table: Table, items: Sequence[ComponentStatus], rows: int) -> Table:
-    hidden = len(items) - _shown(rows, items)
-    if hidden:
-        table.add_row(f"and {hidden} more", style="dim")
-    return table
-
-
-def _overflow(style: FrameStyle) -> OverflowMethod:
-    return "crop" if style.ascii_only else "ellipsis"
+def _fitting(table: Table, items: Sequence[ComponentStatus], rows: int) -> Iterator[ComponentStatus]:
+    """Yields the items that get a row. Where ``rows`` are too few, a last row is added that counts the rest."""
+    shown = len(items) if rows >= len(items) else rows - 1
+    yield from items[:shown]
+    if shown < len(items):
+        table.add_row(f"and {len(items) - shown} more", style="dim")
 
 
 def _clean(text: str) -> str:

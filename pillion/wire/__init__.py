@@ -1,8 +1,7 @@
 """What travels between components, and its conversion to the values that the code works with.
 
     public.py     the public service: requests, deltas and status, as messages and as the SDK's frozen values
-    decode.py     Submit and the deltas of a step; plain tuples, because one is made for every token
-    kvnode.py     the KV node's messages; plain records for what workers exchange in every step
+    decode.py     the deltas of a decode step; plain tuples, because one is made for every token
     attach.py     the JSON lines of a KV node's attach socket
     registry.py   the record that a component's heartbeat writes to Redis
     common.py     the hello between two components, with the rule for different versions

@@ -7,20 +7,23 @@ InvalidRequest for a line that is not the message it expects, and Conflict for a
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import InvalidRequest
-from pillion.v1 import common_pb2
-from pillion.wire.common import check_hello
+from pillion.wire.common import check_protocol
 
 MAX_LINE_BYTES = 4096
 # A worker's last message when it lets go of the pool and lives on.
 DETACHED = b"detached\n"
 
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
+RegionState = Annotated[str, Meta(pattern=r"^(fill|ready|)\Z")]
+MemoryKind = Annotated[str, Meta(pattern=r"^(host|cuda)\Z")]
+MappedBytes = Annotated[int, Meta(ge=0)]
 
 
 class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,10 +54,10 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     node_address: str = ""
     epoch: int = 0
     num_slots: int = 0
-    memory_kind: str = "host"
+    memory_kind: MemoryKind = "host"
     device_uuid: str = ""
     device_index: int = 0
-    mapped_bytes: int = 0
+    mapped_bytes: MappedBytes = 0
     protocol: int = PROTOCOL
     version: str = VERSION
     error: str = ""
@@ -83,10 +86,10 @@ class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     node_id: str = ""
-    state: str = ""
-    memory_kind: str = "host"
+    state: RegionState = ""
+    memory_kind: MemoryKind = "host"
     device_uuid: str = ""
-    mapped_bytes: int = 0
+    mapped_bytes: MappedBytes = 0
     protocol: int = PROTOCOL
     version: str = VERSION
     error: str = ""
@@ -99,7 +102,7 @@ class RegionFilled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AttachMessage = AttachHello | AttachReply | RegionHello | RegionReply | RegionFilled
-_Message = TypeVar("_Message", AttachReply, RegionReply, RegionFilled)
+_Message = TypeVar("_Message")
 
 
 def line_to_bytes(message: AttachMessage) -> bytes:
@@ -109,13 +112,9 @@ def line_to_bytes(message: AttachMessage) -> bytes:
 
 def hello_from_line(line: bytes) -> AttachHello | RegionHello:
     """Reads the first line of a connection."""
-    try:
-        fields = msgspec.json.decode(line, type=dict[str, Any])
-        kind: type[AttachHello] | type[RegionHello] = RegionHello if "region_key" in fields else AttachHello
-        hello = msgspec.convert(fields, kind)
-    except ValueError as error:
-        raise _no_message(error) from None
-    _check_protocol(hello.protocol, hello.component_id)
+    kind: Any = RegionHello if "region_key" in _decode(line, dict[str, Any]) else AttachHello
+    hello: AttachHello | RegionHello = _decode(line, kind)
+    check_protocol(hello.protocol, hello.component_id)
     if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
         raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
     return hello
@@ -124,16 +123,16 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
 def attach_reply_from_line(line: bytes) -> AttachReply:
     """Reads the node's answer to an AttachHello."""
     reply = _decode(line, AttachReply)
-    _check_reply(reply)
+    check_protocol(reply.protocol, reply.node_id or "the KV node")
     return reply
 
 
 def region_reply_from_line(line: bytes) -> RegionReply:
     """Reads the node's answer to a RegionHello."""
     reply = _decode(line, RegionReply)
-    _check_reply(reply)
-    if not reply.error and reply.state not in ("fill", "ready"):
-        raise InvalidRequest(f"a region is to be filled or ready, not {reply.state!r}")
+    check_protocol(reply.protocol, reply.node_id or "the KV node")
+    if not (reply.error or reply.state):
+        raise InvalidRequest("a region is to be filled or ready")
     return reply
 
 
@@ -142,22 +141,8 @@ def region_filled_from_line(line: bytes) -> RegionFilled:
     return _decode(line, RegionFilled)
 
 
-def _check_reply(reply: AttachReply | RegionReply) -> None:
-    _check_protocol(reply.protocol, reply.node_id or "the KV node")
-    if reply.memory_kind not in ("host", "cuda") or reply.mapped_bytes < 0:
-        raise InvalidRequest(f"memory of kind {reply.memory_kind!r} and {reply.mapped_bytes} bytes cannot be mapped")
-
-
-def _check_protocol(protocol: int, component_id: str) -> None:
-    check_hello(common_pb2.Hello(protocol=min(max(protocol, 0), 2**31), component_id=component_id))
-
-
 def _decode(line: bytes, kind: type[_Message]) -> _Message:
     try:
         return msgspec.json.decode(line, type=kind)
     except ValueError as error:
-        raise _no_message(error) from None
-
-
-def _no_message(error: ValueError) -> InvalidRequest:
-    return InvalidRequest(f"the attach protocol speaks one line of JSON; this one is wrong: {error}")
+        raise InvalidRequest(f"the attach protocol speaks one line of JSON; this one is wrong: {error}") from None

@@ -13,10 +13,15 @@ def hello_to_pb(component_id: str) -> common_pb2.Hello:
 
 
 def check_hello(message: common_pb2.Hello) -> str:
-    """The sender's component id. Raises Conflict unless its protocol is at most one version away from ours."""
-    if message.protocol == 0 or abs(message.protocol - PROTOCOL) > 1:
+    """The sender's component id. Raises Conflict for a protocol that is too far from ours."""
+    check_protocol(message.protocol, message.component_id)
+    return message.component_id
+
+
+def check_protocol(protocol: int, component_id: str) -> None:
+    """Raises Conflict unless the protocol of ``component_id`` is at most one version away from ours."""
+    if protocol == 0 or abs(protocol - PROTOCOL) > 1:
         raise Conflict(
-            f"{message.component_id or 'peer'} speaks protocol {message.protocol}, this component speaks {PROTOCOL}: "
+            f"{component_id or 'peer'} speaks protocol {protocol}, this component speaks {PROTOCOL}: "
             "upgrade one version at a time"
         )
-    return message.component_id

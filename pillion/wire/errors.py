@@ -9,6 +9,7 @@ says -1, so that clients' automatic retries do not multiply its own.
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -38,17 +39,13 @@ def to_status(error: PillionError) -> Any:
     """The rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
     details = []
     if isinstance(error, InvalidRequest) and error.violations:
-        kind = error_details_pb2.BadRequest.FieldViolation
-        fields = [kind(field=v.field, description=v.description) for v in error.violations]
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=fields)))
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=map(asdict, error.violations))))
     if isinstance(error, Overloaded | Unavailable) and error.retry_after_ms:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     if isinstance(error, Overloaded) and error.quotas:
-        quota = error_details_pb2.QuotaFailure.Violation
-        quotas = [quota(subject=v.subject, description=v.description) for v in error.quotas]
-        details.append(_packed(error_details_pb2.QuotaFailure(violations=quotas)))
+        details.append(_packed(error_details_pb2.QuotaFailure(violations=map(asdict, error.quotas))))
     status = rpc_status.to_status(status_pb2.Status(code=error.code, message=error.message, details=details))
     if isinstance(error, Unavailable):
         pushback = (PUSHBACK, str(error.retry_after_ms or -1))
@@ -61,12 +58,15 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
     code, message = error.code(), error.details() or ""
     cls = BY_CODE.get(code.value[0], Internal)
     status = _status_of(error)
+    retry_after_ms = int(_detail(status, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds())
     if cls is InvalidRequest:
-        return InvalidRequest(message, _violations(status))
+        fields = _detail(status, error_details_pb2.BadRequest).field_violations
+        return InvalidRequest(message, tuple(FieldViolation(v.field, v.description) for v in fields))
     if cls is Overloaded:
-        return Overloaded(message, _retry_after_ms(status), _quotas(status))
+        quotas = _detail(status, error_details_pb2.QuotaFailure).violations
+        return Overloaded(message, retry_after_ms, tuple(QuotaViolation(v.subject, v.description) for v in quotas))
     if cls is Unavailable:
-        return Unavailable(message, _retry_after_ms(status))
+        return Unavailable(message, retry_after_ms)
     return cls(message)
 
 
@@ -99,24 +99,10 @@ def _status_of(error: grpc.RpcError) -> Any:
         return None
 
 
-def _unpack(status: Any, kind: Any) -> Any:
+def _detail(status: Any, kind: Any) -> Any:
+    """The status's detail of a kind of message, empty where it has none."""
+    message = kind()
     for detail in status.details if status is not None else ():
-        message = kind()
         if detail.Is(kind.DESCRIPTOR) and detail.Unpack(message):
-            return message
-    return None
-
-
-def _violations(status: Any) -> tuple[FieldViolation, ...]:
-    bad = _unpack(status, error_details_pb2.BadRequest)
-    return tuple(FieldViolation(v.field, v.description) for v in bad.field_violations) if bad else ()
-
-
-def _quotas(status: Any) -> tuple[QuotaViolation, ...]:
-    met = _unpack(status, error_details_pb2.QuotaFailure)
-    return tuple(QuotaViolation(v.subject, v.description) for v in met.violations) if met else ()
-
-
-def _retry_after_ms(status: Any) -> int:
-    info = _unpack(status, error_details_pb2.RetryInfo)
-    return int(info.retry_delay.ToMilliseconds()) if info else 0
+            break
+    return message

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
+
+from google.protobuf.message import Message
 
 from pillion.types import (
     ChatMessage,
@@ -23,22 +26,10 @@ _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_OPTIONAL = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "logprobs",
-    "n",
-    "best_of",
-)
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
+_OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None)
+# The fields of a request that dataclass and message hold alike.
+_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "sampling"}
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
@@ -84,46 +75,35 @@ def logprob_to_pb(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
 def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
     """Reads a request; :mod:`pillion.gateway.request.validation` checks it."""
     return GenerateRequest(
-        model=message.model,
-        text=message.text,
+        **{name: getattr(message, name) for name in _PLAIN},
         token_ids=tuple(message.token_ids),
         messages=tuple(ChatMessage(m.role, m.content) for m in message.messages),
         sampling=sampling_from_pb(message.sampling),
-        cache_salt=message.cache_salt,
-        request_id=message.request_id,
-        priority=message.priority,
     )
 
 
 def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
     """Writes a request. Raises ValueError where a number does not fit its field."""
     return gateway_pb2.GenerateRequest(
-        model=request.model,
-        text=request.text,
+        **{name: getattr(request, name) for name in _PLAIN},
         token_ids=request.token_ids,
         messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in request.messages],
         sampling=sampling_to_pb(request.sampling),
-        cache_salt=request.cache_salt,
-        request_id=request.request_id,
-        priority=request.priority,
     )
 
 
 def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
     """Writes one message of a stream."""
-    message = gateway_pb2.GenerateResponse(
+    return gateway_pb2.GenerateResponse(
         request_id=delta.request_id,
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=finish_to_pb(delta.finish_reason),
+        usage=None if delta.usage is None else common_pb2.Usage(**asdict(delta.usage)),
+        timings=None if delta.timings is None else common_pb2.Timings(**asdict(delta.timings)),
         index=delta.index,
         logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
     )
-    if delta.usage is not None:
-        message.usage.CopyFrom(common_pb2.Usage(**asdict(delta.usage)))
-    if delta.timings is not None:
-        message.timings.CopyFrom(common_pb2.Timings(**asdict(delta.timings)))
-    return message
 
 
 class DeltaWriter:
@@ -151,12 +131,8 @@ class DeltaWriter:
 
 def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
     """Reads one message of a stream. Usage and timings are None until the last one."""
-    usage, timings = None, None
-    if message.HasField("usage"):
-        pb = message.usage
-        usage = Usage(pb.prompt_tokens, pb.cached_tokens, pb.completion_tokens)
-    if message.HasField("timings"):
-        timings = Timings(**{name: getattr(message.timings, name) for name in Timings.__dataclass_fields__})
+    usage = Usage(**_named(Usage, message.usage)) if message.HasField("usage") else None
+    timings = Timings(**_named(Timings, message.timings)) if message.HasField("timings") else None
     return Delta(
         request_id=message.request_id,
         text=message.text,
@@ -171,9 +147,7 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
 
 def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
     """Writes one entry of ListModels."""
-    return gateway_pb2.Model(
-        name=info.name, max_model_len_tokens=info.max_model_len_tokens, fingerprint=info.fingerprint
-    )
+    return gateway_pb2.Model(**asdict(info))
 
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
@@ -183,18 +157,18 @@ def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
     """Writes the status of the whole cluster."""
-    values = {name: getattr(status, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
-    return gateway_pb2.GetStatusResponse(
-        **values, components=[gateway_pb2.ComponentStatus(**asdict(component)) for component in status.components]
-    )
+    return gateway_pb2.GetStatusResponse(**asdict(status))
 
 
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
     """Reads the status of the whole cluster."""
-    values = {name: getattr(message, name) for name in ClusterStatus.__dataclass_fields__ if name != "components"}
-    return ClusterStatus(components=tuple(map(_component_from_pb, message.components)), **values)
+    components = (
+        ComponentStatus(**_named(ComponentStatus, one) | {"fenced_components": tuple(one.fenced_components)})
+        for one in message.components
+    )
+    return ClusterStatus(**_named(ClusterStatus, message) | {"components": tuple(components)})
 
 
-def _component_from_pb(message: gateway_pb2.ComponentStatus) -> ComponentStatus:
-    values = {name: getattr(message, name) for name in ComponentStatus.__dataclass_fields__}
-    return ComponentStatus(**values | {"fenced_components": tuple(message.fenced_components)})
+def _named(cls: type, message: Message) -> dict[str, Any]:
+    """The fields of ``message`` that have the names of the dataclass's fields."""
+    return {field.name: getattr(message, field.name) for field in fields(cls)}

@@ -6,9 +6,9 @@ import pathlib
 import tempfile
 
 from pillion import Delta
+from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
-from tests.support.fake_components import until
 
 PROMPT = list(range(2, 91))
 SEED = 2**63 - 2
@@ -26,7 +26,9 @@ def ids_of(deltas: list[Delta], index: int = 0) -> list[int]:
 async def proven(components: Components) -> None:
     """Wait until nothing is held any more, and prove that the pool adds up."""
     pool = components.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
+    await until(
+        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
+    )
     pool.check_integrity()
 
 

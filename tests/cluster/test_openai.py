@@ -12,9 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
-from tests.support.fake_components import until
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
@@ -31,9 +31,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
             # A gateway knows the workers a moment after they are ready.
-            async with asyncio.timeout(10):
-                while not await running.client.models():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until("the gateway to know the worker's model", running.client.models, 10)
             yield running
 
 
@@ -48,7 +46,9 @@ def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
 async def proven(components: Components) -> None:
     """Wait until nothing is held any more, and prove that the pool adds up."""
     pool = components.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
+    await until(
+        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
+    )
     pool.check_integrity()
 
 
@@ -188,6 +188,6 @@ async def test_leaving_frees_everything(components: Components) -> None:
         await stream.close()
         await proven(components)
         waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400))
-        await until(lambda: components.gateway.gateway.active_requests)
+        await until("the request to begin", lambda: components.gateway.gateway.active_requests)
         waiting.cancel()
         await proven(components)

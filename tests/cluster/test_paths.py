@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from pillion import AsyncClient, Delta
+from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
-from tests.support.fake_components import until
 from tests.support.oracle import Oracle, first_difference
 
 EPSILON = 1e-3
@@ -65,7 +65,10 @@ async def components_on(model: pathlib.Path, **flags: Any) -> AsyncIterator[Comp
         async with running_components(pathlib.Path(short), model=model_flags, **flags) as components:
             yield components
             pool = components.kvnode.pool
-            await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
+            await until(
+                "tickets and requests to end",
+                lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests),
+            )
             pool.check_integrity()
 
 

@@ -22,10 +22,9 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
 from testbed.cluster import ServedCluster, free_port
-from testbed.conditions import wait_for
+from testbed.conditions import until, wait_for
 from testbed.redis import running_redis
 from testbed.tiny_model import save_model
-from tests.support.fake_components import until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -105,7 +104,7 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
             assert await let_in(address, certs, "internal")
         target = f"grpcs://{gateway.grpc_address}"
         client = await stack.enter_async_context(AsyncClient(target, ca=certs / "ca.pem"))
-        await until(client.models)
+        await until("the gateway to know the model", client.models)
         first = [delta async for delta in client.generate(PROMPT, **asked)]
         assert sum(len(delta.token_ids) for delta in first) == 8
         assert first[-1].timings.prefill_chunks > 0

@@ -18,10 +18,10 @@ import pytest_asyncio
 from pillion import AsyncClient
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.net.rpc import open_channel
+from testbed.conditions import until
 from testbed.tiny_model import save_model
-from tests.gateway.test_http_fuzz import BODIES, KINDS, PATHS
+from tests.gateway.http_api.test_http_fuzz import BODIES, KINDS, PATHS
 from tests.support.components import Components, running_components
-from tests.support.fake_components import until
 from tests.support.fuzz import malformed, send
 from tests.support.http import call
 
@@ -75,7 +75,9 @@ async def cached(client: AsyncClient, **options: Any) -> int:
 
 async def proven(components: Components) -> None:
     pool = components.kvnode.pool
-    await until(lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests))
+    await until(
+        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
+    )
     pool.check_integrity()
 
 
@@ -86,16 +88,16 @@ def blocks(components: Components) -> int:
 async def test_two_tenants_never_share_a_block(components: Components, guarded: str) -> None:
     one = {name: AsyncClient(guarded, api_key=key) for name, key in KEYS.items()}
     try:
-        await until(one["red"].models)
+        await until("the first gateway to know the model", one["red"].models)
         before = blocks(components)
         assert await cached(one["red"]) == 0
         assert await cached(one["red"]) == WHOLE
-        await until(lambda: blocks(components) - before >= WHOLE // BLOCK)
+        await until("the blocks to be committed", lambda: blocks(components) - before >= WHOLE // BLOCK)
         mine = blocks(components) - before
         # Tenants share nothing by default, with a salt, or with a salt that is spelled like the other tenant's.
         for salt in ("", "tenant:3:red:", "red", "group:5:hands:"):
             assert await cached(one["blue"], cache_salt=salt) == 0, salt
-        await until(lambda: blocks(components) - before == 5 * mine)
+        await until("every tenant's own blocks", lambda: blocks(components) - before == 5 * mine)
         assert await cached(one["blue"]) == WHOLE
         # The gateway without tenants shares nothing with any tenant.
         for salt in ("", "tenant:3:red:"):
@@ -108,7 +110,7 @@ async def test_two_tenants_never_share_a_block(components: Components, guarded: 
 
 async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded: str) -> None:
     async with AsyncClient(guarded, api_key=KEYS["left"]) as left, AsyncClient(guarded, api_key=KEYS["right"]) as right:
-        await until(left.models)
+        await until("the gateway that is left to know the model", left.models)
         assert await cached(left) == 0
         assert await cached(right) == WHOLE
         assert await cached(left, cache_salt="mine") == 0

@@ -20,6 +20,7 @@ import urllib.request
 
 from pillion import AsyncClient
 from pillion.types import ClusterStatus
+from testbed.conditions import until
 from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
 from tests.support.compose_run import ComposeRun
 
@@ -53,12 +54,12 @@ async def serve_and_ask(
     # The gateway learns of all components, itself included, from the registry a heartbeat later.
     components = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
     async with AsyncClient(f"{gateway.address}:50051") as client:
-        give_up_s = time.monotonic() + SEEN_TIMEOUT_S
-        status = await client.status()
-        while len(status.components) < components:
-            assert time.monotonic() < give_up_s, f"the gateway sees {[each.component_id for each in status.components]}"
-            await asyncio.sleep(0.1)
+
+        async def complete() -> ClusterStatus | None:
             status = await client.status()
+            return status if len(status.components) >= components else None
+
+        status = await until(f"the gateway to see {components} components", complete, SEEN_TIMEOUT_S)
 
         async def answer(prompt: str) -> str:
             deltas = client.generate(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)

@@ -24,7 +24,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
 from pillion.types import FinishReason
-from pillion.wire.kvnode import NodeStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
 from tests.support.compose import ROOT
 from tests.support.promql import QueryError, Sample, labels_of
 
@@ -45,10 +45,10 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_telemetry.readings(0, 0, True))
     found: dict[tuple[str, str], set[str]] = {}
-    for family in meters.collect():
-        for point in family.points:
-            for label, value in zip(family.metric.labels, point.labels, strict=True):
-                found.setdefault((family.metric.name, label), set()).add(value)
+    for metric, cells in meters.collect().items():
+        for labels in cells:
+            for label, value in zip(metric.labels, labels, strict=True):
+                found.setdefault((metric.name, label), set()).add(value)
     kinds = {name for name, _ in inspect.getmembers(errors, inspect.isclass)}
     found[names.REQUESTS.name, "outcome"] = {reason.value for reason in FinishReason} | {"cancelled"} | kinds
     found[names.REJECTED.name, "reason"] = kinds | {f"Overloaded: {quota}" for quota in QUOTAS}

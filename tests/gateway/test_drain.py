@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pillion import AsyncClient, Unavailable
 from pillion.net.rpc import open_channel
-from tests.support.fake_components import FakeCluster, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, running_fake_cluster
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "pillion.v1.Gateway"
@@ -37,10 +38,10 @@ async def test_a_drain_loses_no_stream() -> None:
     async with running_fake_cluster("The answer.") as fakes, health_of(fakes) as health:
         fakes.decode.gate.clear()
         streams = [asyncio.create_task(read(fakes.client)) for _ in range(5)]
-        await until(lambda: len(fakes.decode.submits) == 5)
+        await until("five submits", lambda: len(fakes.decode.submits) == 5)
         assert [await says(health, name) for name in ("", SERVICE)] == [SERVING, SERVING]
         stopping = asyncio.create_task(fakes.gateway.stop(60.0))
-        await until(lambda: fakes.gateway.gateway.not_ready())
+        await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
         # Health is asked and answered while streams go on; the registry has forgotten the gateway.
         assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
         assert all(component.role != "gateway" for component in await fakes.registry.components())
@@ -69,11 +70,11 @@ async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
     async with running_fake_cluster("The answer.") as fakes:
         fakes.decode.gate.clear()
         stream = asyncio.create_task(read(fakes.client))
-        await until(lambda: fakes.decode.submits)
+        await until("a submit", lambda: fakes.decode.submits)
         await fakes.gateway.stop(0.1)
         with pytest.raises((Unavailable, asyncio.CancelledError)):
             await stream
-        await until(lambda: not (fakes.decode.streams or fakes.node.held))
+        await until("everything to be released", lambda: not (fakes.decode.streams or fakes.node.held))
 
 
 async def test_health_and_reflection_name_the_service() -> None:

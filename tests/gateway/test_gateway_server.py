@@ -16,8 +16,9 @@ from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import until
 from testbed.redis import running_redis
-from tests.support.fake_components import running_fake_cluster, short_folder, toy_model, until
+from tests.support.fake_components import running_fake_cluster, short_folder, toy_model
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,7 @@ async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Pat
         try:
             redis.start()
             registry = Registry(redis.url, 5000)
-            while not (found := await registry.components()):
-                pass
+            found = await until("the gateway's record", registry.components)
             assert [(p.component_id, p.role, p.address) for p in found] == [
                 (component.component_id, "gateway", component.grpc_address)
             ]
@@ -105,16 +105,16 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
             assert not await is_serving(probe), "no worker lives"
         assert not await answers(probe)
         async with running_fake_cluster("abc", probe_listen=probe) as fakes:
-            await until(lambda: is_serving(probe))
+            await until("the probe to say that requests are served", lambda: is_serving(probe))
             fakes.decode.gate.clear()
             asked = asyncio.create_task(anext(fakes.client.generate("x")))
-            await until(lambda: fakes.decode.submits)
+            await until("a submit", lambda: fakes.decode.submits)
             stopping = asyncio.create_task(fakes.gateway.stop(30))
 
             async def drains() -> bool:
                 return not await is_serving(probe)
 
-            await until(drains)
+            await until("the gateway to say that it drains", drains)
             # It would be killed as one that hangs, and the stream lost.
             assert await answers(probe)
             fakes.decode.gate.set()
@@ -132,7 +132,7 @@ async def test_status_adds_up_what_all_gateways_have_served() -> None:
             completion_tokens=7,
         )  # fmt: skip
         await fakes.registry.heartbeat(other)
-        await until(lambda: fakes.gateway.cluster.other_gateways())
+        await until("the other gateway to be known", lambda: fakes.gateway.cluster.other_gateways())
         status = await fakes.client.status()
         assert (status.prompt_tokens, status.cached_tokens, status.completion_tokens) == (109, 40, 7 + 4)
         assert status.active_requests == 2

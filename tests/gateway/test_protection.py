@@ -18,7 +18,8 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.admission.tenants import Tenant, cache_salt
 from pillion.kvstore.hashing import request_root
 from pillion.net.rpc import open_channel
-from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import NAMESPACE, FakeCluster, running_fake_cluster
 from tests.support.http import call
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("acme", "other", "friend", "small")}
@@ -158,7 +159,7 @@ async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
         async with client_of(fakes, "small") as client, client_of(fakes, "acme") as acme:
             fakes.decode.gate.clear()
             full = [asyncio.create_task(ask(one)) for one in (acme, fakes.client)]
-            await until(lambda: len(fakes.decode.submits) == 2)
+            await until("two submits", lambda: len(fakes.decode.submits) == 2)
             for _ in range(5):
                 with pytest.raises(Overloaded) as caught:
                     await ask(client, "ab")
@@ -171,8 +172,8 @@ async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
                 with pytest.raises(Internal):
                     await ask(client, "x" * 30)
         await fakes.settled()
-        quotas = fakes.gateway.gateway._quotas
-        await quotas.take_prompt(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
+        quotas = fakes.gateway.gateway.quotas
+        await quotas.confirm(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
 
 
 async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
@@ -215,13 +216,15 @@ async def test_a_tenants_priority_is_capped(file: str) -> None:
         assert [submit.priority for submit in fakes.decode.submits] == [-1, 7]
 
 
-async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_change_while_it_runs(
+    file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
     async with running_with(file) as fakes:
         fakes.decode.gate.clear()
         async with client_of(fakes, "other") as client, client_of(fakes, "acme") as acme:
             running = asyncio.create_task(ask(client))
-            await until(lambda: fakes.decode.submits)
+            await until("a submit", lambda: fakes.decode.submits)
             write_keys(pathlib.Path(file), FILE, ["acme"])
 
             async def is_out() -> bool:
@@ -231,13 +234,13 @@ async def test_keys_change_while_it_runs(file: str, monkeypatch: pytest.MonkeyPa
                     return True
                 return False
 
-            await until(is_out)
+            await until("the key to be refused", is_out)
             assert await acme.models()
             # What runs goes on.
             fakes.decode.gate.set()
             assert await running == "abc"
             write_keys(pathlib.Path(file), "nonsense", [])
-            await asyncio.sleep(0.1)
+            await until("the complaint about the file", lambda: "what was read before stays in use" in caplog.text)
             assert await acme.models()
         await fakes.settled()
 
@@ -248,13 +251,13 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
         fakes.decode.gate.clear()
         async with client_of(fakes, "acme") as flood, client_of(fakes, "other") as other:
             tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
-            await until(lambda: core.waiting_requests == 5)
+            await until("five waiting requests", lambda: core.admission.waiting == 5)
             late = asyncio.create_task(ask(other, request_id="other-0"))
-            await until(lambda: core.waiting_requests == 6)
+            await until("six waiting requests", lambda: core.admission.waiting == 6)
             gone = asyncio.create_task(ask(other, request_id="other-1"))
-            await until(lambda: core.waiting_requests == 7)
+            await until("seven waiting requests", lambda: core.admission.waiting == 7)
             gone.cancel()
-            await until(lambda: core.waiting_requests == 6)
+            await until("six waiting requests", lambda: core.admission.waiting == 6)
             fakes.decode.gate.set()
             assert await asyncio.gather(late, *tasks) == ["abc"] * 7
         order = [submit.request_id for submit in fakes.decode.submits]

@@ -11,7 +11,8 @@ import pytest
 from pillion.errors import Unavailable
 from pillion.net.rpc import open_channel
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.support.fake_components import FakeCluster, running_fake_cluster, until
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 
 
@@ -75,10 +76,10 @@ async def test_many_requests_with_one_id_at_once() -> None:
         body = {"model": "toy", "prompt": "x", "max_tokens": 200}
         http = fakes.gateway.http_address
         over_http = [asyncio.create_task(call(http, "/v1/completions", body, dict([same]))) for _ in range(4)]
-        await until(lambda: len(fakes.decode.submits) == 8)
+        await until("eight submits", lambda: len(fakes.decode.submits) == 8)
         assert {submit.request_id for submit in fakes.decode.submits} == {"same"}
         over_grpc[0].cancel()
-        await until(lambda: len(fakes.decode.cancelled) == 1)
+        await until("one stream to be cancelled", lambda: len(fakes.decode.cancelled) == 1)
         fakes.decode.gate.set()
         for task in over_grpc[1:]:
             assert await task == ("A longer answer than that.", grpc.StatusCode.OK, ["same"])

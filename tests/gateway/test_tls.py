@@ -26,7 +26,8 @@ from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
 from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
-from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model, until
+from testbed.conditions import loop_turns, until
+from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -60,7 +61,13 @@ async def shown(address: str) -> str:
 @contextlib.asynccontextmanager
 async def edge(fakes: FakeCluster, **flags: Any) -> AsyncIterator[GatewayServer]:
     """A second gateway before the line's parts."""
-    options = {"redis_url": fakes.url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+    options = {
+        "redis_url": fakes.redis.url,
+        "block_size": BLOCK,
+        "chunk_size": 8,
+        "http_port": 0,
+        "grpc_port": 0,
+    } | flags
     component = await start_gateway(GatewayFlags(**options), prepared=toy_model(fakes.folder / "again"))
     try:
         yield component
@@ -98,7 +105,7 @@ async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> Non
     one, two = sets
     async with running_fake_cluster("abc") as fakes, edge(fakes, **edge_flags(one)) as component:
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
-            await until(client.models)
+            await until("a model to be served", client.models)
             assert "".join([delta.text async for delta in client.generate("x")]) == "abc"
         assert b" 200 " in await get(component.http_address, one / "ca.pem")
         for options in ({}, {"ca": two / "ca.pem"}):
@@ -121,7 +128,7 @@ async def test_clients_may_have_to_show_a_certificate(
         target = f"grpcs://{component.grpc_address}"
         own = {"cert": one / "client.pem", "key": one / "client.key"}
         async with AsyncClient(target, ca=one / "ca.pem", **own) as client:
-            await until(client.models)
+            await until("a model to be served", client.models)
         assert b" 200 " in await get(component.http_address, one / "ca.pem", files_in(one, "client"))
         other = {"cert": two / "client.pem", "key": two / "client.key"}
         for options in ({}, other):
@@ -131,7 +138,7 @@ async def test_clients_may_have_to_show_a_certificate(
         for files in (None, files_in(two, "client"), files_in(one, "internal")):
             assert not await let_in(component.http_address, one / "ca.pem", files)
         # The probes of this machine need none.
-        await until(lambda: is_serving(probe))
+        await until("the probe to say that requests are served", lambda: is_serving(probe))
 
 
 async def test_new_certificates_without_a_restart(
@@ -148,9 +155,9 @@ async def test_new_certificates_without_a_restart(
             assert await shown(address) == (one / "server.pem").read_text()
         fakes.decode.gate.clear()
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
-            await until(client.models)
+            await until("a model to be served", client.models)
             asked = asyncio.create_task(anext(client.generate("x")))
-            await until(lambda: fakes.decode.submits)
+            await until("a submit", lambda: fakes.decode.submits)
             # Half of a pair is no pair.
             put(two, tmp_path, "server.pem")
             with caplog.at_level(logging.WARNING, "pillion.net.watched"):
@@ -282,9 +289,12 @@ async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.
             await client.release(session.epoch, [more.ticket_id])
             gc.collect()
         await client.release(session.epoch, [ticket.ticket_id, other.ticket_id])
-        assert not session._ended.done()
+        ended = asyncio.create_task(session.closed())
+        await loop_turns()
+        assert not ended.done()
         assert not node.held
         await session.aclose()
+        await ended
         await client.aclose()
 
 

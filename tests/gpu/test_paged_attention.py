@@ -63,8 +63,8 @@ def test_float8_is_attended_by_its_codes_and_scales(parts, group, head_dim, bloc
 def test_drafts_are_decoded_like_single_tokens(dtype):
     case = PagedCase.of(PagedShape(4, 64, 16, dtype), [(500, 5), (3, 1), (0, 4)])
     attention = case.attention(decode_rows=5)
-    assert not attention.plan(case.batch).with_chunks
-    assert case.attention().plan(case.batch).with_chunks
+    assert not attention.planner.plan(case.batch).with_chunks
+    assert case.attention().planner.plan(case.batch).with_chunks
     check(case, decode_rows=5)
 
 
@@ -72,7 +72,7 @@ def test_drafts_are_decoded_like_single_tokens(dtype):
 def test_a_row_tile_that_many_programs_share_is_merged(parts):
     case = PagedCase.of(PagedShape(4, 64, 16, torch.float16), parts)
     attention = case.attention()
-    plan, planner = attention.plan(case.batch), attention.planner
+    plan, planner = attention.planner.plan(case.batch), attention.planner
     starts = plan.record[planner.starts_at(0, plan.with_chunks) :]
     programs = planner.chunk.programs if plan.with_chunks else planner.decode.programs
     items = plan.record[starts[0] : starts[programs]].reshape(-1, ITEM_WORDS)
@@ -91,10 +91,10 @@ def test_one_place_serves_step_after_step():
     long, short = PagedCase.of(shape, [(150, 1), (60, 9)]), PagedCase.of(shape, [(10, 1), (40, 9)])
     pools = torch.cat((long.pool, short.pool))
     attention = long.attention(pool=pools, max_tokens=16, max_seqs=3, max_context_blocks=16)
-    record = torch.zeros(attention.max_record_words, dtype=torch.int32, device=DEVICE)
+    record = torch.zeros(attention.planner.max_record_words, dtype=torch.int32, device=DEVICE)
     out = torch.full((len(long.queries), shape.heads * shape.head_dim), UNTOUCHED, device=DEVICE)
     for case, first_slot in ((long, 0), (short, len(long.pool))):
-        plan = attention.plan(replace(case.batch, block_tables=case.batch.block_tables + first_slot))
+        plan = attention.planner.plan(replace(case.batch, block_tables=case.batch.block_tables + first_slot))
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         mine = out[: len(case.queries)]
         attention.attend(LAYER, case.queries, mine, record, with_chunks=True)
@@ -105,7 +105,7 @@ def test_one_place_serves_step_after_step():
 def test_misuse_is_refused():
     case = PagedCase.of(PagedShape(2, 64, 16, torch.float32), [(20, 1), (5, 30)])
     attention = case.attention()
-    plan = attention.plan(case.batch)
+    plan = attention.planner.plan(case.batch)
     record = torch.from_numpy(plan.record).to(DEVICE)
     out = torch.zeros(len(case.queries), 4 * 64, device=DEVICE)
     for layer, queries, target, window in [
@@ -126,4 +126,4 @@ def test_misuse_is_refused():
 def test_records_are_the_same_for_the_same_batch():
     case = PagedCase.of(PagedShape(2, 64, 16, torch.float32), [(200, 1), (5, 30)])
     attention = case.attention()
-    assert np.array_equal(attention.plan(case.batch).record, attention.plan(case.batch).record)
+    assert np.array_equal(attention.planner.plan(case.batch).record, attention.planner.plan(case.batch).record)

@@ -214,7 +214,7 @@ def test_records_are_what_kernels_read():
 
 
 def test_misshapen_tensors_are_refused():
-    scratch = SamplerScratch.allocate(2, 300, DEVICE)
+    scratch = SamplerScratch(2, 300, DEVICE)
     record = torch.from_numpy(pack_rows(rows_of([RowParameters()] * 2))).to(DEVICE)
     out, logits = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.zeros(2, 300, device=DEVICE)
     for wrong in (
@@ -227,7 +227,7 @@ def test_misshapen_tensors_are_refused():
         with pytest.raises(Internal):
             choose(*wrong, scratch)
     with pytest.raises(Internal):
-        SamplerScratch.allocate(2, 2**25, DEVICE)
+        SamplerScratch(2, 2**25, DEVICE)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5000, 1.0), (0, 0.9)])
@@ -235,7 +235,7 @@ def test_cuts_of_rows_whose_candidates_do_not_fit_the_head(top_k, top_p):
     """More of nearly flat logits reach the bound than are gathered, so the whole row is searched."""
     logits = random_logits(1, 2 * HEAD_TOKENS + 3, spread=0.05)
     batch = [RowParameters(temperature=1.0, top_k=top_k, top_p=top_p)]
-    scratch = SamplerScratch.allocate(1, logits.shape[1], DEVICE)
+    scratch = SamplerScratch(1, logits.shape[1], DEVICE)
     record = torch.from_numpy(pack_rows(rows_of(batch))).to(DEVICE)
     find_cuts(logits.to(DEVICE), record, scratch)
     row = logits[0].numpy()

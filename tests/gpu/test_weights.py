@@ -11,7 +11,6 @@ from pillion.engine.backends.gpu.gpu_weights import (
     ALIGN_BYTES,
     WeightMemory,
     load_gpu_weights,
-    own_memory,
     plan_folder,
     weights_key,
 )
@@ -19,6 +18,7 @@ from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from testbed.tiny_model import save_model
 from tests.support.gpu import DEVICE
+from tests.support.gpu_model import own_memory
 from tests.support.torch_model import perturb_vectors
 
 FAMILIES = {

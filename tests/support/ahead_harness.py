@@ -17,7 +17,7 @@ from pillion.engine.backends.batching import build_batch
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
-from pillion.wire.kvnode import CommitResult
+from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, chosen, shifts
 
@@ -155,11 +155,11 @@ class AheadHarness(SchedulerHarness):
         self._check_in_flight()
         self.ledger.give_back(self.rival, slots)
 
-    def _commit(self, order: CommitOrder) -> CommitResult:
+    def commit_order(self, order: CommitOrder) -> CommitRunResult:
         if self.refuse_commits:
             self.refuse_commits -= 1
-            return CommitResult((), "refused by the test")
-        return super()._commit(order)
+            return CommitRunResult(refusal="refused by the test")
+        return super().commit_order(order)
 
     def _check_in_flight(self) -> None:
         """What steps under way use is leased to this worker, or committed and held."""
@@ -168,8 +168,8 @@ class AheadHarness(SchedulerHarness):
         lost = {slot for slot in self.device.slots() if slot not in leased and slot not in held}
         assert not lost, f"slots {lost} went back to the node under a step that is under way"
 
-    def _busy(self) -> bool:
-        return super()._busy() or bool(self.out)
+    def busy(self) -> bool:
+        return super().busy() or bool(self.out)
 
     def check_answers(self) -> None:
         """Those that a broken step ended, or a refused span, are right as far as they came. Answers that had not begun

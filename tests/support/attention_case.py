@@ -15,11 +15,7 @@ import torch
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
-from pillion.kernels.cpu.attention.cpu_attention import (
-    Attention,
-    AttentionMerge,
-    partial_row_bytes,
-)
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
 from pillion.kernels.cpu.attention.kv_layout import pack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
@@ -108,7 +104,7 @@ class AttentionCase:
         shape, size = self.shape, self.shape.element_bytes
         width = KV_HEADS * shape.group * shape.head_dim
         out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
-        partials = torch.full((KV_HEADS, PARTIAL_ROWS, partial_row_bytes(shape.head_dim) // 4), torch.nan)
+        partials = torch.full((KV_HEADS, PARTIAL_ROWS, shape.sum_bytes // 4), torch.nan)
         piece_bytes = shape.block_size * shape.head_dim * size
         shared = {
             "out": out,

@@ -137,10 +137,10 @@ def environment(container: Manifest) -> dict[str, str]:
 
 def check_restricted(pod: Manifest) -> None:
     """Kubernetes' Pod Security Standard "restricted", and a root file system that nobody writes to."""
-    said = pod["securityContext"]
-    assert said["runAsNonRoot"] is True
-    assert said["runAsUser"] > 0
-    assert said["seccompProfile"] == {"type": "RuntimeDefault"}
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
     assert pod["automountServiceAccountToken"] is False
     allowed = {"name", "emptyDir", "secret", "configMap", "persistentVolumeClaim", "csi", "ephemeral", "projected"}
@@ -157,7 +157,7 @@ def check_restricted(pod: Manifest) -> None:
         assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
         assert "memory" in container["resources"]["limits"]
         names = [one["name"] for one in container.get("env", ())]
-        assert len(names) == len(set(names)), "an environment variable is said twice"
+        assert len(names) == len(set(names)), "an environment variable is there twice"
 
 
 @functools.cache

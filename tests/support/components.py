@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
@@ -11,6 +10,7 @@ from typing import Any
 
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
+from testbed.conditions import until
 from testbed.redis import running_redis
 
 # Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
@@ -53,9 +53,10 @@ async def until_known(gateway: Any, names: set[str]) -> None:
     """Returns when a gateway knows all components of these names: it is ready without a prefill worker, too."""
     from pillion.gateway.admission.tenants import OPEN
 
-    async with asyncio.timeout(20):
-        while not names <= {one.component_id for one in gateway.status(OPEN).components}:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    def known() -> set[str]:
+        return {one.component_id for one in gateway.status(OPEN).components}
+
+    await until(f"the gateway to know {names}", lambda: names <= known())
 
 
 @contextlib.asynccontextmanager

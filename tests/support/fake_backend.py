@@ -15,12 +15,11 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.backend import DevicePool, KVLayout
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_backend import FinishedStep, run_at_once
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.sampling.sampling_rows import SamplingRows
 
 VOCAB_SIZE = 97
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -71,43 +70,36 @@ def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> 
     pool[list(targets)] = pool[list(sources)]
 
 
-class FakeBackend:
-    """An pillion.engine.backends.backend.HostBackend.
+class FakeBackend(HostBackend):
+    """A HostBackend over the KV of :func:`kv_of`.
 
-    ``before_step`` may be replaced to fail or to look at a batch; ``gate`` blocks steps while it is cleared.
+    ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
+    ``waiting`` is set while a step waits there. ``bound`` counts the pools.
     """
 
-    runs_ahead = False
-
     def __init__(self, block_size: int, version: str = "fake") -> None:
-        self.layout = KVLayout(version, 1, 1, 1, block_size, "float32")
-        self.vocab_size = VOCAB_SIZE
+        super().__init__(KVLayout(version, 1, 1, 1, block_size, "float32"), VOCAB_SIZE)
         self.before_step: Callable[[StepBatch], None] = lambda batch: None
         self.gate = threading.Event()
         self.gate.set()
+        self.waiting = threading.Event()
         self.steps: list[int] = []
-        self._pool: Int64 = np.zeros((0, block_size), dtype=np.int64)
+        self.bound = 0
 
-    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
-        size = self.layout.block_size
-        self._pool = np.frombuffer(memory, dtype=np.int64, count=num_slots * size).reshape(num_slots, size)
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        self.bound += 1
+        super().bind_pool(memory, num_slots)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        if not self.gate.is_set():
+            self.waiting.set()
         assert self.gate.wait(30)
+        self.waiting.clear()
         self.before_step(batch)
         self.steps.append(batch.num_tokens)
-        return torch.from_numpy(run(self._pool, batch))
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        copy_blocks(self._pool, sources, targets)
-
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
-        return run_at_once(self, batch, copies, rows)
+        return torch.from_numpy(run(pool.numpy().view(np.int64), batch))
 
     def warm_up(self, max_tokens: int) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 

@@ -11,8 +11,8 @@ import itertools
 import pathlib
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -27,11 +27,13 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
-from pillion.wire.decode import DecodeDelta, DecodeError, DecodeTimings, Submit, batch_to_pb, submit_from_pb
+from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
-from testbed.redis import running_redis
+from testbed.conditions import until
+from testbed.redis import RedisServer, running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
 
 BLOCK = 4
@@ -173,6 +175,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once. ``refusals``: errors for the next submits. ``gate``: closed, no stream moves.
+    ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a step of a stream takes.
     """
 
     def __init__(self, script: str) -> None:
@@ -186,16 +189,19 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.connections = 0
         self.break_after: int | None = None
         self.refusals: list[tuple[int, bool]] = []
+        self.silent: set[int] = set()
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
+        # The most streams that were there at once.
+        self.most_streams = 0
         # Whose spans it waits for where a submit comes before its span is through.
         self.prefill = FakePrefill()
 
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
         """Of the token at position ``at`` of the answer: falling with the position, exact in 32 bits. ``worth`` of the
         seed is added, so that answers can be ranked."""
-        value, count = self.worth.get(submit.sampling.seed or 0, 0.0) - (at + 1) / 64, submit.sampling.logprobs or 0
+        value, count = self.worth.get(submit.sampling.seed, 0.0) - (at + 1) / 64, submit.sampling.logprobs
         tops = range(token_id, token_id + count)
         return TokenLogprob(token_id, value, tuple(tops), tuple(value - n for n in range(count)))
 
@@ -207,7 +213,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         reader = asyncio.create_task(self._read(commands, streams, out))
         try:
             while (delta := await out.get()) is not None:
-                yield batch_to_pb([delta])
+                yield DecodeBatch(deltas=[delta])
             await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         finally:
             for task in (reader, *streams.values()):
@@ -216,19 +222,22 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def _read(self, commands: Any, streams: dict[int, asyncio.Task[None]], out: asyncio.Queue[Any]) -> None:
         async for command in commands:
             if command.HasField("submit"):
-                submit = submit_from_pb(command.submit)
+                submit = command.submit
                 self.submits.append(submit)
                 # Set with the first token; a fork of a submit that is refused never moves.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
                 for fork in submit.forks:
-                    own = replace(submit, key=fork.key, sampling=replace(submit.sampling, seed=fork.seed))
+                    own = Submit()
+                    own.CopyFrom(submit)
+                    own.key, own.sampling.seed = fork.key, fork.seed
                     works[fork.key] = self._follow(own, computed, out)
                 for key, work in works.items():
                     assert key not in streams, "a key is used once"
                     task = streams[key] = asyncio.create_task(work)
                     self.streams.add(task)
                     task.add_done_callback(self.streams.discard)
+                self.most_streams = max(self.most_streams, len(self.streams))
             elif command.HasField("cancel"):
                 self.cancelled.append(command.cancel.key)
                 streams[command.cancel.key].cancel()
@@ -236,7 +245,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def _lead(self, submit: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         if self.refusals:
             code, retryable = self.refusals.pop(0)
-            out.put_nowait(DecodeDelta(key=submit.key, error=DecodeError(code, "refused by the script", retryable)))
+            out.put_nowait(
+                DecodeDelta(
+                    key=submit.key, error=DecodeError(code=code, message="refused by the script", retryable=retryable)
+                )
+            )
             return
         if submit.awaited_blocks:
             await self.prefill.through[submit.ticket_id].wait()
@@ -251,11 +264,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await self._stream(fork, out)
 
     async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
-        script = self.scripts.get(submit.sampling.seed or 0, self.script)
+        script = self.scripts.get(submit.sampling.seed, self.script)
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
             await self.gate.wait()
+            # The worker is as slow as the test wants it to be.
             await asyncio.sleep(self.pace_s)
+            if submit.key in self.silent:
+                await asyncio.Event().wait()
             begun, ids = at, script[at : at + self.per_delta][: submit.max_tokens - at]
             at += len(ids)
             if self.break_after is not None:
@@ -269,11 +285,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 ids, reason = ids[: ended[0] + 1], FinishReason.STOP
             elif at >= submit.max_tokens:
                 reason = FinishReason.LENGTH
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if submit.sampling.logprobs is not None:
-                logprobs = tuple(self.logprob(submit, begun + n, one) for n, one in enumerate(ids))
-            timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25) if reason else None
-            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=reason, timings=timings, logprobs=logprobs)
+            delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=finish_to_pb(reason))
+            if submit.sampling.HasField("logprobs"):
+                delta.logprobs.extend(logprob_to_pb(self.logprob(submit, begun + n, one)) for n, one in enumerate(ids))
+            if reason:
+                delta.timings.CopyFrom(DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25))
             out.put_nowait(delta)
 
 
@@ -285,15 +301,6 @@ def knows(fakes: FakeCluster, **hits: int) -> None:
         return sorted(found, key=lambda hit: -hit.blocks)
 
     fakes.gateway.cluster.index.longest_prefix = longest_prefix
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Waits for a true answer, awaited where it is awaitable; bounded by the test's own time limit."""
-    while True:
-        answer = condition()
-        if await answer if isinstance(answer, Awaitable) else answer:
-            return
-        await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -308,17 +315,23 @@ class FakeCluster:
     gateway: GatewayServer
     client: AsyncClient
     registry: Registry
-    url: str
+    redis: RedisServer
     folder: pathlib.Path
     servers: dict[str, rpc.RunningServer] = field(default_factory=dict)
 
     async def settled(self) -> None:
-        """Nothing is under way any more, anywhere. Fails by the test's own time limit."""
+        """Returns when nothing is under way any more, anywhere. Raises AssertionError where something stays."""
         core = self.gateway.gateway
         for node in (self.node, self.far_node):
-            await until(lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests))
-        await until(lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams))
-        assert core.active_tokens == 0
+            await until(
+                "a node at rest and no request under way",
+                lambda n=node: not (n.held or n.waiting or n.fetching or core.active_requests),
+            )
+        await until(
+            "all workers to be at rest",
+            lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams),
+        )
+        assert core.admission.tokens == 0
         assert not self.gateway.cluster.load.by_component
 
 
@@ -361,7 +374,8 @@ async def running_fake_cluster(
     }
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(short_folder())
-        url = stack.enter_context(running_redis()).url
+        redis = stack.enter_context(running_redis())
+        url = redis.url
         registry = Registry(url, 600_000)
         stack.push_async_callback(registry.aclose)
         servers = {}
@@ -380,7 +394,9 @@ async def running_fake_cluster(
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
-            await until(client.models)
+            await until("a model to be served", client.models)
         if "far-kvnode" in roles:
-            await until(lambda: gateway.cluster.node("kv-1").alive)
-        yield FakeCluster(node, prefill, decode, far_node, far_prefill, gateway, client, registry, url, folder, servers)
+            await until("a session at kv-1", lambda: gateway.cluster.node("kv-1").alive)
+        yield FakeCluster(
+            node, prefill, decode, far_node, far_prefill, gateway, client, registry, redis, folder, servers
+        )

@@ -10,12 +10,21 @@ from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
-from pillion.engine.backends.gpu.gpu_weights import load_gpu_weights, own_memory
+from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
+
+
+def own_memory(device: torch.device) -> GetMemory:
+    """Returns a function that allocates memory for this process alone."""
+
+    def get(key: str, size_bytes: int) -> WeightMemory:
+        return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
+
+    return get
 
 
 class FakeDevicePool:

@@ -31,7 +31,7 @@ def chosen_on_device(
         apply_edits(table, torch.from_numpy(edits).to(DEVICE))
     record = torch.from_numpy(pack_rows(rows, padded_to)).to(DEVICE)
     out = torch.full((count,), -7, dtype=torch.int32, device=DEVICE)
-    scratch = SamplerScratch.allocate(count, vocab, DEVICE)
+    scratch = SamplerScratch(count, vocab, DEVICE)
     choose(table, record, out, scratch, cutting=cuts_any(rows) if cutting is None else cutting)
     return out.tolist()
 

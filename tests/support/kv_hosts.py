@@ -17,12 +17,14 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.wire.kvnode import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
+from testbed.conditions import until
 from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40
+WITHIN_S = 10.0
 NAMESPACE = "ab" * HASH_BYTES
 ROOT = bytes(HASH_BYTES)
 
@@ -72,12 +74,12 @@ class KVHost:
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
         # A connection to the same path, which just failed, is tried again only after a moment.
-        async with asyncio.timeout(10):
-            while True:
-                with contextlib.suppress(PillionError):
-                    self.session = await self.client.open_session()
-                    break
-                await asyncio.sleep(0.05)
+        self.session = await until("a session at the node", self._open_session, WITHIN_S)
+
+    async def _open_session(self) -> NodeSession | None:
+        with contextlib.suppress(PillionError):
+            return await self.client.open_session()
+        return None
 
     async def stop(self) -> None:
         node, self.node = self.node, None
@@ -137,7 +139,7 @@ class KVHost:
             slots = (await self.client.adopt(self.worker.epoch, ticket.ticket_id, len(left))).leased_slots
             for slot, block_hash in zip(slots, left, strict=True):
                 self.write(slot, content(block_hash))
-            run = CommitRun(ticket.ticket_id, slots, b"".join(left))
+            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
             (result,) = await self.client.commit(self.worker.epoch, [run])
             assert not result.refusal
             lost = [slot for slot, stays in zip(slots, result.slots, strict=True) if slot != stays]
@@ -178,10 +180,13 @@ class KVHost:
 
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
         """The first status of which it is true."""
-        async with asyncio.timeout(10):
-            while not condition(status := await self.client.status()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return status
+
+        async def asked() -> NodeStatus | None:
+            status = await self.client.status()
+            return status if condition(status) else None
+
+        fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked, WITHIN_S)
+        return fitting
 
     async def idle(self) -> None:
         """Waits until nothing is held and nobody is fetching."""

@@ -34,13 +34,13 @@ def restore_signals() -> None:
 
 
 class Limits:
-    """Of one process.
+    """The limits that hold in one process.
 
     Args:
-        run_limit_s: from now on.
-        grace_s: that a test has behind its limit.
+        run_limit_s: longest time of the run, from now on.
+        grace_s: time that a test has for its clean-up after its limit.
         stderr: a descriptor that pytest does not capture.
-        patient: somebody debugs failures, and has all the time.
+        patient: somebody debugs failures, so that no limit is set after one.
     """
 
     def __init__(self, run_limit_s: float, grace_s: float, stderr: int, patient: bool) -> None:
@@ -53,7 +53,7 @@ class Limits:
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, settings: Any) -> Iterator[None]:
-        """pytest-timeout begins to watch a test: it has that time, and a moment to clean up."""
+        """pytest-timeout begins to watch a test: the test has that time, and the grace to clean up."""
         self._test_end_s = time.monotonic() + settings.timeout + self._grace_s
         self._arm()
         return (yield)
@@ -69,7 +69,7 @@ class Limits:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
-        """Until its fixtures are gone the test's limit holds."""
+        """The test's limit holds until its fixtures are gone."""
         try:
             return (yield)
         finally:
@@ -82,13 +82,13 @@ class Limits:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two settings."""
+    """Declares the two settings."""
     parser.addini(RUN_LIMIT, "seconds after which a run is ended", default="3600")
     parser.addini(GRACE, "seconds that a test may clean up behind its time limit", default="60")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In the process that leads the run, and in each that runs tests."""
+    """Sets the limits, in the process that leads the run and in each that runs tests."""
     restore_signals()
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:

@@ -98,9 +98,9 @@ class PagedCase:
     def run(self, attention: PagedAttention) -> torch.Tensor:
         """Runs the step; returns all rows of the output, also those behind the batch."""
         shape = self.shape
-        plan = attention.plan(self.batch)
+        plan = attention.planner.plan(self.batch)
         # The buffer is longer than the record; words behind those in use are an earlier step's.
-        record = torch.full((attention.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
+        record = torch.full((attention.planner.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         out = torch.full((len(self.queries), shape.heads * shape.head_dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
         attention.attend(LAYER, self.queries, out, record, window=shape.window, with_chunks=plan.with_chunks)

@@ -7,6 +7,11 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+# Seconds after which a program that waits to be ended ends by itself, should a test run be killed before it does that.
+LIFE_S = 60
+# The last statement of such a program.
+STAY = f"import time; time.sleep({LIFE_S})"
+
 
 @contextlib.contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:

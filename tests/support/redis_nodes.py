@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, chain_hashes, split_hashes
 from pillion.kvstore.index import redis_keys as keys
@@ -13,9 +12,11 @@ from pillion.kvstore.index.redis_writer import AnnounceResult, IndexWriter, Swee
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import until
 
 ROOT = bytes(32)
 TTL_MS = 60_000
+WITHIN_S = 10.0
 
 
 class Chain:
@@ -84,6 +85,14 @@ class FakeNode:
             while place.group == group:
                 place, _ = await self.writer.sweep(place, live)
 
+    async def until_lost(self) -> None:
+        """Waits until its time to live is over, by Redis's own clock."""
+
+        async def lost() -> bool:
+            return self.entry not in (await self.registry.nodes()).entries()
+
+        await until(f"{self.record.node_id} to be lost", lost, WITHIN_S)
+
     async def aclose(self) -> None:
         await self.registry.aclose()
         await self.writer.aclose()
@@ -96,14 +105,13 @@ async def fake_nodes(url: str, *names: str) -> list[FakeNode]:
     return nodes
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 10) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 async def found(index: Index, asked: bytes, blocks: int, *, available: bool | None = None) -> bool:
     """Whether the index says that node "a" has so many blocks, and nobody else any."""
     hits = await index.longest_prefix(asked)
     good = hits == ([PrefixHit("a", blocks)] if blocks else [])
     return good and (available is None or index.available is available)
+
+
+async def until_found(index: Index, asked: bytes, blocks: int, *, available: bool | None = None) -> None:
+    """Waits until the index says so."""
+    await until(f"{blocks} blocks at a", lambda: found(index, asked, blocks, available=available), WITHIN_S)

@@ -13,9 +13,8 @@ from pillion.engine.backends.batching import build_batch
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import (
-    ChunkDone,
     CommitOrder,
     Outcome,
     ResumeOrder,
@@ -27,7 +26,7 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams
-from pillion.wire.kvnode import CommitResult, CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
 
 BLOCK = 4
@@ -127,7 +126,7 @@ class SchedulerHarness:
             priority=priority,
             forks=forks,
         )
-        holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+        holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
         for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
             parent = 0 if name == seq_id else seq_id
             record = SequenceRecord(prompt, max_tokens, seed=own_seed, stop=stop, penalized=penalty != 0, parent=parent)
@@ -158,11 +157,11 @@ class SchedulerHarness:
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
         if not before_run.empty:
             self.receive(before_run)
-        self.receive(self.scheduler.commit(plan, self._run(plan), self.now))
+        self.receive(self.scheduler.commit(plan, self.run_plan(plan), self.now))
         self.scheduler.check_integrity()
         return plan
 
-    def _run(self, plan: StepPlan) -> Sampled:
+    def run_plan(self, plan: StepPlan) -> Sampled:
         self.copies += len(plan.copies)
         if plan.copies:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
@@ -226,7 +225,7 @@ class SchedulerHarness:
             return False
         outcome, scheduler = self.unsent.pop(0), self.scheduler
         for order in outcome.commits:
-            result = self._commit(order)
+            result = self.commit_order(order)
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
             record = self.records[order.seq_id]
             if not result.refusal and not record.cancelled and record.end is None:
@@ -242,8 +241,10 @@ class SchedulerHarness:
         check_integrity(self.ledger)
         return True
 
-    def _commit(self, order: CommitOrder) -> CommitResult:
-        (result,) = self.ledger.commit(self.worker, [CommitRun(order.ticket_id, order.slots, order.block_hashes)])
+    def commit_order(self, order: CommitOrder) -> CommitRunResult:
+        (result,) = self.ledger.commit(
+            self.worker, [CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)]
+        )
         self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
         return result
 
@@ -259,7 +260,7 @@ class SchedulerHarness:
                 if ticket is None:
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
-                holding = Holding(ticket.ticket_id, adopted.chain_slots, adopted.leased_slots)
+                holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 
@@ -268,7 +269,7 @@ class SchedulerHarness:
     def finish(self, max_steps: int = 3000) -> None:
         """Run until nothing is left; nobody may starve."""
         for _ in range(max_steps):
-            if not self._busy():
+            if not self.busy():
                 break
             self.step()
             while self.answer():
@@ -277,7 +278,7 @@ class SchedulerHarness:
         assert not self.scheduler.sequences, "somebody starved"
         self.settle()
 
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         return bool(self.scheduler.sequences or self.unsent)
 
     def receive_flush(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +15,11 @@ from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(KernelSpec):
     """out [items, 16] += x * factor, each vector by the thread that drew it."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
+    layout = RecordLayout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
     chunk: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"scale_{self.chunk}"
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
@@ -34,14 +30,13 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class WhoAmI:
+class WhoAmI(KernelSpec):
     """out [threads] int64 += 1 + thread * 1000, by each thread in its own place; ``turns`` makes it take time.
 
     ``waste`` [threads, 16] float32 is 1 from the beginning of a call.
     """
 
-    layout: ClassVar[RecordLayout] = RecordLayout("who", pointers=("out", "waste"), numbers=("turns",))
-    name: str = "who"
+    layout = RecordLayout("who", pointers=("out", "waste"), numbers=("turns",))
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -55,11 +50,10 @@ class WhoAmI:
 
 
 @dataclass(frozen=True, slots=True)
-class Uneven:
+class Uneven(KernelSpec):
     """The first thread's call takes ``turns``, the second's ``more`` times as long; ``waste`` [threads, 16] float32."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("uneven", pointers=("waste",), numbers=("turns", "more"))
-    name: str = "uneven"
+    layout = RecordLayout("uneven", pointers=("waste",), numbers=("turns", "more"))
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -71,10 +65,10 @@ class Uneven:
 
 
 @dataclass(frozen=True, slots=True)
-class Stray:
+class Stray(KernelSpec):
     """Writes a vector ``offset`` bytes behind the start of ``out``, or of the scratch."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("stray", pointers=("out",), numbers=("offset",))
+    layout = RecordLayout("stray", pointers=("out",), numbers=("offset",))
     scratch: bool = False
 
     @property
@@ -87,11 +81,10 @@ class Stray:
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(KernelSpec):
     """out [threads] int64 = thread + 1, which was kept in the scratch for a while; where [threads]: its address."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("remember", pointers=("out", "where"), numbers=("turns",))
-    name: str = "remember"
+    layout = RecordLayout("remember", pointers=("out", "where"), numbers=("turns",))
 
     def emit(self, call: KernelCall) -> None:
         k, place = call.k, call.thread * 8
@@ -103,11 +96,10 @@ class Remember:
 
 
 @dataclass(frozen=True, slots=True)
-class Halve:
+class Halve(KernelSpec):
     """out [16] float32 = x / 2, by the last thread."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("halve", pointers=("x", "out"))
-    name: str = "halve"
+    layout = RecordLayout("halve", pointers=("x", "out"))
 
     def emit(self, call: KernelCall) -> None:
         k = call.k

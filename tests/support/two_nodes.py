@@ -15,7 +15,7 @@ from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
-from pillion.wire.kvnode import NodeStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import READY_TIMEOUT_S, free_port
 from testbed.conditions import wait_for
 from testbed.redis import running_redis

@@ -20,14 +20,18 @@ from pillion.net.rpc import open_channel
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.decode_pb2 import Submit
+from pillion.v1.kvnode_pb2 import OpenTicketReply
 from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
-from pillion.wire.decode import DecodeDelta, Submit, batch_from_pb, submit_to_pb
-from pillion.wire.kvnode import OpenTicketReply
+from pillion.wire.decode import DecodeDelta, batch_from_pb
+from pillion.wire.public import sampling_to_pb
+from testbed.conditions import until
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
 ROOT = b"\5" * 32
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
 
 
 @dataclass
@@ -56,13 +60,13 @@ class Workers:
 
     async def quiet(self) -> None:
         """Returns once nothing is leased, pinned, promised or held; integrity is proven on the way."""
-        for _ in range(500):
+
+        async def nothing_left() -> bool:
             await self.node.check_integrity()
             books = await self.node.status()
-            if not (books.leased_blocks or books.pinned_blocks or books.tickets or books.reserved_blocks):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"something leaked: {books}")
+            return not (books.leased_blocks or books.pinned_blocks or books.tickets or books.reserved_blocks)
+
+        await until("the return of every slot and ticket", nothing_left)
 
     def span(
         self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any
@@ -83,17 +87,15 @@ class Workers:
         return RunSpanRequest(**{**fields, **other})
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    """Returns once ``condition`` holds. Raises AssertionError with ``what`` when it does not in ten seconds."""
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"waited for {what}")
-
-
-def submit_of(key: int, ticket: OpenTicketReply, tokens: Sequence[int], max_tokens: int = 8, **other: Any) -> Submit:
-    """A greedy submit."""
+def submit_of(
+    key: int,
+    ticket: OpenTicketReply,
+    tokens: Sequence[int],
+    max_tokens: int = 8,
+    sampling: SamplingParams = GREEDY,
+    **other: Any,
+) -> Submit:
+    """A submit, greedy if nothing else is said."""
     fields: dict[str, Any] = {
         "key": key,
         "request_id": f"r{key}",
@@ -102,7 +104,7 @@ def submit_of(key: int, ticket: OpenTicketReply, tokens: Sequence[int], max_toke
         "root_hash": ROOT,
         "token_ids": tuple(tokens),
         "prompt_tokens": len(tokens),
-        "sampling": SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1),
+        "sampling": sampling_to_pb(sampling),
         "stop_token_ids": (),
         "max_tokens": max_tokens,
     }
@@ -138,7 +140,7 @@ class Connection:
     async def submit(self, submit: Submit) -> Answer:
         """Start a stream."""
         answer = self.answers[submit.key] = Answer()
-        await self.write(decode_pb2.DecodeCommand(submit=submit_to_pb(submit)))
+        await self.write(decode_pb2.DecodeCommand(submit=submit))
         return answer
 
     async def cancel(self, key: int) -> None:

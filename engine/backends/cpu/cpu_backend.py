@@ -1,9 +1,7 @@
 """The backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call for each step, on a pool of threads.
 
-    load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threads started) -> bind_pool
-    -> forward, forward, ... -> close (threads ended)
-
-warm_up may run at any time before close; it uses memory of its own.
+load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threads started) -> bind_pool
+-> forward, forward, ... -> close (threads ended)
 """
 
 from __future__ import annotations
@@ -15,46 +13,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import (
-    DevicePool,
-    KVLayout,
-    checked_copies,
-    checked_memory,
-    kv_layout,
-    warm_up_batches,
-)
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import KVLayout, distinct_rows, kv_layout
+from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.host_backend import FinishedStep, run_at_once
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.engine.sampling.sampling_rows import SamplingRows
-from pillion.errors import Internal
 from pillion.kernels.cpu.attention.kv_layout import LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
-from pillion.kernels.cpu.runtime.program import (
-    Bounds,
-    CpuStepRecord,
-    Operation,
-    Program,
-    Workspace,
-    aligned_bytes,
-    check_batch,
-)
+from pillion.kernels.cpu.runtime.program import Bounds, CpuStepRecord, Operation, Program, Workspace, check_batch
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("pillion.worker")
 
 CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
-PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +77,13 @@ def load_cpu_model(
     return CpuModel(config, isa, layout, prepared.max_model_len, weights, plan, kernels, checked)
 
 
-class CpuBackend:
-    """Implements ``pillion.engine.backends.backend.HostBackend``, whose docstring is the contract."""
-
-    runs_ahead = False
+class CpuBackend(HostBackend):
+    """A :class:`HostBackend` over the CPU kernels."""
 
     def __init__(self, model: CpuModel, threads: int, affinity: Sequence[int] = ()) -> None:
         """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or () for any core."""
+        super().__init__(model.layout, model.config.vocab_size)
         self.model = model
-        self._config = model.config
-        self._layout = model.layout
         self._workspace = Workspace()
         self._workspace.reserve("steps", 1)
         self._planner = attention_planner(model.config, model.isa, threads)
@@ -117,54 +93,14 @@ class CpuBackend:
         # Whether buffers were replaced since the program was bound to them.
         self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
-        self._pool: npt.NDArray[np.uint8] | None = None
         # Views of the logits' buffer, by number of rows.
         self._logits: dict[int, torch.Tensor] = {}
         # How long the kernels of the last step ran; the rest of the step's time is the host's.
         self.kernel_seconds = 0.0
 
-    @property
-    def layout(self) -> KVLayout:
-        """The layout of a slot of the KV pool."""
-        return self._layout
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of columns of the logits."""
-        return self._config.vocab_size
-
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Uses ``memory`` as the KV pool. Raises ConfigError where it is too small or read-only."""
-        view, needed = checked_memory(memory, num_slots, self._layout)
-        self._pool = np.frombuffer(view, np.uint8, count=needed).reshape(num_slots, -1)
-
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV; returns float32 logits [R, vocab_size], which the next forward overwrites."""
-        if self._pool is None:
-            raise Internal("forward before bind_pool")
-        return self._run(self._pool, batch)
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, pair after pair: sources[i] to targets[i]. The targets must be leased to this worker.
-
-        Raises Internal for lists of different lengths and for slots that the pool does not have.
-        """
-        if self._pool is None:
-            raise Internal("copy_blocks before bind_pool")
-        for source, target in checked_copies(sources, targets, len(self._pool)):
-            self._pool[target] = self._pool[source]
-
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
-        """Runs the whole step before it returns."""
-        return run_at_once(self, batch, copies, rows)
-
     def warm_up(self, max_tokens: int) -> None:
-        """Reads all weights once and lets the buffers grow to a full step, on a KV pool of its own."""
-        block_size, max_tokens = self._layout.block_size, min(max_tokens, self.model.max_model_len)
-        blocks = -(-max_tokens // block_size)
-        pool = aligned_bytes(blocks * self._layout.block_bytes, PAGE_BYTES).reshape(blocks, -1)
-        for batch in warm_up_batches(max_tokens, block_size):
-            self._run(pool, batch)
+        """As in :class:`HostBackend`, for a step no longer than the model's longest text."""
+        super().warm_up(min(max_tokens, self.model.max_model_len))
         log.info(
             "memory of this worker beside weights and KV pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
             *(size / 2**20 for size in self.memory_bytes()),
@@ -176,9 +112,9 @@ class CpuBackend:
         return self._workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
     def close(self) -> None:
-        """Ends the threads and releases the KV pool, so that its mapping can be closed. Idempotent."""
+        """Ends the threads and releases the pool. Idempotent."""
         self._thread_pool.close()
-        self._pool = None
+        super().close()
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
         """A function that runs ``operations`` over the record of the last step, to measure single kernels."""
@@ -186,17 +122,13 @@ class CpuBackend:
         return lambda: self._thread_pool.run(program.entries, self._step.words)
 
     def check_integrity(self) -> None:
-        """Raises Internal where a kernel has written behind the end of a buffer."""
         self._workspace.check_integrity()
 
-    def _run(self, pool: npt.NDArray[np.uint8], batch: StepBatch) -> torch.Tensor:
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
         check_batch(batch, self._bounds)
-        # Several answers to one prompt sample the same row: its logits are computed once.
-        rows, places = batch.sample_rows, None
-        if len(set(rows.tolist())) < len(rows):
-            rows, places = np.unique(rows, return_inverse=True)
+        rows, places = distinct_rows(batch)
         self._fill(pool, batch, rows)
         begin = time.perf_counter()
         self._thread_pool.run(self._program.entries, self._step.words)
@@ -212,9 +144,9 @@ class CpuBackend:
         """The first ``rows`` rows of the logits' buffer, without padding."""
         buffer = self.model.plan.logits
         table = self._workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
-        return torch.from_numpy(table[:rows, : self._config.vocab_size])
+        return torch.from_numpy(table[:rows, : self.vocab_size])
 
-    def _fill(self, pool: npt.NDArray[np.uint8], batch: StepBatch, rows: npt.NDArray[np.int32]) -> None:
+    def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         """Fills the step's record; buffers grow where this step is larger than all steps before it."""
         plan = self._planner.plan(batch)
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
@@ -227,16 +159,13 @@ class CpuBackend:
         step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)
         if batch.num_tokens != batch.num_seqs:
             row_seqs = np.repeat(row_seqs, batch.query_starts[1:] - batch.query_starts[:-1])
-        step.point("token_ids", batch.token_ids)
-        step.point("positions", batch.positions)
+        for field in ("token_ids", "positions", "query_starts", "context_lens", "block_tables"):
+            step.point(field, getattr(batch, field))
         step.point("row_seqs", row_seqs)
-        step.point("query_starts", batch.query_starts)
-        step.point("context_lens", batch.context_lens)
-        step.point("block_tables", batch.block_tables)
         step.point("sample_rows", rows)
         step.point("items", plan.items)
         step.point("merges", plan.merges)
-        step.point_pool(pool.__array_interface__["data"][0], pool.nbytes)
+        step.point_pool(pool.data_ptr(), pool.nbytes)
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
         step.count("num_samples", len(rows))

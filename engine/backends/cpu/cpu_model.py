@@ -20,17 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rope import make_ropes
+from pillion.engine.models.rope import CosSin, rope_tables
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
-from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, partial_row_bytes, row_counts
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
@@ -52,7 +50,7 @@ class ModelPlan:
 
     operations: tuple[Operation, ...]
     logits: Buffer
-    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    ropes: tuple[CosSin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class OperationBuilder:
     config: ModelConfig
     weights: CpuWeights
     layout: KVLayout
-    ropes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    ropes: tuple[CosSin, ...]
     rows_of: str = "tokens"
 
     @property
@@ -86,12 +84,10 @@ class OperationBuilder:
 
     @property
     def hidden(self) -> Buffer:
-        """The residual stream."""
         return self.buffer("hidden", self.config.hidden_size, "float32")
 
     @property
     def normed(self) -> Buffer:
-        """The rows that the next product reads."""
         return self.buffer("normed", self.config.hidden_size, self.row_dtype)
 
     @property
@@ -101,13 +97,11 @@ class OperationBuilder:
 
     @property
     def attended(self) -> Buffer:
-        """The result of attention."""
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
-        """hidden -> normed; changes only the type where the model has no norm ``name``. ``out``: another buffer, of
-        float32."""
-        weight = self.weights.tensor(name) if self.weights.has(name) else None
+        """hidden -> normed, or float32 ``out``; changes only the type where the model has no norm ``name``."""
+        weight = self.weights.tensors.get(name)
         bf16 = self.bf16 and out is None
         out = out or self.normed
         values = {
@@ -125,10 +119,8 @@ class OperationBuilder:
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
     ) -> Operation:
-        """The product of ``x`` with the matrix ``name``, or with those of experts, whose rows are in ``group_starts``.
-
-        Raises ConfigError where the matrix does not fit ``x`` or ``out``.
-        """
+        """``x`` times the matrix ``name``, or those of experts, whose rows are in ``group_starts``. Raises ConfigError
+        where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
@@ -164,7 +156,7 @@ class OperationBuilder:
         """hidden += the norm ``name`` of found."""
         values = {
             "found": self.found,
-            "weight": self.weights.tensor(name),
+            "weight": self.weights.tensors[name],
             "hidden": self.hidden,
             "width": self.config.hidden_size,
             "found_stride": self.found.stride,
@@ -176,8 +168,7 @@ class OperationBuilder:
 
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
-    """The operations of a step of this model."""
-    builder = OperationBuilder(config, weights, layout, _rope_tables(config, max_model_len))
+    builder = OperationBuilder(config, weights, layout, rope_tables(config, max_model_len))
     sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
     operations = [_embed(builder)]
     for index in range(config.num_layers):
@@ -205,7 +196,7 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_m
 def _embed(builder: OperationBuilder) -> Operation:
     config = builder.config
     values = {
-        "table": builder.weights.tensor("embedding"),
+        "table": builder.weights.tensors["embedding"],
         "hidden": builder.hidden,
         "width": config.hidden_size,
         "hidden_stride": builder.hidden.stride,
@@ -235,8 +226,8 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
             "queries": queries,
             "cos": None if rope is None else builder.ropes[rope][0],
             "sin": None if rope is None else builder.ropes[rope][1],
-            "q_norm": weights.tensor(prefix + "q_norm") if config.qk_norm else None,
-            "k_norm": weights.tensor(prefix + "k_norm") if config.qk_norm else None,
+            "q_norm": weights.tensors[prefix + "q_norm"] if config.qk_norm else None,
+            "k_norm": weights.tensors[prefix + "k_norm"] if config.qk_norm else None,
             "qkv_stride": qkv.stride,
             "head_stride": head_stride,
             "slot_bytes": slot_bytes,
@@ -260,7 +251,7 @@ def attention_operations(
         "out": builder.attended,
         "partials": partials,
         "out_stride": builder.attended.stride,
-        "partial_stride": MAX_PARTIAL_ROWS * partial_row_bytes(config.head_dim),
+        "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
         "kv_heads": config.num_kv_heads,
         "window": window,
     }
@@ -301,12 +292,10 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttenti
 
 def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
     """The buffer for partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps."""
-    width = partial_row_bytes(shape.head_dim) // 4
-    return Buffer("partials", width, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+    return Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
 def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
-    """Copies the sampled rows side by side."""
     values = {
         "hidden": builder.hidden,
         "attended": builder.attended,
@@ -360,31 +349,17 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
     epilogue = GATED_EPILOGUE[config.activation]
     yield builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
     yield builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
-    yield _combine(builder, chosen, found, scores, places, out)
-    if builder.weights.has(post_norm):
-        yield builder.norm_add(post_norm)
-
-
-def _combine(
-    builder: OperationBuilder, chosen: int, found: Buffer, scores: Buffer, places: Buffer, out: Buffer
-) -> Operation:
-    """Adds the experts' outputs to hidden, or stores them where a norm follows."""
     adds = out == builder.hidden
-    values = {
+    combine = {
         "found": found,
         "scores": scores,
         "places": places,
         "out": out,
-        "width": builder.config.hidden_size,
+        "width": config.hidden_size,
         "found_stride": found.stride,
         "out_stride": out.stride,
-        "factor": builder.config.residual_scale if adds else 1.0,
+        "factor": config.residual_scale if adds else 1.0,
     }
-    return Operation(Combine(chosen, adds, builder.rows_of), values, builder.when)
-
-
-def _rope_tables(config: ModelConfig, max_model_len: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Cosines and sines [max_model_len, head_dim / 2] float32 of every rotary embedding of the model."""
-    positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
-    angles = [(positions * rope.frequencies, rope.scales) for rope in make_ropes(config, max_model_len)]
-    return tuple((angle.cos() * scales, angle.sin() * scales) for angle, scales in angles)
+    yield Operation(Combine(chosen, adds, builder.rows_of), combine, builder.when)
+    if builder.weights.has(post_norm):
+        yield builder.norm_add(post_norm)

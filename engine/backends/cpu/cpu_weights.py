@@ -22,9 +22,8 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, wri
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import GatedMLP, RmsNorm
+from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packing import (
@@ -58,40 +57,18 @@ class CpuLinear:
     group_bytes: int = 0
 
 
-class CpuWeights:
-    """The weights in the mapped file of a model."""
-
-    def __init__(self, file: PackedFile) -> None:
-        self._file = file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights, which the workers of a host share."""
-        return self._file.nbytes
+class CpuWeights(PackedFile):
+    """The mapped file of a model's weights, which the workers of a host share."""
 
     def has(self, name: str) -> bool:
         """Whether the model has a tensor or a matrix ``name``."""
-        return self._file.has(name) or self._file.has(f"{name}.data")
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """An embedding or a norm's weight."""
-        return self._file.tensor(name)
+        return name in self.tensors or f"{name}.data" in self.tensors
 
     def linear(self, name: str) -> CpuLinear:
         """A matrix. Raises ConfigError where its sizes contradict each other, because kernels trust them."""
-        file, numbers = self._file, self._file.numbers
-        scales, bias = (
-            file.tensor(f"{name}.{part}") if file.has(f"{name}.{part}") else None for part in ("scales", "bias")
-        )
-        linear = CpuLinear(
-            data=file.tensor(f"{name}.data"),
-            scales=scales,
-            bias=bias,
-            depth=numbers[f"{name}.depth"],
-            pairs=numbers[f"{name}.pairs"],
-            num_groups=numbers[f"{name}.num_groups"],
-            group_bytes=numbers[f"{name}.group_bytes"],
-        )
+        scales, bias = (self.tensors.get(f"{name}.{part}") for part in ("scales", "bias"))
+        sizes = {key: self.numbers[f"{name}.{key}"] for key in ("depth", "pairs", "num_groups", "group_bytes")}
+        linear = CpuLinear(data=self.tensors[f"{name}.data"], scales=scales, bias=bias, **sizes)
         columns, size = linear.pairs * PANEL_COLUMNS, linear.data.element_size()
         sound = min(linear.depth, linear.pairs, linear.num_groups) > 0
         sound = sound and linear.group_bytes == columns * linear.depth * size
@@ -105,9 +82,7 @@ class CpuWeights:
 def load_cpu_weights(
     prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
 ) -> CpuWeights:
-    """Maps the packed weights of a model; packs them first where no file is there. Raises ConfigError for a checkpoint
-    that does not fit ``config``.
-    """
+    """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
     cache = cache or ModelCache()
     path = cache.packed_weights(prepared.fingerprint, quantization)
     found = _mapped(path)
@@ -120,13 +95,13 @@ def load_cpu_weights(
                 kind = "int8" if quantization == "int8" else {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
                 with write_packed(path) as writer:
                     _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
-                found = PackedFile(path)
-    return CpuWeights(found)
+                found = CpuWeights(path)
+    return found
 
 
-def _mapped(path: Path) -> PackedFile | None:
+def _mapped(path: Path) -> CpuWeights | None:
     try:
-        return PackedFile(path)
+        return CpuWeights(path)
     except OSError:
         return None
 
@@ -154,16 +129,12 @@ def _pack(folder: Path, config: ModelConfig, dtype: torch.dtype, kind: str, writ
 
 
 def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: ModelConfig, kind: str) -> None:
-    _norm(writer, prefix + "attention_norm", layer.attention_norm)
-    _norm(writer, prefix + "attention_post_norm", layer.attention_post_norm)
-    _norm(writer, prefix + "mlp_norm", layer.mlp_norm)
-    _norm(writer, prefix + "mlp_post_norm", layer.mlp_post_norm)
+    for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
+        _norm(writer, prefix + name, getattr(layer, name))
     if layer.qk_norm is not None:
         # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
         writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
         writer.tensor(prefix + "k_norm", layer.qk_norm.weight[config.num_heads].float())
-    _norm(writer, prefix + "q_norm", layer.q_norm)
-    _norm(writer, prefix + "k_norm", layer.k_norm)
     _linear(writer, prefix + "qkv", layer.qkv, kind)
     _linear(writer, prefix + "o", layer.o, kind)
     if isinstance(layer.mlp, MoeWeights):
@@ -190,8 +161,7 @@ def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
 
 
 def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
-    packed = pack_linear(linear.weight, kind)
-    _write(writer, name, [packed])
+    _write(writer, name, [pack_linear(linear.weight, kind)])
     if linear.bias is not None:
         writer.tensor(name + ".bias", pack_bias(linear.bias))
 

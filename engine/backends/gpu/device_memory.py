@@ -1,10 +1,12 @@
-"""Turns GPU memory that several processes map into torch tensors."""
+"""Turns GPU memory that several processes map into torch tensors, and sends small arrays to the device."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import DevicePool
@@ -21,8 +23,7 @@ def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
     """Returns a tensor uint8 [size_bytes] over mapped memory, without a copy; the tensor holds ``memory``.
 
-    In Triton's interpreter, and with the driver that tests use, the memory is the host's. Raises ConfigError for memory
-    of another device.
+    In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
     """
     if device.type == "cuda":
         found = torch.as_tensor(_with_interface(memory, "__cuda_array_interface__"), device=device)
@@ -33,3 +34,9 @@ def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
             )
         return found
     return torch.from_numpy(np.asarray(_with_interface(memory, "__array_interface__")))
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import (
@@ -29,10 +28,11 @@ from pillion.engine.backends.backend import (
     KVLayout,
     checked_copies,
     checked_memory,
+    distinct_rows,
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.gpu.device_memory import tensor_at
+from pillion.engine.backends.gpu.device_memory import tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuInFlightStep, GpuSampler
@@ -53,7 +53,6 @@ class GpuLimits:
     """Limits of one step, so that buffers and graphs can be made once.
 
     Attributes:
-        max_tokens, max_seqs: tokens and sequences of a step.
         max_samples: sampled rows of a step; 0 for a worker that never samples. A step with more runs without a graph.
         max_model_len: tokens of one sequence.
         num_speculative_tokens: draft tokens of a decode.
@@ -92,14 +91,12 @@ class _BoundPool:
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
         )
-        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, self.attention.max_record_words, model.device)
+        self.record = GpuStepRecord(
+            limits.max_tokens, layout.block_size, self.attention.planner.max_record_words, model.device
+        )
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
-            self.decoder.run,
-            limits.max_tokens,
-            limits.max_samples,
-            model.device,
-            eager=eager or not model.capturable,
+            self.decoder.run, limits.max_tokens, limits.max_samples, model.device, eager=eager or not model.capturable
         )
 
 
@@ -157,7 +154,7 @@ class GpuBackend:
         bound = self._bound_or_raise()
         try:
             if copies:
-                self.copy_blocks([source for source, _ in copies], [target for _, target in copies])
+                self.copy_blocks(*zip(*copies, strict=True))
             return self._sampler.launch(self._forward(bound, batch), rows)
         except Exception:
             self._settle()
@@ -168,22 +165,17 @@ class GpuBackend:
         return self._forward(self._bound_or_raise(), batch).cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, sources[i] to targets[i], one after another. The targets are leased to this worker.
-
-        Raises Internal for lists of different length and for slots that the pool does not have.
-        """
+        """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, len(bound.pool))
         # All at once if no target occurs twice or is also a source; else one after another.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
         for group in [copies] if copies and apart else [[copy] for copy in copies]:
-            blocks.copy(bound.pool, _to(np.array(group, np.int32), self._model.device))
+            blocks.copy(bound.pool, to_device(np.array(group, np.int32), self._model.device))
 
     def take_workspace(self) -> None:
-        """Compiles every kernel and allocates the workspace of a full step, over scratch memory.
-
-        It is called before the KV node makes its pool of the rest of the device's memory.
-        """
+        """Compiles every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
+        makes its pool of the rest of the device's memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = -(-max_tokens // layout.block_size)
@@ -231,22 +223,13 @@ class GpuBackend:
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
-        # Several answers to one prompt sample the same row, whose logits are computed once.
-        rows, places = batch.sample_rows, None
-        if len(set(rows.tolist())) < len(rows):
-            rows, places = np.unique(rows, return_inverse=True)
-        plan = bound.attention.plan(batch)
+        rows, places = distinct_rows(batch)
+        plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
         with torch.inference_mode():
             bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
-            return logits if places is None else logits.index_select(0, _to(places, logits.device))
-
-
-def _to(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
-    host = torch.from_numpy(values)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+            return logits if places is None else logits.index_select(0, to_device(places, logits.device))
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:

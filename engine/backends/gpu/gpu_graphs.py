@@ -51,7 +51,6 @@ class StepGraphs:
 
     Args:
         run: the forward pass of a shape over the record on the device; returns logits [samples, vocab].
-        max_tokens, max_samples: limits of a step.
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
         eager: whether to capture nothing.
     """

@@ -14,8 +14,9 @@ import time
 import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
-from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
+from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.devices import interpreted
+from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
@@ -24,6 +25,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+from pillion.kvstore.client.attachment import share_region
 
 # Longest time that a worker waits for another one to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
@@ -36,14 +38,12 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
     """Returns the backend and the name of its kernels. Raises ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
     device = torch.device("cpu" if interpreted() else "cuda:0")
-    if device.type == "cuda":
-        check_machine()
     config = load_config(prepared.folder)
     fp8 = flags.kv_cache_dtype == "fp8"
     layout = kv_layout(
         prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
     )
-    check_shape(layout.head_dim, layout.block_size)
+    check_limits(device, layout)
     weights = load_gpu_weights(
         prepared.folder,
         config,
@@ -72,16 +72,21 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
     return backend, f"gpu/{arch}"
 
 
-def check_machine() -> None:
-    """Raises ConfigError if the CUDA build of torch or a C compiler is missing."""
-    if not torch.cuda.is_available():
+def check_limits(device: torch.device, layout: KVLayout) -> None:
+    """Raises ConfigError if the CUDA build of torch or a C compiler is missing, and for shapes without a kernel."""
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
-    if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang") if name):
+    compilers = (os.environ.get("CC", ""), "gcc", "clang")
+    if device.type == "cuda" and not any(shutil.which(name) for name in compilers if name):
         raise ConfigError("--device cuda: Triton builds its launchers with a C compiler; install gcc, or set CC")
+    head_dim, block_size = layout.head_dim, layout.block_size
+    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
+    if block_size not in (16, 32, 64, 128):
+        raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """Returns the limits of this worker's steps."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
         samples = min(tokens, seqs * (1 + guesses))
@@ -98,18 +103,8 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     )
 
 
-def check_shape(head_dim: int, block_size: int) -> None:
-    """Raises ConfigError for shapes that the attention kernels do not support."""
-    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
-        raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
-    if block_size not in (16, 32, 64, 128):
-        raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
-
-
 def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
     """Returns a function that gets memory for weights: a region that the KV node owns and all its workers map."""
-    from pillion.engine.backends.gpu.device_memory import tensor_at
-    from pillion.kvstore.client.attachment import share_region
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)

@@ -13,16 +13,12 @@ whose group sizes only the device knows (``capturable``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights
-from pillion.engine.models.layers import GATED, GatedMLP, soft_cap
-from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
-from pillion.engine.models.rope import make_ropes
+from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
+from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 from pillion.kernels.gpu.rows.embedding import embed
@@ -66,7 +62,9 @@ class GpuModel:
         self.capturable = config.moe is None
         self.weights = weights
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
-        self.ropes = _rope_tables(config, max_model_len, dtype, device)
+        # Rounded as in transformers.
+        tables = rope_tables(config, max_model_len)
+        self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         # Shared by all graphs, since logits of their own would need gigabytes. Made before the pool takes the rest.
         self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
@@ -238,17 +236,3 @@ def _experts(
         experts_per_token=moe.experts_per_token,
         normalize=moe.normalize,
     )
-
-
-def _rope_tables(
-    config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-    """Makes each rotary embedding's cosines and sines [max_model_len, head_dim / 2], rounded as in transformers."""
-    positions = torch.arange(max_model_len, dtype=torch.float32)[:, None]
-    tables = []
-    for rope in make_ropes(config, max_model_len):
-        angles = positions * rope.frequencies
-        tables.append(
-            ((angles.cos() * rope.scales).to(dtype).to(device), (angles.sin() * rope.scales).to(dtype).to(device))
-        )
-    return tables

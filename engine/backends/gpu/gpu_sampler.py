@@ -8,13 +8,14 @@ Log probabilities are computed on the host by the host's code, for the few rows 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.sampler import whole_groups
 from pillion.engine.sampling.sampling_rows import Int64, Sampled, SamplingRows
@@ -28,25 +29,30 @@ from pillion.types import TokenLogprob
 ALIGNED_ROWS = 4
 
 
+@dataclass(frozen=True, slots=True)
 class GpuInFlightStep:
-    """A launched step; :meth:`land` waits for its tokens and for nothing launched after it."""
+    """A launched step; :meth:`wait` waits for its tokens and for nothing launched after it.
 
-    def __init__(self, tokens: torch.Tensor, raw: torch.Tensor | None, rows: SamplingRows, done: Any) -> None:
-        """``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there."""
-        self._tokens, self._raw, self._rows, self._done = tokens, raw, rows, done
+    ``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there.
+    """
+
+    tokens: torch.Tensor
+    raw: torch.Tensor | None
+    rows: SamplingRows
+    done: Any
 
     def wait(self) -> Sampled:
         """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
-        if self._done is not None:
+        if self.done is not None:
             try:
-                self._done.synchronize()
+                self.done.synchronize()
             except RuntimeError as error:
                 # The error is a kernel's, and from now on everything on that device fails with it.
                 raise BackendLost(f"the GPU failed: {error}") from error
-        tokens: Int64 = self._tokens.numpy().astype(np.int64)
-        if self._raw is None:
+        tokens: Int64 = self.tokens.numpy().astype(np.int64)
+        if self.raw is None:
             return Sampled(tuple(tokens.tolist()))
-        return Sampled(tuple(tokens.tolist()), _reported(self._raw, self._rows, tokens))
+        return Sampled(tuple(tokens.tolist()), _reported(self.raw, self.rows, tokens))
 
 
 class GpuSampler:
@@ -57,8 +63,9 @@ class GpuSampler:
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
-        self._scratch = SamplerScratch.allocate(self._max_rows, vocab_size, sampled.device)
+        self._scratch = SamplerScratch(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
+        self._device = sampled.device
         self._pinned = sampled.is_cuda
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
@@ -69,9 +76,9 @@ class GpuSampler:
         with torch.inference_mode():
             raw = self._keep_raw(logits, rows)
             if rows.edits:
-                apply_edits(logits, self._send(self._edits.pack(rows.edits)))
+                apply_edits(logits, to_device(self._edits.pack(rows.edits), self._device))
             chosen = self._sampled[:count]
-            record, cutting = self._send(pack_rows(rows)), cuts_any(rows)
+            record, cutting = to_device(pack_rows(rows), self._device), cuts_any(rows)
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
@@ -82,16 +89,10 @@ class GpuSampler:
         if not len(reporting):
             return None
         kept = torch.empty((len(reporting), logits.shape[1]), dtype=torch.float32, device=logits.device)
-        keep_raw(logits, self._send(reporting), kept)
+        keep_raw(logits, to_device(reporting, self._device), kept)
         return self._fetch(kept)
 
-    def _send(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        """Copies to the device without waiting: torch keeps the pinned memory until the copy is done."""
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(self._sampled.device, non_blocking=True) if self._pinned else host
-
     def _fetch(self, values: torch.Tensor) -> torch.Tensor:
-        """Copies to the host without waiting."""
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
         return host.copy_(values, non_blocking=True)
 

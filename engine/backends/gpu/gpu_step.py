@@ -63,11 +63,7 @@ class GpuStepRecord:
         owners = np.repeat(np.arange(batch.num_seqs), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         rows = batch.block_tables[owners, blocks] * np.int64(self._block_size) + offsets
-        for place, values, padding in (
-            (0, batch.token_ids, 0),
-            (1, batch.positions, 0),
-            (2, rows, -1),
-        ):
+        for place, values, padding in ((0, batch.token_ids, 0), (1, batch.positions, 0), (2, rows, -1)):
             begin = place * most
             record[begin : begin + count] = values
             record[begin + count : begin + shape.tokens] = padding

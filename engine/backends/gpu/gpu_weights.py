@@ -1,6 +1,6 @@
 """Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
-    plan_weights --size--> memory (a region shared through the KV node, or this process's own) --cut--> GpuWeights
+    plan_weights --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                                      '-- the worker that must fill it copies the checkpoint in, layer by layer
 
 The plan depends on the config and on the names of a checkpoint's tensors but not on their values, so a second worker of
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,8 @@ from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors,
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import RmsNorm
+from pillion.engine.models.layers import MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.moe import MoeWeights
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
@@ -43,11 +43,7 @@ class WeightPlace:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class WeightPlan:
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-class GpuWeights:
+class GpuWeights(dict[str, torch.Tensor]):
     """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.mlp.down.bias``, ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
@@ -72,23 +68,13 @@ class GpuWeights:
         # Releases the memory; to be called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
-        self._tensors = {
-            name: memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
-            for name, place in plan.places.items()
-        }
-
-    def get(self, name: str) -> torch.Tensor | None:
-        """Returns a tensor, or None if the model has none of that name."""
-        return self._tensors.get(name)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Returns a tensor that the model has."""
-        return self._tensors[name]
+        for name, place in plan.places.items():
+            self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
     @property
     def head(self) -> torch.Tensor:
         """The output projection [vocab, hidden]: the embedding if the model ties the two."""
-        return self._tensors.get("lm_head", self._tensors["embedding"])
+        return self.get("lm_head", self["embedding"])
 
     @property
     def norm_is_wide(self) -> bool:
@@ -98,9 +84,9 @@ class GpuWeights:
     def fill(self, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
         """Copies a checkpoint into the memory. Raises ConfigError for tensors that are missing or misshapen."""
         with open_checkpoint(folder, self.config) as checkpoint, torch.inference_mode():
-            left = set(self._tensors)
+            left = set(self)
             for name, tensor in _tensors_of(checkpoint, self.config, dtype):
-                self._tensors[name].copy_(tensor)
+                self[name].copy_(tensor)
                 left.remove(name)
                 if name.endswith("qkv.weight"):
                     progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
@@ -108,10 +94,10 @@ class GpuWeights:
 
     def fill_dummy(self, seed: int = 0) -> None:
         """Fills in random numbers for measurements, with a spread that keeps activations finite."""
-        device = next(iter(self._tensors.values())).device
+        device = next(iter(self.values())).device
         generator = torch.Generator(device).manual_seed(seed)
         with torch.inference_mode():
-            for name, tensor in self._tensors.items():
+            for name, tensor in self.items():
                 if name.rpartition(".")[2].endswith("norm"):
                     tensor.fill_(1.0)
                 else:
@@ -125,7 +111,6 @@ class _ShapesOnly:
         self._spellings = {key: spellings[0] for key, spellings in decoder_tensors(config).items()}
 
     def has(self, key: str) -> bool:
-        """Whether the model has a tensor of that name."""
         return key in self._spellings
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -214,15 +199,6 @@ class WeightMemory:
 GetMemory = Callable[[str, int], WeightMemory]
 
 
-def own_memory(device: torch.device) -> GetMemory:
-    """Returns a function that allocates memory for this process alone."""
-
-    def get(key: str, size_bytes: int) -> WeightMemory:
-        return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
-
-    return get
-
-
 def load_gpu_weights(
     folder: Path,
     config: ModelConfig,
@@ -233,10 +209,8 @@ def load_gpu_weights(
     dummy: bool = False,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Loads the weights of a prepared folder into memory from ``memory``. ``dummy``: random ones.
-
-    Raises ConfigError for a checkpoint that does not fit its config.
-    """
+    """Loads the weights of a prepared folder, or random ones (``dummy``), into memory from ``memory``. Raises
+    ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     plan = (
         plan_weights(config, kind, separate_head=not config.tie_word_embeddings)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
 from pillion.kernels.cpu.attention.kv_layout import group_bytes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
-LOG2E = 1.4426950408889634
 # The score of a hidden token, and the lower bound of a row's maximum. The score is below the bound, so a row that sees
 # nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
 HIDDEN_SCORE = -1e30
@@ -225,11 +224,10 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
     def mask(begin: Int, end: Int) -> None:
         with k.range(end, begin) as index:
             at = scores + index * VECTOR_BYTES
-            tokens = k.lanes(groups.first + index * LANES)
-            hidden = k.vector(HIDDEN_SCORE)
-            score = k.select(k.below(tokens, visibility.behind), k.load(at), hidden)
+            first, hidden = groups.first + index * LANES, k.vector(HIDDEN_SCORE)
+            score = k.select(k.below(first, visibility.behind), k.load(at), hidden)
             if visibility.first is not None:
-                score = k.select(k.below(tokens, visibility.first), hidden, score)
+                score = k.select(k.below(first, visibility.first), hidden, score)
             k.store(at, score)
             best.value = k.larger(best.value, score)
 
@@ -309,10 +307,3 @@ def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
     with k.range(shape.head_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share
         k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)
-
-
-def emit_copy(source: Ptr, target: Ptr, size: Int | int) -> None:
-    """Copies ``size`` bytes, a multiple of 64."""
-    k = source.k
-    with k.range(size, step=VECTOR_BYTES) as at:
-        k.store(target + at, k.load(source + at))

@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, fields
 
 from pillion.kernels.cpu.attention.attention_rows import (
     AHEAD_GROUPS,
-    LOG2E,
     PARTITION_GROUPS,
     SCORE_BYTES,
     TAIL_GROUPS,
@@ -28,7 +26,6 @@ from pillion.kernels.cpu.attention.attention_rows import (
     Groups,
     PoolLines,
     Visibility,
-    emit_copy,
     emit_fold,
     emit_result,
     emit_scores,
@@ -36,38 +33,11 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_weighted,
     emit_weights,
 )
-from pillion.kernels.cpu.attention.cpu_attention_plan import (
-    FIRST,
-    ITEM_WORDS,
-    LAST,
-    PARTIAL,
-    PARTITION_TOKENS,
-    ROW,
-    ROWS,
-    SEQUENCE,
-    SHIFT,
-)
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import LANES, Isa
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-
-ATTENTION = RecordLayout(
-    "attention",
-    pointers=("queries", "out", "partials"),
-    # kv_heads and window are counts, the others bytes: head_stride of queries, out_stride of a token's results,
-    # partial_stride of a KV head's partials, layer_offset from a slot to the layer's K, value_offset from K to V.
-    numbers=(
-        "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
-        "kv_heads", "window",
-    ),
-    reals=("scale", "softcap"),
-)  # fmt: skip
-MERGE = RecordLayout(
-    "attention_merge",
-    pointers=("out", "partials"),
-    numbers=("out_stride", "partial_stride", "kv_heads", "window"),
-)
 
 
 def row_counts(isa: Isa, group: int) -> tuple[int, int]:
@@ -76,52 +46,31 @@ def row_counts(isa: Isa, group: int) -> tuple[int, int]:
     return narrow, max(narrow, isa.attention_rows)
 
 
-def partial_row_bytes(head_dim: int) -> int:
-    """Bytes of a row of the partials."""
-    return AttentionShape(head_dim, 1, LANES, False).sum_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """The layout of a thread's scratch for ``rows`` rows, in bytes from its start."""
+    """The layout of a thread's scratch for ``rows`` rows, in bytes from its start.
 
-    shape: AttentionShape
-    rows: int
+    Attributes:
+        places: places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
+        queries: queries [rows][head_dim] in bfloat16 or float32, with room for float32.
+        scores: scores, then weights: [rows] of SCORE_BYTES.
+        sums: sums of the partitions that were folded so far: [rows] of sum_bytes.
+        fresh: sums of the partition that is folded next: [rows] of sum_bytes.
+        end: bytes of the whole layout.
+    """
 
-    @property
-    def places(self) -> int:
-        """Places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes."""
-        return 0
-
-    @property
-    def queries(self) -> int:
-        """Queries [rows][head_dim] in bfloat16 or float32, with room for float32."""
-        return 1024
-
-    @property
-    def scores(self) -> int:
-        """Scores, then weights: [rows] of SCORE_BYTES."""
-        return self.queries + self.rows * 4 * self.shape.head_dim
-
-    @property
-    def sums(self) -> int:
-        """Sums of the partitions that were folded so far: [rows] of sum_bytes."""
-        return self.scores + self.rows * SCORE_BYTES + VECTOR_BYTES
-
-    @property
-    def fresh(self) -> int:
-        """Sums of the partition that is folded next: [rows] of sum_bytes."""
-        return self.sums + self.rows * self.shape.sum_bytes
-
-    @property
-    def end(self) -> int:
-        """Bytes of the whole layout."""
-        return self.fresh + self.rows * self.shape.sum_bytes
+    def __init__(self, shape: AttentionShape, rows: int) -> None:
+        self.places, self.queries = 0, 1024
+        self.scores = self.queries + rows * 4 * shape.head_dim
+        self.sums = self.scores + rows * SCORE_BYTES + VECTOR_BYTES
+        self.fresh = self.sums + rows * shape.sum_bytes
+        self.end = self.fresh + rows * shape.sum_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
-    """An item or a merge of the plan in a kernel's code (:mod:`pillion.kernels.cpu.attention.cpu_attention_plan`)."""
+    """An item or a merge in a kernel's code: the words of :mod:`pillion.kernels.cpu.attention.cpu_attention_plan`, in
+    their order.
+    """
 
     sequence: Int
     row: Int
@@ -134,8 +83,7 @@ class AttentionItem:
     @staticmethod
     def read(k: Kernel, item: Ptr) -> AttentionItem:
         """Loads the words of the item at ``item``."""
-        places = (SEQUENCE, ROW, ROWS, SHIFT, FIRST, LAST, PARTIAL)
-        return AttentionItem(*(k.load_int(item + 4 * place, 32) for place in places))
+        return AttentionItem(*(k.load_int(item + 4 * word, 32) for word in range(len(fields(AttentionItem)))))
 
     def behind(self, group: int, row: Int) -> Int:
         """The first position behind those that a row sees."""
@@ -161,22 +109,28 @@ def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, Atte
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(KernelSpec):
     """Attends all items of the step. ``softcap`` and ``window``: whether the layer has one; else the field is unused.
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
     """
 
-    layout: ClassVar[RecordLayout] = ATTENTION
+    layout = RecordLayout(
+        "attention",
+        pointers=("queries", "out", "partials"),
+        # kv_heads and window are counts, the others bytes: head_stride of queries, out_stride of a token's results,
+        # partial_stride of a KV head's partials, layer_offset from a slot to the layer's K, value_offset from K to V.
+        numbers=(
+            "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
+            "kv_heads", "window",
+        ),
+        reals=("scale", "softcap"),
+    )  # fmt: skip
 
     shape: AttentionShape
     softcap: bool = False
     window: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"attention_{self.shape.name}{'_softcap' * self.softcap}{'_window' * self.window}"
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -217,7 +171,7 @@ class _ItemPass:
             with k.when(is_cut):
                 place = item.partial + (partition - item.first) * item.rows
                 partials = self._call.args.pointer("partials") + self._head * self._call.args.number("partial_stride")
-                emit_copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
+                k.copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
         with k.when(item.partial < 0), k.range(item.rows) as row:
             out = _result(self._call, shape, self._head, item.row + row)
             emit_result(shape, sums + row * shape.sum_bytes, out)
@@ -267,17 +221,17 @@ class _ItemPass:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMerge:
+class AttentionMerge(KernelSpec):
     """Folds the partials of items that were cut, and stores their rows' results."""
 
-    layout: ClassVar[RecordLayout] = MERGE
+    layout = RecordLayout(
+        "attention_merge",
+        pointers=("out", "partials"),
+        numbers=("out_stride", "partial_stride", "kv_heads", "window"),
+    )
 
     shape: AttentionShape
     window: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"attention_merge_{self.shape.name}{'_window' * self.window}"
 
     def emit(self, call: KernelCall) -> None:
         k, shape = call.k, self.shape
@@ -291,7 +245,7 @@ class AttentionMerge:
                     place = item.partial + (partition - item.first) * item.rows + row
                     return base + place * shape.sum_bytes
 
-                emit_copy(partial(begin), call.scratch, shape.sum_bytes)
+                k.copy(partial(begin), call.scratch, shape.sum_bytes)
                 with k.range(item.last, begin + 1) as partition:
                     emit_fold(shape, call.scratch, partial(partition))
                 emit_result(shape, call.scratch, _result(call, shape, head, item.row + row))

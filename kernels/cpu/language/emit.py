@@ -20,7 +20,7 @@ cell and goes to a dummy line instead. In fast mode a pointer is a bare address;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,13 @@ from pillion.kernels.cpu.language.isa import LANES, Isa
 
 VECTOR_BYTES = 64
 
-_I1, _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+_I1, I8, _I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
-_VF, _VI = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_VH, _VB = ir.VectorType(_I16, LANES), ir.VectorType(_I8, LANES)
+VF, VI = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES)
+_VH = ir.VectorType(_I16, LANES)
 # A Python number; :meth:`Kernel.int` hides the name inside the class.
 Count = int
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 # exp2 on [-0.5, 0.5]: Taylor of 2**x to the sixth power, within 3e-7 of the true value; highest power first.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
@@ -74,52 +74,40 @@ class Bool:
         return Bool(self.k, self.k.builder.or_(self.ir, other.ir))
 
 
+def _integer(operation: str) -> Callable[[Int, Int | int], Int]:
+    return lambda self, other: Int(self.k, getattr(self.k.builder, operation)(self.ir, self.k.int(other).ir))
+
+
+def _integers_are(order: str) -> Callable[[Int, Int | int], Bool]:
+    return lambda self, other: Bool(self.k, self.k.builder.icmp_signed(order, self.ir, self.k.int(other).ir))
+
+
 @dataclass(frozen=True, slots=True)
 class Int:
-    """A signed integer of 64 bits."""
+    """A signed integer of 64 bits. ``//`` and ``%`` round towards 0; kernels divide only positive numbers."""
 
     k: Kernel
     ir: Any
 
-    def _with(self, operation: str, other: Int | int) -> Int:
-        return Int(self.k, getattr(self.k.builder, operation)(self.ir, self.k.int(other).ir))
+    __add__ = __radd__ = _integer("add")
+    __sub__ = _integer("sub")
+    __mul__ = __rmul__ = _integer("mul")
+    __floordiv__ = _integer("sdiv")
+    __mod__ = _integer("srem")
+    __lt__ = _integers_are("<")
+    __le__ = _integers_are("<=")
+    __gt__ = _integers_are(">")
+    __ge__ = _integers_are(">=")
+    # ``==`` keeps Python's meaning.
+    equals = _integers_are("==")
 
-    def __add__(self, other: Int | int) -> Int:
-        return self._with("add", other)
 
-    def __sub__(self, other: Int | int) -> Int:
-        return self._with("sub", other)
+def _real(operation: str) -> Callable[[Vec, Vec | float], Vec]:
+    return lambda self, other: Vec(self.k, getattr(self.k.builder, operation)(self.ir, self.k.vector(other).ir))
 
-    def __mul__(self, other: Int | int) -> Int:
-        return self._with("mul", other)
 
-    def __floordiv__(self, other: Int | int) -> Int:
-        """Rounds towards 0; kernels divide only positive numbers."""
-        return self._with("sdiv", other)
-
-    def __mod__(self, other: Int | int) -> Int:
-        return self._with("srem", other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def _compare(self, operation: str, other: Int | int) -> Bool:
-        return Bool(self.k, self.k.builder.icmp_signed(operation, self.ir, self.k.int(other).ir))
-
-    def __lt__(self, other: Int | int) -> Bool:
-        return self._compare("<", other)
-
-    def __le__(self, other: Int | int) -> Bool:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Int | int) -> Bool:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Int | int) -> Bool:
-        return self._compare(">=", other)
-
-    def equals(self, other: Int | int) -> Bool:
-        """Whether the numbers are equal; ``==`` keeps Python's meaning."""
-        return self._compare("==", other)
+def _reals_are(order: str) -> Callable[[Vec, Vec | float], Bool]:
+    return lambda self, other: Bool(self.k, self.k.builder.fcmp_ordered(order, self.ir, self.k.vector(other).ir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +117,12 @@ class Vec:
     k: Kernel
     ir: Any
 
-    def _with(self, operation: str, other: Vec | float) -> Vec:
-        return Vec(self.k, getattr(self.k.builder, operation)(self.ir, self.k.vector(other).ir))
-
-    def __add__(self, other: Vec | float) -> Vec:
-        return self._with("fadd", other)
-
-    def __sub__(self, other: Vec | float) -> Vec:
-        return self._with("fsub", other)
-
-    def __mul__(self, other: Vec | float) -> Vec:
-        return self._with("fmul", other)
-
-    def __truediv__(self, other: Vec | float) -> Vec:
-        return self._with("fdiv", other)
-
-    def __lt__(self, other: Vec | float) -> Bool:
-        return Bool(self.k, self.k.builder.fcmp_ordered("<", self.ir, self.k.vector(other).ir))
-
-    def __gt__(self, other: Vec | float) -> Bool:
-        return Bool(self.k, self.k.builder.fcmp_ordered(">", self.ir, self.k.vector(other).ir))
+    __add__ = _real("fadd")
+    __sub__ = _real("fsub")
+    __mul__ = _real("fmul")
+    __truediv__ = _real("fdiv")
+    __lt__ = _reals_are("<")
+    __gt__ = _reals_are(">")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,33 +178,25 @@ class Kernel:
         self._number = number
         self._module = builder.module
 
-    @property
-    def checked(self) -> bool:
-        """Whether the kernel checks every access."""
-        return self._fault is not None
-
     # -- numbers
 
     def int(self, value: Int | Count) -> Int:
         """An integer as a value."""
-        return value if isinstance(value, Int) else Int(self, _I64(value))
+        return value if isinstance(value, Int) else Int(self, I64(value))
 
     def vector(self, value: Vec | float) -> Vec:
         """The same number in all sixteen lanes."""
-        return value if isinstance(value, Vec) else Vec(self, ir.Constant(_VF, [float(value)] * LANES))
+        return value if isinstance(value, Vec) else Vec(self, ir.Constant(VF, [float(value)] * LANES))
 
     def real(self, value: Int) -> Vec:
         """An integer as float32, in all sixteen lanes."""
-        return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32), _VF))
+        return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32)))
 
-    def lanes(self, start: Int | Count = 0) -> Any:
-        """start, start + 1 ... start + 15 as sixteen integers of 32 bits, for :meth:`below`."""
-        counted = ir.Constant(_VI, list(range(LANES)))
-        return self.builder.add(counted, self._splat(self.builder.trunc(self.int(start).ir, _I32), _VI))
-
-    def below(self, lanes: Any, limit: Int) -> Bool:
-        """In which lanes the integers of :meth:`lanes` are smaller than ``limit``."""
-        bound = self._splat(self.builder.trunc(limit.ir, _I32), _VI)
+    def below(self, start: Int, limit: Int) -> Bool:
+        """In which lanes start, start + 1 ... start + 15, integers of 32 bits, are smaller than ``limit``."""
+        counted = ir.Constant(VI, list(range(LANES)))
+        lanes = self.builder.add(counted, self._splat(self.builder.trunc(start.ir, I32)))
+        bound = self._splat(self.builder.trunc(limit.ir, I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
     def least(self, a: Int, b: Int | Count) -> Int:
@@ -260,10 +226,10 @@ class Kernel:
         before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
         b.cbranch(b.icmp_signed("<", first, last), body, behind)
         b.position_at_end(body)
-        index = b.phi(_I64)
+        index = b.phi(I64)
         index.add_incoming(first, before)
         yield Int(self, index)
-        following = b.add(index, _I64(step))
+        following = b.add(index, I64(step))
         index.add_incoming(following, b.block)
         b.cbranch(b.icmp_signed("<", following, last), body, behind)
         b.position_at_end(behind)
@@ -285,11 +251,9 @@ class Kernel:
         self.builder.cbranch(condition.ir, behind, on)
         self.builder.position_at_end(on)
 
-    @contextmanager
-    def when(self, condition: Bool) -> Iterator[None]:
+    def when(self, condition: Bool) -> AbstractContextManager[Any]:
         """Instructions that run only where the condition holds."""
-        with self.builder.if_then(condition.ir):
-            yield
+        return self.builder.if_then(condition.ir)  # type: ignore[no-any-return]
 
     # -- memory
 
@@ -302,15 +266,15 @@ class Kernel:
         behind = b.add(ptr.ir, self.int(size).ir)
         inside = b.and_(b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", behind, ptr.end))
         with b.if_then(b.not_(inside), likely=False):
-            b.store(_I64(self._number), b.inttoptr(self._fault, _I64.as_pointer()))
-            b.store(b.sub(ptr.ir, ptr.begin), b.inttoptr(b.add(self._fault, _I64(8)), _I64.as_pointer()))
+            b.store(I64(self._number), b.inttoptr(self._fault, I64.as_pointer()))
+            b.store(b.sub(ptr.ir, ptr.begin), b.inttoptr(b.add(self._fault, I64(8)), I64.as_pointer()))
         return Bool(self, inside)
 
     def _checked(self, ptr: Ptr, size: Count) -> Any:
         if self._fault is None:
             return ptr.ir
         # Accesses that stray read and write the line behind the fault cell.
-        stray = self.builder.add(self._fault, _I64(VECTOR_BYTES))
+        stray = self.builder.add(self._fault, I64(VECTOR_BYTES))
         return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
 
     def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
@@ -328,7 +292,7 @@ class Kernel:
 
     def load(self, ptr: Ptr) -> Vec:
         """Loads 16 float32."""
-        return Vec(self, self.read(ptr, _VF, 4))
+        return Vec(self, self.read(ptr, VF, 4))
 
     def store(self, ptr: Ptr, value: Vec) -> None:
         """Stores 16 float32."""
@@ -336,37 +300,39 @@ class Kernel:
 
     def load_pairs(self, ptr: Ptr) -> Pairs:
         """Loads 32 bfloat16 as 16 pairs."""
-        return Pairs(self, self.read(ptr, _VI, 4))
-
-    def load_bf16(self, ptr: Ptr) -> Vec:
-        """Loads 16 bfloat16 and widens them."""
-        wide = self.builder.zext(self.read(ptr, _VH, 2), _VI)
-        return Vec(self, self.builder.bitcast(self.builder.shl(wide, self._ints(16)), _VF))
-
-    def store_bf16(self, ptr: Ptr, value: Vec) -> None:
-        """Stores 16 bfloat16, rounded to nearest even."""
-        self.write(ptr, self.to_bf16(value), 2)
+        return Pairs(self, self.read(ptr, VI, 4))
 
     def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
         """Loads 16 values that are bfloat16 or float32 in memory."""
-        return self.load_bf16(ptr) if bf16 else self.load(ptr)
+        if not bf16:
+            return self.load(ptr)
+        wide = self.builder.zext(self.read(ptr, _VH, 2), VI)
+        return Vec(self, self.builder.bitcast(self.builder.shl(wide, int_lanes(16)), VF))
 
     def store_float(self, ptr: Ptr, value: Vec, bf16: bool) -> None:
-        """Stores 16 values as bfloat16 or float32."""
-        (self.store_bf16 if bf16 else self.store)(ptr, value)
+        """Stores 16 values as bfloat16, rounded to nearest even, or as float32."""
+        if bf16:
+            self.write(ptr, self.to_bf16(value), 2)
+        else:
+            self.store(ptr, value)
+
+    def copy(self, source: Ptr, target: Ptr, size: Int | Count) -> None:
+        """Copies ``size`` bytes, a multiple of 64."""
+        with self.range(size, step=VECTOR_BYTES) as at:
+            self.store(target + at, self.load(source + at))
 
     def broadcast(self, ptr: Ptr) -> Vec:
         """Loads one float32 into all sixteen lanes."""
-        return Vec(self, self._splat(self.read(ptr, _F32, 4), _VF))
+        return Vec(self, self._splat(self.read(ptr, _F32, 4)))
 
     def broadcast_pair(self, ptr: Ptr) -> Pairs:
         """Loads one pair of bfloat16 into all sixteen lanes."""
-        return Pairs(self, self._splat(self.read(ptr, _I32, 4), _VI))
+        return Pairs(self, self._splat(self.read(ptr, I32, 4)))
 
     def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
         """Loads a signed integer of 8, 16, 32 or 64 bits."""
         raw = self.read(ptr, ir.IntType(bits), bits // 8)
-        return Int(self, raw if bits == 64 else self.builder.sext(raw, _I64))
+        return Int(self, raw if bits == 64 else self.builder.sext(raw, I64))
 
     def store_int(self, ptr: Ptr, value: Int | Count, bits: Count = 64) -> None:
         """Stores the low bits of an integer."""
@@ -375,59 +341,59 @@ class Kernel:
 
     def load_ptr(self, ptr: Ptr) -> Ptr:
         """Loads a pointer of a record: its address, then the number of bytes that it may access."""
-        address = self.read(ptr, _I64, 8)
+        address = self.read(ptr, I64, 8)
         if self._fault is None:
             return Ptr(self, address)
-        return Ptr(self, address, address, self.builder.add(address, self.read(ptr + 8, _I64, 8)))
+        return Ptr(self, address, address, self.builder.add(address, self.read(ptr + 8, I64, 8)))
 
     def prefetch(self, ptr: Ptr, near: bool = True) -> None:
         """Prefetches a line of 64 bytes into the first cache, or only into the second; ``ptr`` may point anywhere."""
-        function = self.function("llvm.prefetch.p0", ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-        address = self.builder.inttoptr(ptr.ir, _I8.as_pointer())
-        self.builder.call(function, [address, _I32(0), _I32(3 if near else 1), _I32(1)])
+        function = self.function("llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        address = self.builder.inttoptr(ptr.ir, I8.as_pointer())
+        self.builder.call(function, [address, I32(0), I32(3 if near else 1), I32(1)])
 
     def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
         """Adds atomically; returns the value before."""
-        cell = self.builder.inttoptr(self._checked(ptr, 8), _I64.as_pointer())
+        cell = self.builder.inttoptr(self._checked(ptr, 8), I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
 
     # -- arithmetic of vectors
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
         """a * b + c, rounded once."""
-        return Vec(self, self.builder.call(self.function("llvm.fma.v16f32", _VF, [_VF] * 3), [a.ir, b.ir, c.ir]))
+        return Vec(self, self.builder.call(self.function("llvm.fma.v16f32", VF, [VF] * 3), [a.ir, b.ir, c.ir]))
 
     def dot(self, total: Vec, a: Pairs, b: Pairs) -> Vec:
         """total + both products of each lane's pairs."""
         if self.isa.bf16_dot == "x86":
             wide = ir.VectorType(BFLOAT, 2 * LANES)
-            function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", _VF, [_VF, wide, wide])
+            function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, wide, wide])
             args = [total.ir, self.builder.bitcast(a.ir, wide), self.builder.bitcast(b.ir, wide)]
             return Vec(self, self.builder.call(function, args))
         return self.fma(self.high(a), self.high(b), self.fma(self.low(a), self.low(b), total))
 
     def low(self, pairs: Pairs) -> Vec:
         """The first value of each pair."""
-        return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, self._ints(16)), _VF))
+        return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, int_lanes(16)), VF))
 
     def high(self, pairs: Pairs) -> Vec:
         """The second value of each pair."""
-        return Vec(self, self.builder.bitcast(self.builder.and_(pairs.ir, self._ints(-65536)), _VF))
+        return Vec(self, self.builder.bitcast(self.builder.and_(pairs.ir, int_lanes(-65536)), VF))
 
     def to_bf16(self, value: Vec) -> Any:
         """Sixteen bfloat16 as integers of 16 bits, rounded to nearest even."""
         b = self.builder
         if self.isa.bf16_dot == "x86":
             narrow = ir.VectorType(BFLOAT, LANES)
-            function = self.function("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [_VF])
+            function = self.function("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF])
             return b.bitcast(b.call(function, [value.ir]), _VH)
-        bits = b.bitcast(value.ir, _VI)
-        odd = b.and_(b.lshr(bits, self._ints(16)), self._ints(1))
-        rounded = b.add(b.add(bits, odd), self._ints(0x7FFF))
+        bits = b.bitcast(value.ir, VI)
+        odd = b.and_(b.lshr(bits, int_lanes(16)), int_lanes(1))
+        rounded = b.add(b.add(bits, odd), int_lanes(0x7FFF))
         # NaN would round to infinity or to zero: it keeps its sign and becomes a quiet NaN.
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
-        result = b.select(unordered, b.or_(bits, self._ints(0x00400000)), rounded)
-        return b.trunc(b.lshr(result, self._ints(16)), _VH)
+        result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
+        return b.trunc(b.lshr(result, int_lanes(16)), _VH)
 
     def larger(self, a: Vec, b: Vec | float) -> Vec:
         """The larger value of each lane; b's where a is NaN."""
@@ -453,44 +419,44 @@ class Kernel:
         """2**x for x up to 127; exactly 0 below -126. NaN counts as -126."""
         b = self.builder
         bounded = self.larger(x, _LEAST_EXPONENT)
-        whole = Vec(self, b.call(self.function("llvm.rint.v16f32", _VF, [_VF]), [bounded.ir]))
+        whole = Vec(self, b.call(self.function("llvm.rint.v16f32", VF, [VF]), [bounded.ir]))
         part = bounded - whole
         value = self.vector(_EXP2[0])
         for factor in _EXP2[1:]:
             value = self.fma(value, part, self.vector(factor))
-        exponent = b.shl(b.fptosi(whole.ir, _VI), self._ints(23))
-        power = Vec(self, b.bitcast(b.add(b.bitcast(value.ir, _VI), exponent), _VF))
+        exponent = b.shl(b.fptosi(whole.ir, VI), int_lanes(23))
+        power = Vec(self, b.bitcast(b.add(b.bitcast(value.ir, VI), exponent), VF))
         return self.select(x < _LEAST_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
         """1 / (1 + e**-x)."""
-        return self.vector(1.0) / (self.exp2(self.smaller(x * -_LOG2E, 126.0)) + 1.0)
+        return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
     def tanh(self, x: Vec) -> Vec:
         """1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays NaN."""
-        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * _LOG2E), 126.0)) + 1.0)
+        curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def sqrt(self, x: Vec) -> Vec:
         """The square root of each lane."""
-        return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", _VF, [_VF]), [x.ir]))
+        return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", VF, [VF]), [x.ir]))
 
     # -- single lanes of a vector
 
     def constant(self, values: Sequence[float]) -> Vec:
         """Sixteen numbers that are known when the kernel is compiled."""
-        return Vec(self, ir.Constant(_VF, list(values)))
+        return Vec(self, ir.Constant(VF, list(values)))
 
     def joined(self, a: Vec, b: Vec, first: Count) -> Vec:
         """Lanes first .. first + 15 of the 32 lanes of ``a`` followed by ``b``."""
-        order = ir.Constant(_VI, list(range(first, first + LANES)))
+        order = ir.Constant(VI, list(range(first, first + LANES)))
         return Vec(self, self.builder.shuffle_vector(a.ir, b.ir, order))
 
     def load_halves(self, low: Ptr, high: Ptr) -> Vec:
         """8 float32 from each of two addresses."""
         half = ir.VectorType(_F32, LANES // 2)
-        order = ir.Constant(_VI, list(range(LANES)))
+        order = ir.Constant(VI, list(range(LANES)))
         return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
 
     def scatter(self, ptr: Ptr, values: Any, stride: Count) -> None:
@@ -501,15 +467,15 @@ class Kernel:
         with self.when(self.holds(ptr, (count - 1) * stride + size)):
             for lane in range(count):
                 address = b.inttoptr((ptr + lane * stride).ir, kind.as_pointer())
-                b.store(b.extract_element(values, _I32(lane)), address).align = size
+                b.store(b.extract_element(values, I32(lane)), address).align = size
 
     def store_first(self, ptr: Ptr, value: Vec) -> None:
         """Stores the first lane as one float32."""
-        self.write(ptr, self.builder.extract_element(value.ir, _I32(0)), 4)
+        self.write(ptr, self.builder.extract_element(value.ir, I32(0)), 4)
 
     def first_as_int(self, value: Vec) -> Int:
         """The first lane as an integer; its value must fit into int64."""
-        return Int(self, self.builder.fptosi(self.builder.extract_element(value.ir, _I32(0)), _I64))
+        return Int(self, self.builder.fptosi(self.builder.extract_element(value.ir, I32(0)), I64))
 
     # -- functions
 
@@ -522,7 +488,7 @@ class Kernel:
         """
         function = self._module.globals.get(name)
         if function is None:
-            function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [_I64] * len(values)), name)
+            function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [I64] * len(values)), name)
             function.linkage = "internal"
             function.attributes.add("noinline")
             builder = ir.IRBuilder(function.append_basic_block("entry"))
@@ -532,22 +498,24 @@ class Kernel:
             builder.ret_void()
         self.builder.call(function, [value.ir for value in values])
 
-    def function(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
+    def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
         """An external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
-        return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
+        return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
     def _rotated(self, value: Vec, distance: Count) -> Vec:
-        order = ir.Constant(_VI, [(lane + distance) % LANES for lane in range(LANES)])
+        order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
-    def _splat(self, scalar: Any, kind: Any) -> Any:
-        empty = ir.Constant(kind, ir.Undefined)
-        first = self.builder.insert_element(empty, scalar, _I32(0))
-        return self.builder.shuffle_vector(first, empty, ir.Constant(_VI, [0] * LANES))
+    def _splat(self, scalar: Any) -> Any:
+        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        first = self.builder.insert_element(empty, scalar, I32(0))
+        return self.builder.shuffle_vector(first, empty, ir.Constant(VI, [0] * LANES))
 
-    def _ints(self, value: Count) -> Any:
-        return ir.Constant(_VI, [value] * LANES)
+
+def int_lanes(value: int) -> Any:
+    """The same integer of 32 bits in all sixteen lanes, as an LLVM constant."""
+    return ir.Constant(VI, [value] * LANES)
 
 
 def _bytes_of(kind: Any) -> int:

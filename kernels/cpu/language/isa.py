@@ -52,12 +52,7 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 # Best first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
     Isa("avx512_bf16", (*_AVX512, "avx512bf16", "avx512vbmi"), without=("prefer-256-bit",), bf16_dot="x86"),
-    Isa(
-        "avx512",
-        _AVX512,
-        without=("avx512bf16", "prefer-256-bit"),
-        gemm_rows=6,
-    ),
+    Isa("avx512", _AVX512, without=("avx512bf16", "prefer-256-bit"), gemm_rows=6),
     Isa(
         "avx2",
         ("avx2", "fma", "f16c", "bmi2"),

@@ -4,7 +4,7 @@ Every kernel has the same signature, ``kernel(args, step, counter, scratch, thre
 step's record, a counter that is 0 when the thread pool begins with the kernel, scratch memory that belongs to this call
 while it lasts, the number of this call, and how many calls there are. A kernel is called once for each thread of the
 pool, and the calls share its work by drawing numbers from the counter (:meth:`KernelCall.shared_range`) or by an even
-cut (:meth:`KernelCall.even_range`). Calls run at the same time or one after another
+cut (:meth:`KernelCall.even_share`). Calls run at the same time or one after another
 (:mod:`pillion.kernels.cpu.runtime.thread_pool_code`): a call never waits for another, and a kernel's result never
 depends on which call computed it.
 """
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import I64, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
-_I64 = ir.IntType(64)
-SIGNATURE = ir.FunctionType(ir.VoidType(), [_I64] * 6)
+SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
 # The counter of an operation has a cache line of its own, so that threads contend for nothing else in it.
 COUNTER_BYTES = 64
 # Bytes of scratch memory of each thread.
@@ -53,24 +52,32 @@ class KernelCall:
             k.leave(behind, begin >= count)
             yield begin, k.least(begin + chunk, count)
 
-    def even_range(self, count: Int) -> tuple[Int, Int]:
-        """This call's even share (begin, end) of 0 .. count."""
-        return count * self.thread // self.threads, count * (self.thread + 1) // self.threads
+    @contextmanager
+    def even_share(self, count: Int) -> Iterator[Int]:
+        """A loop over this call's even share of 0 .. count."""
+        begin, end = count * self.thread // self.threads, count * (self.thread + 1) // self.threads
+        with self.k.range(end, begin) as index:
+            yield index
 
 
-class KernelSpec(Protocol):
-    """The parameters of a kernel, a frozen dataclass. Equal specs are one kernel."""
+class KernelSpec:
+    """The parameters of a kernel, a frozen dataclass, and the layout of its record. Equal specs are one kernel."""
+
+    __slots__ = ()
+    layout: ClassVar[RecordLayout]
 
     @property
     def name(self) -> str:
         """Names the kernel and every parameter, so that two specs with one name are equal."""
-
-    @property
-    def layout(self) -> RecordLayout:
-        """The layout of the kernel's record."""
+        words = [self.layout.name]
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            words += [field.name] * value if isinstance(value, bool) else [getattr(value, "name", str(value))]
+        return "_".join(filter(None, words))
 
     def emit(self, call: KernelCall) -> None:
         """Appends the kernel's instructions to ``call.k``."""
+        raise NotImplementedError
 
 
 class KernelModule:
@@ -93,13 +100,13 @@ class KernelModule:
             return
         function = ir.Function(self.module, SIGNATURE, name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        fault = builder.ptrtoint(self._fault, _I64) if self.checked else None
+        fault = builder.ptrtoint(self._fault, I64) if self.checked else None
         k = Kernel(builder, self.isa, fault, len(self.names) + 1)
         raw_args, raw_step, raw_counter, raw_scratch, thread, threads = function.args
         call = KernelCall(
             k,
-            layout.view(k, self._memory(k, raw_args, 8 * layout.num_words)),
-            STEP.view(k, self._memory(k, raw_step, 8 * STEP.num_words)),
+            RecordView(layout, k, self._memory(k, raw_args, 8 * layout.num_words)),
+            RecordView(STEP, k, self._memory(k, raw_step, 8 * STEP.num_words)),
             self._memory(k, raw_counter, COUNTER_BYTES),
             self._memory(k, raw_scratch, SCRATCH_BYTES),
             Int(k, thread),
@@ -112,4 +119,4 @@ class KernelModule:
     def _memory(self, k: Kernel, address: ir.Value, size: int) -> Ptr:
         if not self.checked:
             return Ptr(k, address)
-        return Ptr(k, address, address, k.builder.add(address, _I64(size)))
+        return Ptr(k, address, address, k.builder.add(address, I64(size)))

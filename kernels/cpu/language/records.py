@@ -26,13 +26,9 @@ class RecordLayout:
     ) -> None:
         self.name = name
         self.pointers, self.numbers, self.reals = pointers, numbers, reals
-        self.place: dict[str, int] = {}
-        for field in pointers:
-            self.place[field] = 2 * len(self.place)
-        base = 2 * len(pointers)
-        for at, field in enumerate((*numbers, *reals)):
-            self.place[field] = base + at
-        self.num_words = base + len(numbers) + len(reals)
+        words = [word for field in pointers for word in (field, "")] + [*numbers, *reals]
+        self.place = {field: at for at, field in enumerate(words) if field}
+        self.num_words = len(words)
 
     def fill(self, words: Words, values: Mapping[str, Any]) -> None:
         """Writes ``values`` into ``words`` [num_words]. A pointer's value is an array, (address, bytes), or None.
@@ -48,35 +44,30 @@ class RecordLayout:
         for field in self.reals:
             words[self.place[field]] = int(np.float32(values[field]).view(np.int32))
 
-    def view(self, k: Kernel, base: Ptr) -> RecordView:
-        """The record at ``base`` in the code of kernel ``k``."""
-        return RecordView(self, k, base)
-
 
 class RecordView:
-    """A record in a kernel's code: each read of a field appends a load."""
+    """The record at ``base`` in the code of kernel ``k``: each read of a field appends a load."""
 
     def __init__(self, layout: RecordLayout, k: Kernel, base: Ptr) -> None:
         self._layout, self._k, self._base = layout, k, base
 
-    def at(self, field: str) -> Ptr:
-        """The address of a field."""
+    def _at(self, field: str) -> Ptr:
         return self._base + WORD_BYTES * self._layout.place[field]
 
     def pointer(self, field: str) -> Ptr:
         """The memory that a pointer field points to."""
         assert field in self._layout.pointers, field
-        return self._k.load_ptr(self.at(field))
+        return self._k.load_ptr(self._at(field))
 
     def number(self, field: str) -> Int:
         """The value of a number field."""
         assert field in self._layout.numbers, field
-        return self._k.load_int(self.at(field))
+        return self._k.load_int(self._at(field))
 
     def real(self, field: str) -> Vec:
         """The value of a float32 field in all sixteen lanes."""
         assert field in self._layout.reals, field
-        return self._k.broadcast(self.at(field))
+        return self._k.broadcast(self._at(field))
 
 
 def _address(value: Any) -> tuple[int, int]:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, most_rows, multiply_rows
 from pillion.kernels.cpu.products.int8 import LINE_BYTES, widen
@@ -63,7 +62,7 @@ _GELU_B = 0.0713548162726009
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
+class Gemm(KernelSpec):
     """x times packed weights.
 
     Attributes:
@@ -76,18 +75,13 @@ class Gemm:
     """
 
     # All specs share one record; a field that a spec does not use is None or 0.
-    layout: ClassVar[RecordLayout] = LAYOUT
+    layout = LAYOUT
 
     weights: str
     epilogue: str
     rows_of: str = "num_tokens"
     bias: bool = False
     grouped: bool = False
-
-    @property
-    def name(self) -> str:
-        options = ("_bias" if self.bias else "") + ("_grouped" if self.grouped else "")
-        return f"gemm_{self.weights}_{self.epilogue}_{self.rows_of}{options}"
 
     def emit(self, call: KernelCall) -> None:
         body = _Body(self, call)

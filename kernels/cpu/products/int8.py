@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Kernel, Pairs, Ptr
+from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, int_lanes
 from pillion.kernels.cpu.language.isa import LANES
 
 MAX_QUANTUM = 127
@@ -24,11 +24,8 @@ LINE_BYTES = 64
 _QUARTERS = 4
 _SIGN = 0x80
 
-_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
-_V32 = ir.VectorType(_I32, LANES)
-_VF = ir.VectorType(ir.FloatType(), LANES)
-_BYTES = ir.VectorType(_I8, LINE_BYTES)
-_WORDS = ir.VectorType(_I16, LINE_BYTES // 2)
+_BYTES = ir.VectorType(I8, LINE_BYTES)
+_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +72,8 @@ def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
     for tile in range(2):
         first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]
         order = [at for byte in first for at in (byte, LINE_BYTES + byte)]
-        mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(_I32, LINE_BYTES), order))
-        tiles.append(Pairs(k, b.bitcast(mixed, _V32)))
+        mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
+        tiles.append(Pairs(k, b.bitcast(mixed, VI)))
     return tiles[0], tiles[1]
 
 
@@ -91,13 +88,11 @@ def _converted(k: Kernel, words: Any, tile: int) -> Pairs:
     """Converts by way of float32, whose upper 16 bits are the bfloat16; a word holds both inputs of a column."""
     b = k.builder
     order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
-    word = b.zext(b.shuffle_vector(words, words, ir.Constant(_V32, order)), _V32)
-    first = b.sitofp(b.and_(word, _ints(MAX_QUANTUM)), _VF)
-    second = b.sitofp(b.and_(b.lshr(word, _ints(8)), _ints(MAX_QUANTUM)), _VF)
-    pair = b.or_(b.lshr(b.bitcast(first, _V32), _ints(16)), b.bitcast(second, _V32))
-    signs = b.or_(b.and_(b.shl(word, _ints(8)), _ints(0x8000)), b.and_(b.shl(word, _ints(16)), _ints(-(2**31))))
+    word = b.zext(b.shuffle_vector(words, words, ir.Constant(VI, order)), VI)
+    first = b.sitofp(b.and_(word, int_lanes(MAX_QUANTUM)), VF)
+    second = b.sitofp(b.and_(b.lshr(word, int_lanes(8)), int_lanes(MAX_QUANTUM)), VF)
+    pair = b.or_(b.lshr(b.bitcast(first, VI), int_lanes(16)), b.bitcast(second, VI))
+    signs = b.or_(
+        b.and_(b.shl(word, int_lanes(8)), int_lanes(0x8000)), b.and_(b.shl(word, int_lanes(16)), int_lanes(-(2**31)))
+    )
     return Pairs(k, b.or_(pair, signs))
-
-
-def _ints(value: int) -> Any:
-    return ir.Constant(_V32, [value] * LANES)

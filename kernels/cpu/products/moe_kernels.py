@@ -3,38 +3,26 @@
     Route -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
-:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.moe` computes the same in torch.
+:mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.layers` computes the same in torch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall
+from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rows import copy_row, vectors_of
+from pillion.kernels.cpu.rows.rows import vectors_of
 
 # The most experts that a thread's scratch has room for.
 MAX_EXPERTS = SCRATCH_BYTES // 8 - LANES
 
-ROUTE = RecordLayout("route", pointers=("logits", "scores", "experts"), numbers=("stride",))
-GROUP = RecordLayout("group", pointers=("experts", "group_starts", "places", "sources"))
-GATHER_GROUPS = RecordLayout("gather_groups", pointers=("rows", "sources", "grouped"), numbers=("stride",))
-COMBINE = RecordLayout(
-    "combine",
-    pointers=("found", "scores", "places", "out"),
-    numbers=("width", "found_stride", "out_stride"),
-    reals=("factor",),
-)
-_LOG2E = math.log2(math.e)
-
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Route(KernelSpec):
     """Chooses each row's best experts: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best
     first, and the numbers of these ``experts`` [rows, chosen] int32.
 
@@ -42,24 +30,19 @@ class Route:
     experts with equal scores the first wins.
     """
 
-    layout: ClassVar[RecordLayout] = ROUTE
+    layout = RecordLayout("route", pointers=("logits", "scores", "experts"), numbers=("stride",))
 
     experts: int
     chosen: int
     normalize: bool
     rows_of: str = "tokens"
 
-    @property
-    def name(self) -> str:
-        return f"route_{self.experts}_{self.chosen}_{self.rows_of}{'_normalize' if self.normalize else ''}"
-
     def emit(self, call: KernelCall) -> None:
         assert self.chosen <= self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         logits, scores, experts = args.pointer("logits"), args.pointer("scores"), args.pointer("experts")
         stride = args.number("stride")
-        begin, end = call.even_range(call.step.number(f"num_{self.rows_of}"))
-        with k.range(end, begin) as row:
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             row_scores, row_experts = scores + row * (self.chosen * 4), experts + row * (self.chosen * 4)
             total = self._exponentials(k, logits + row * stride, call.scratch)
             chosen_total = k.variable(k.vector(0.0))
@@ -79,14 +62,14 @@ class Route:
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
-            here = k.below(k.lanes(i * LANES), count)
+            here = k.below(i * LANES, count)
             largest.value = k.larger(
                 k.select(here, k.load(logits + i * VECTOR_BYTES), k.vector(-math.inf)), largest.value
             )
         top, total = k.maximum(largest.value), k.variable(k.vector(0.0))
         with k.range(vectors) as i:
-            here = k.below(k.lanes(i * LANES), count)
-            power = k.exp2((k.load(logits + i * VECTOR_BYTES) - top) * _LOG2E)
+            here = k.below(i * LANES, count)
+            power = k.exp2((k.load(logits + i * VECTOR_BYTES) - top) * LOG2E)
             total.value = total.value + k.select(here, power, k.vector(0.0))
             k.store(out + i * VECTOR_BYTES, k.select(here, power, k.vector(-1.0)))
         return k.sum(total.value)
@@ -106,27 +89,23 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupByExpert:
+class GroupByExpert(KernelSpec):
     """Sorts the pairs by expert, a stable counting sort on one thread.
 
     ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: the range of grouped rows of each expert;
     ``places`` [rows, chosen] int32: each pair's grouped row; ``sources`` [rows * chosen] int32: each grouped row's row.
     """
 
-    layout: ClassVar[RecordLayout] = GROUP
+    layout = RecordLayout("group", pointers=("experts", "group_starts", "places", "sources"))
 
     experts: int
     chosen: int
     rows_of: str = "tokens"
 
-    @property
-    def name(self) -> str:
-        return f"group_{self.experts}_{self.chosen}_{self.rows_of}"
-
     def emit(self, call: KernelCall) -> None:
         assert self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
-        experts, starts, places, sources = (args.pointer(field) for field in GROUP.pointers)
+        experts, starts, places, sources = (args.pointer(field) for field in self.layout.pointers)
         # First the number of an expert's pairs, then the place of its next pair.
         cursors = call.scratch
         rows = call.step.number(f"num_{self.rows_of}")
@@ -153,55 +132,50 @@ class GroupByExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherGroups:
+class GatherGroups(KernelSpec):
     """``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at ``sources``.
 
     Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
     """
 
-    layout: ClassVar[RecordLayout] = GATHER_GROUPS
+    layout = RecordLayout("gather_groups", pointers=("rows", "sources", "grouped"), numbers=("stride",))
 
     chosen: int
     rows_of: str = "tokens"
 
-    @property
-    def name(self) -> str:
-        return f"gather_groups_{self.chosen}_{self.rows_of}"
-
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
-        rows, sources, grouped = (args.pointer(field) for field in GATHER_GROUPS.pointers)
+        rows, sources, grouped = (args.pointer(field) for field in self.layout.pointers)
         stride = args.number("stride")
-        begin, end = call.even_range(call.step.number(f"num_{self.rows_of}") * self.chosen)
-        with k.range(end, begin) as place:
-            copy_row(k, rows + k.load_int(sources + place * 4, 32) * stride, grouped + place * stride, stride)
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.chosen) as place:
+            k.copy(rows + k.load_int(sources + place * 4, 32) * stride, grouped + place * stride, stride)
 
 
 @dataclass(frozen=True, slots=True)
-class Combine:
+class Combine(KernelSpec):
     """``out`` [rows, width] = factor * (sum over a row's pairs of the score * the expert's output), all float32.
 
     ``found`` [rows * chosen, width] holds the experts' outputs in groups. ``add``: adds to ``out`` instead. A row's
     pairs are summed from its best expert on, wherever they are, so a result does not depend on other rows.
     """
 
-    layout: ClassVar[RecordLayout] = COMBINE
+    layout = RecordLayout(
+        "combine",
+        pointers=("found", "scores", "places", "out"),
+        numbers=("width", "found_stride", "out_stride"),
+        reals=("factor",),
+    )
 
     chosen: int
     add: bool
     rows_of: str = "tokens"
 
-    @property
-    def name(self) -> str:
-        return f"combine_{self.chosen}_{self.rows_of}{'_add' if self.add else ''}"
-
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
-        found, scores, places, out = (args.pointer(field) for field in COMBINE.pointers)
-        width, found_stride, out_stride = (args.number(field) for field in COMBINE.numbers)
+        found, scores, places, out = (args.pointer(field) for field in self.layout.pointers)
+        width, found_stride, out_stride = (args.number(field) for field in self.layout.numbers)
         factor, vectors = args.real("factor"), vectors_of(width)
-        begin, end = call.even_range(call.step.number(f"num_{self.rows_of}"))
-        with k.range(end, begin) as row:
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             pairs = [row * self.chosen + choice for choice in range(self.chosen)]
             sources = [found + k.load_int(places + pair * 4, 32) * found_stride for pair in pairs]
             weights = [k.broadcast(scores + pair * 4) for pair in pairs]

@@ -7,28 +7,21 @@ of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers fro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from llvmlite import ir
 
 from pillion.kernels.cpu.attention.kv_layout import group_bytes
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
 
-ROTATE_WRITE = RecordLayout(
-    "rotate_write",
-    pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
-    numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
-    reals=("eps",),
-)
 _HALF = LANES // 2
 
 
 @dataclass(frozen=True, slots=True)
-class RotateWrite:
+class RotateWrite(KernelSpec):
     """Runs over the step's T rows of ``qkv`` [T, heads + 2 * kv_heads, head_dim] float32, ``qkv_stride`` bytes each.
 
     queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
@@ -44,7 +37,12 @@ class RotateWrite:
     the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
     """
 
-    layout: ClassVar[RecordLayout] = ROTATE_WRITE
+    layout = RecordLayout(
+        "rotate_write",
+        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
+        numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
+        reals=("eps",),
+    )
 
     head_dim: int
     heads: int
@@ -54,19 +52,12 @@ class RotateWrite:
     rope: bool = True
     qk_norm: str = ""
 
-    @property
-    def name(self) -> str:
-        shape = f"{self.head_dim}x{self.heads}x{self.kv_heads}_{self.block_size}"
-        options = ("_rope" if self.rope else "") + (f"_{self.qk_norm}_norm" if self.qk_norm else "")
-        return f"rotate_write_{shape}_{'bf16' if self.bf16 else 'f32'}{options}"
-
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
         # projection needs the whole row.
         items = 1 if self.qk_norm == "projection" else self.kv_heads
         k, writer = call.k, _RowWriter(self, call)
-        begin, end = call.even_range(call.step.number("num_tokens") * items)
-        with k.range(end, begin) as item:
+        with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
                 writer.write_queries(row, head)
@@ -82,7 +73,7 @@ class _Row:
         index: the row's number in the step.
         source: the row of ``qkv`` with its queries, keys and values.
         angles: bytes from the tables' start to the cosines, and sines, of the row's position.
-        factors: factors of its queries and its keys by norms over a whole projection.
+        factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
         offset: the row's place in the block.
         clears: whether the row zeroes V behind it.
@@ -91,7 +82,7 @@ class _Row:
     index: Int
     source: Ptr
     angles: Int
-    factors: tuple[Vec, Vec] | None
+    factors: tuple[Vec | None, ...]
     piece: Ptr
     offset: Int
     clears: Bool
@@ -128,14 +119,10 @@ class _RowWriter:
         first, behind = (k.load_int(self._arrays["query_starts"] + (seq + i) * 4, 32) for i in (0, 1))
         offset = position % spec.block_size
         slot = k.load_int(self._tables + (seq * self._table_stride + position // spec.block_size) * 4, 32)
-        factors = None
+        factors: tuple[Vec | None, ...] = None, None
         if spec.qk_norm == "projection":
-            counts = k.int(spec.heads * spec.head_dim), k.int(spec.kv_heads * spec.head_dim)
-            places = source, source + self._keys_at
-            of_queries, of_keys = (
-                row_factor(k, at, count, self._eps) for at, count in zip(places, counts, strict=True)
-            )
-            factors = of_queries, of_keys
+            both = (source, spec.heads), (source + self._keys_at, spec.kv_heads)
+            factors = tuple(row_factor(k, at, k.int(heads * spec.head_dim), self._eps) for at, heads in both)
         return _Row(
             index=index,
             source=source,
@@ -152,8 +139,7 @@ class _RowWriter:
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
         with k.range(self._group) as i:
             head = kv_head * self._group + i
-            factor = row.factors[0] if row.factors else None
-            values = self._turned(row, self._normed(row.source, head, self._q_norm, factor))
+            values = self._turned(row, self._normed(row.source, head, self._q_norm, row.factors[0]))
             for vector, value in enumerate(values):
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
@@ -162,8 +148,7 @@ class _RowWriter:
         k = self._k
         group = row.offset // LANES * group_bytes(self._spec.head_dim, self._spec.bf16)
         target = row.piece + kv_head * self._piece + group + row.offset % LANES * 4
-        factor = row.factors[1] if row.factors else None
-        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, factor))
+        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, row.factors[1]))
         parts_each = LANES * self._size // 4
         for vector, value in enumerate(keys):
             raw = k.to_bf16(value) if self._spec.bf16 else value.ir

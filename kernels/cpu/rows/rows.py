@@ -10,57 +10,33 @@ and written up to the next multiple of 16, where buffers hold zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
 # Vectors of logits in a work item: a step often samples fewer rows than there are threads, so rows are cut.
 _CHUNK_VECTORS = 64
 
-EMBED = RecordLayout("embed", pointers=("table", "hidden"), numbers=("width", "hidden_stride"), reals=("scale",))
-NORM = RecordLayout(
-    "norm", pointers=("x", "weight", "bias", "out"), numbers=("width", "x_stride", "out_stride"), reals=("eps",)
-)
-NORM_ADD = RecordLayout(
-    "norm_add",
-    pointers=("found", "weight", "hidden"),
-    numbers=("width", "found_stride", "hidden_stride"),
-    reals=("eps", "factor"),
-)
-GATHER_ROWS = RecordLayout(
-    "gather_rows",
-    pointers=("hidden", "attended", "sampled_hidden", "sampled_attended"),
-    numbers=("hidden_stride", "attended_stride"),
-)
-SOFT_CAP_SCALE = RecordLayout(
-    "soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap")
-)
-
 
 @dataclass(frozen=True, slots=True)
-class Embed:
+class Embed(KernelSpec):
     """hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, rows without padding) * scale.
 
     ``width`` is at least 16.
     """
 
-    layout: ClassVar[RecordLayout] = EMBED
-    bf16: bool
+    layout = RecordLayout("embed", pointers=("table", "hidden"), numbers=("width", "hidden_stride"), reals=("scale",))
 
-    @property
-    def name(self) -> str:
-        return f"embed_{_type_name(self.bf16)}"
+    bf16: bool
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         table, hidden, tokens = args.pointer("table"), args.pointer("hidden"), call.step.pointer("token_ids")
         width, stride, scale = args.number("width"), args.number("hidden_stride"), args.real("scale")
         size = _bytes(self.bf16)
-        begin, end = call.even_range(call.step.number("num_tokens"))
-        with k.range(end, begin) as row:
+        with call.even_share(call.step.number("num_tokens")) as row:
             source = table + k.load_int(tokens + row * 4, 32) * width * size
             target = hidden + row * stride
             with k.range(width // LANES) as i:
@@ -72,30 +48,28 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
-class NormRows:
+class NormRows(KernelSpec):
     """out = norm(x float32) * weight (+ bias), out bfloat16 or float32; weight and bias float32 [width].
 
     ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", which only changes the type, for
     models that norm behind their products, and has neither weight nor bias.
     """
 
-    layout: ClassVar[RecordLayout] = NORM
+    layout = RecordLayout(
+        "norm", pointers=("x", "weight", "bias", "out"), numbers=("width", "x_stride", "out_stride"), reals=("eps",)
+    )
+
     kind: str
     bf16_out: bool
     rows_of: str = "tokens"
     bias: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"norm_{self.kind}_{_type_name(self.bf16_out)}_{self.rows_of}{'_bias' if self.bias else ''}"
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         x, out, weight, bias = (args.pointer(field) for field in ("x", "out", "weight", "bias"))
         width, x_stride, out_stride = (args.number(field) for field in ("width", "x_stride", "out_stride"))
         eps, vectors = args.real("eps"), vectors_of(width)
-        begin, end = call.even_range(call.step.number(f"num_{self.rows_of}"))
-        with k.range(end, begin) as row:
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             source, target = x + row * x_stride, out + row * out_stride
             mean = row_mean(k, source, width) if self.kind == "layer" else None
             factor = None if self.kind == "none" else row_factor(k, source, width, eps, mean)
@@ -109,23 +83,24 @@ class NormRows:
 
 
 @dataclass(frozen=True, slots=True)
-class NormAdd:
+class NormAdd(KernelSpec):
     """hidden += factor * (RMS norm of found * weight), all float32: for norms behind attention and MLP."""
 
-    layout: ClassVar[RecordLayout] = NORM_ADD
-    rows_of: str = "tokens"
+    layout = RecordLayout(
+        "norm_add",
+        pointers=("found", "weight", "hidden"),
+        numbers=("width", "found_stride", "hidden_stride"),
+        reals=("eps", "factor"),
+    )
 
-    @property
-    def name(self) -> str:
-        return f"norm_add_{self.rows_of}"
+    rows_of: str = "tokens"
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         found, hidden, weight = (args.pointer(field) for field in ("found", "hidden", "weight"))
         width, found_stride, hidden_stride = (args.number(name) for name in ("width", "found_stride", "hidden_stride"))
         eps, factor, vectors = args.real("eps"), args.real("factor"), vectors_of(width)
-        begin, end = call.even_range(call.step.number(f"num_{self.rows_of}"))
-        with k.range(end, begin) as row:
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             source, target = found + row * found_stride, hidden + row * hidden_stride
             norm = row_factor(k, source, width, eps)
             with k.range(vectors) as i:
@@ -135,46 +110,42 @@ class NormAdd:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherRows:
+class GatherRows(KernelSpec):
     """Copies the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
 
     A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides.
     """
 
-    layout: ClassVar[RecordLayout] = GATHER_ROWS
-
-    @property
-    def name(self) -> str:
-        return "gather_rows"
+    layout = RecordLayout(
+        "gather_rows",
+        pointers=("hidden", "attended", "sampled_hidden", "sampled_attended"),
+        numbers=("hidden_stride", "attended_stride"),
+    )
 
     def emit(self, call: KernelCall) -> None:
         k, args, rows = call.k, call.args, call.step.pointer("sample_rows")
-        begin, end = call.even_range(call.step.number("num_samples"))
+        count = call.step.number("num_samples")
         for name in ("hidden", "attended"):
             source, target = args.pointer(name), args.pointer(f"sampled_{name}")
             stride = args.number(f"{name}_stride")
-            with k.range(end, begin) as i:
-                copy_row(k, source + k.load_int(rows + i * 4, 32) * stride, target + i * stride, stride)
+            with call.even_share(count) as i:
+                k.copy(source + k.load_int(rows + i * 4, 32) * stride, target + i * stride, stride)
 
 
 @dataclass(frozen=True, slots=True)
-class SoftCapScale:
+class SoftCapScale(KernelSpec):
     """logits [R, width] float32, in place: divided by ``divisor``, then with ``capped`` cap * tanh(logits / cap)."""
 
-    layout: ClassVar[RecordLayout] = SOFT_CAP_SCALE
-    capped: bool
+    layout = RecordLayout("soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap"))
 
-    @property
-    def name(self) -> str:
-        return f"soft_cap_scale_{'capped' if self.capped else 'plain'}"
+    capped: bool
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         logits, stride, vectors = args.pointer("logits"), args.number("stride"), vectors_of(args.number("width"))
         divisor, cap = args.real("divisor"), args.real("cap")
         chunks = (vectors + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
-        begin, end = call.even_range(call.step.number("num_samples") * chunks)
-        with k.range(end, begin) as item:
+        with call.even_share(call.step.number("num_samples") * chunks) as item:
             row, first = logits + item // chunks * stride, item % chunks * _CHUNK_VECTORS
             with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
                 at = row + i * VECTOR_BYTES
@@ -203,7 +174,7 @@ def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = Non
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
         if mean is not None:
-            value = k.select(k.below(k.lanes(i * LANES), width), value - mean, k.vector(0.0))
+            value = k.select(k.below(i * LANES, width), value - mean, k.vector(0.0))
         total.value = k.fma(value, value, total.value)
     return norm_factor(k, total.value, width, eps)
 
@@ -213,15 +184,5 @@ def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
     return k.vector(1.0) / k.sqrt(k.sum(squares) / k.real(width) + eps)
 
 
-def copy_row(k: Kernel, source: Ptr, target: Ptr, size: Int) -> None:
-    """Copies ``size`` bytes, a multiple of 64."""
-    with k.range(size // VECTOR_BYTES) as i:
-        k.store(target + i * VECTOR_BYTES, k.load(source + i * VECTOR_BYTES))
-
-
 def _bytes(bf16: bool) -> int:
     return 2 if bf16 else 4
-
-
-def _type_name(bf16: bool) -> str:
-    return "bf16" if bf16 else "f32"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import stat
@@ -104,24 +105,14 @@ def others_could_write(about: os.stat_result) -> bool:
 
 def key_of(*parts: str) -> str:
     """One digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count too."""
-    digest = hashlib.sha256(sources_digest)
-    for part in parts:
-        _add(digest, part.encode())
-    return digest.hexdigest()
-
-
-def _add(digest: hashlib._Hash, part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "little") + part)
+    return hashlib.sha256(sources_digest + json.dumps(parts).encode()).hexdigest()
 
 
 def digest_sources() -> bytes:
     """The digest of the sources of pillion.kernels.cpu on disk; empty where there are none: nothing is kept then."""
-    digest = hashlib.sha256()
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
-    for path in paths:
-        _add(digest, path.name.encode())
-        _add(digest, path.read_bytes())
-    return digest.digest() if paths else b""
+    files = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
+    return hashlib.sha256(json.dumps(files).encode()).digest() if files else b""
 
 
 # The digest is made when this module is imported, as the other modules are: until something is compiled, the sources on

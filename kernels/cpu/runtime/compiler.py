@@ -69,7 +69,8 @@ def target_of(isa: Isa) -> CompileTarget:
 
     LLVM ends the process where code needs an instruction that its target lacks.
     """
-    _initialize()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
     if platform.machine() == isa.machine and set(isa.needs) <= host_features():
         # The list also says which features are missing: a hypervisor may hide some that processors of this name have.
         cpu, features = llvm.get_host_cpu_name(), [llvm.get_host_cpu_features().flatten()]
@@ -152,9 +153,3 @@ def _machine(target: CompileTarget) -> llvm.TargetMachine:
     """LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
     kind = llvm.Target.from_triple(target.triple)
     return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=3, jit=True)
-
-
-def _initialize() -> None:
-    """Initializes LLVM; repeated calls do nothing."""
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()

@@ -66,7 +66,6 @@ class ThreadPool:
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
         self._native = _Native(kernels, threads, affinity[1:])
-        self._run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
         # The finalizer also runs at the interpreter's exit, while the helpers' code and memory are still there.
         self._finalizer = weakref.finalize(self, self._native.close)
 
@@ -92,7 +91,7 @@ class ThreadPool:
             if self._leader_cpu and self._leader != threading.get_native_id():
                 os.sched_setaffinity(0, self._leader_cpu)
                 self._leader = threading.get_native_id()
-            self._run(native.address, program.ctypes.data, len(program), step.ctypes.data)
+            native.run(native.address, program.ctypes.data, len(program), step.ctypes.data)
             if self._kernels.checked:
                 native.check()
 
@@ -108,7 +107,7 @@ class _Native:
         self.lock = threading.Lock()
         self._kernels, self._threads = kernels, threads
         self._pid: int | None = os.getpid()
-        self._stop = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
+        self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES, LINE_BYTES)
         self._words = self._memory.view(np.int64)
         self._scratch, scratch = _aligned(threads * (SCRATCH_BYTES + CANARY_BYTES), _HUGE_PAGE_BYTES)
@@ -153,7 +152,7 @@ class _Native:
             owned, self._pid = self._pid == os.getpid(), None
             if not owned:
                 return  # The pool was closed before, or its helpers stayed in the process that forked this one.
-            self._stop(self.address, 0, -1, 0)
+            self.run(self.address, 0, -1, 0)
             for handle in self._handles:
                 _libc().pthread_join(handle, None)
 

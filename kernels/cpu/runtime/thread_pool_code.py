@@ -29,7 +29,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import Bool, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
 
@@ -61,9 +61,6 @@ _FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
 _ALL = 2**31 - 1
 # Floating-point state: round to nearest, denormals kept, nothing trapped.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-
 
 # The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line).
 THREAD_POOL_FUNCTIONS = RUN, MAIN = "pool_run", "pool_main"
@@ -104,7 +101,7 @@ class _ThreadPoolCode:
 
     @contextmanager
     def _function(self, name: str, num_args: int, result: Any = None) -> Iterator[tuple[Any, Kernel, list[Any]]]:
-        kind = ir.FunctionType(result or ir.VoidType(), [_I64] * num_args)
+        kind = ir.FunctionType(result or ir.VoidType(), [I64] * num_args)
         function = ir.Function(self.module, kind, name)
         function.attributes.add("noinline")
         if result is None:
@@ -180,7 +177,7 @@ class _ThreadPoolCode:
 
     def main(self, wait: Any, work: Any) -> None:
         """main(thread line): waits for runs and works on them until the pool stops."""
-        with self._function(MAIN, 1, _I64) as (_, k, (line_address,)):
+        with self._function(MAIN, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
             pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
             pool = Ptr(k, pool_address.ir)
@@ -192,12 +189,12 @@ class _ThreadPoolCode:
                 k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
                 self._swap(k, line + ACTIVE, 1)
                 with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
-                    b.call(work, [pool.ir, scratch.ir, _I64(0)])
+                    b.call(work, [pool.ir, scratch.ir, I64(0)])
                 self._swap(k, line + ACTIVE, 0)
 
     def run(self, work: Any) -> None:
         """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
-        with self._function(RUN, 4, _I64) as (_, k, (pool_address, program, entries, step)):
+        with self._function(RUN, 4, I64) as (_, k, (pool_address, program, entries, step)):
             b, pool = k.builder, Ptr(k, pool_address)
             base = self._load(k, pool + GATE) + 1
             for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
@@ -214,10 +211,10 @@ class _ThreadPoolCode:
                     self._swap(k, pool + (DOOR + OPEN), 1)
             self._move(k, pool + GATE, base)
             with k.when(stopping):
-                b.ret(_I64(0))
+                b.ret(I64(0))
             before = self._set_arithmetic(k)
             scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
-            b.call(work, [pool.ir, scratch.ir, _I64(1)])
+            b.call(work, [pool.ir, scratch.ir, I64(1)])
             self._set_arithmetic(k, before)
             self._swap(k, pool + (DOOR + OPEN), 0)
             with k.range(k.load_int(pool + THREADS), 1) as thread:
@@ -225,7 +222,6 @@ class _ThreadPoolCode:
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
-        polls.value = k.int(0)
         with k.forever() as out:
             k.leave(out, self._load(k, line + ACTIVE).equals(0))
             polls.value = polls.value + 1
@@ -233,7 +229,7 @@ class _ThreadPoolCode:
                 with soon:
                     self._pause(k)
                 with late:
-                    k.builder.call(k.function("usleep", _I32, [_I32]), [_I32(_NAP_US)])
+                    k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
     # -- instructions that the kernels' language does not have
 
@@ -241,7 +237,7 @@ class _ThreadPoolCode:
         return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
 
     def _add(self, k: Kernel, ptr: Ptr, amount: int) -> Int:
-        return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), _I64(amount), "seq_cst"))
+        return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), I64(amount), "seq_cst"))
 
     def _swap(self, k: Kernel, ptr: Ptr, value: Int | int) -> None:
         k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
@@ -249,23 +245,20 @@ class _ThreadPoolCode:
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
         with k.when(self._load(k, gate + _SLEEPERS) > 0):
-            self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, _I64(_ALL))
+            self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, I64(_ALL))
 
     def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
         """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
-        name = "syscall"
-        function = self.module.globals.get(name)
-        if function is None:
-            function = ir.Function(self.module, ir.FunctionType(_I64, [_I64], var_arg=True), name)
-        number = _I64(_FUTEX_CALL[self.isa.machine])
-        k.builder.call(function, [number, word.ir, _I64(operation), value, _I64(0), _I64(0), _I64(0)])
+        function = k.function("syscall", I64, [I64], var_arg=True)
+        number = I64(_FUTEX_CALL[self.isa.machine])
+        k.builder.call(function, [number, word.ir, I64(operation), value, I64(0), I64(0), I64(0)])
 
     def _pause(self, k: Kernel) -> None:
         if self.isa.machine == "x86_64":
             k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
         else:
             # YIELD does nothing on most cores; an instruction barrier waits for some 10 ns.
-            k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [_I32]), [_I32(15)])
+            k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
         """Sets this thread's floating-point state, to the plain one or to ``value``; returns the state before.
@@ -275,20 +268,20 @@ class _ThreadPoolCode:
         """
         b = k.builder
         if self.isa.machine == "x86_64":
-            cell = b.alloca(_I32)
-            kind = [ir.IntType(8).as_pointer()]
+            cell = b.alloca(I32)
+            kind = [I8.as_pointer()]
             raw = b.bitcast(cell, kind[0])
             b.call(k.function("llvm.x86.sse.stmxcsr", ir.VoidType(), kind), [raw])
             before = b.load(cell)
-            b.store(_I32(_PLAIN_MXCSR) if value is None else value, cell)
+            b.store(I32(_PLAIN_MXCSR) if value is None else value, cell)
             b.call(k.function("llvm.x86.sse.ldmxcsr", ir.VoidType(), kind), [raw])
             return before
-        before = b.call(k.function("llvm.aarch64.get.fpcr", _I64, []), [])
+        before = b.call(k.function("llvm.aarch64.get.fpcr", I64, []), [])
         b.call(
-            k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [_I64]), [_I64(_PLAIN_FPCR) if value is None else value]
+            k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [I64]), [I64(_PLAIN_FPCR) if value is None else value]
         )
         return before
 
 
 def _word(k: Kernel, ptr: Ptr) -> Any:
-    return k.builder.inttoptr(ptr.ir, _I64.as_pointer())
+    return k.builder.inttoptr(ptr.ir, I64.as_pointer())

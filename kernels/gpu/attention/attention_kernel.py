@@ -24,16 +24,8 @@ from pillion.kernels.gpu.launch import interpreting
 
 # Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only
 # see constants of their own module.
-_TABLE = tl.constexpr(0)
-_ROW = tl.constexpr(1)
-_ROWS = tl.constexpr(2)
-_SHIFT = tl.constexpr(3)
-_HEAD = tl.constexpr(4)
-_BEGIN = tl.constexpr(5)
-_END = tl.constexpr(6)
-_PARTIAL = tl.constexpr(7)
-_PARTS = tl.constexpr(5)
-_WORDS = tl.constexpr(8)
+_TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
+_PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 # Lower than every score, and finite, because a row without keys so far subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)

@@ -85,72 +85,11 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramItems:
-    """One kernel's work: items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1], and merges
-    [M, ITEM_WORDS].
-    """
-
-    items: Int32
-    starts: Int64
-    merges: Int32
-
-
-@dataclass(frozen=True, slots=True)
 class GpuAttentionPlan:
     """The words in use of a step's record, and whether the chunk kernel has work."""
 
     record: Int32
     with_chunks: bool
-
-
-def share_out(
-    sequences: SequenceRows, tiling: Tiling, *, kv_heads: int, group: int, window: int, first_partial: int = 0
-) -> ProgramItems:
-    """Cuts all units evenly among the programs.
-
-    A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it begins. Loads differ from
-    the mean by less than 1 + unit_tiles, because a cut within a unit's overhead moves to the unit's beginning.
-    ``window``: tokens that a row sees, itself included; 0: all. Partial rows are numbered from ``first_partial`` on.
-    """
-    if not len(sequences.counts):
-        empty = np.zeros((0, ITEM_WORDS), np.int32)
-        return ProgramItems(empty, np.zeros(tiling.programs + 1, np.int64), empty)
-    units = _units(sequences, tiling, kv_heads, group, window)
-    overhead = tiling.unit_tiles
-    lengths = units.tiles + overhead
-    ends = lengths.cumsum()
-    begins = ends - lengths
-    cuts = ends[-1] * np.arange(tiling.programs + 1) // tiling.programs
-    cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
-    inside = cuts[:-1] - cut_begins > overhead
-    cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
-    # With fewer tiles than programs, several programs share a cut.
-    inner = cuts[:-1][inside]
-    inner = inner[_changes(inner)]
-    # No cut is at a unit's beginning, so its index among cuts and beginnings is the sum of its ranks in both.
-    is_cut = np.zeros(len(begins) + len(inner), bool)
-    is_cut[np.arange(len(inner)) + begins.searchsorted(inner)] = True
-    edges = np.empty(len(is_cut) + 1, np.int64)
-    edges[:-1][is_cut], edges[:-1][~is_cut], edges[-1] = inner, begins, ends[-1]
-    owner = (~is_cut).cumsum() - 1
-    first = edges[:-1] - begins[owner] - overhead
-    first[~is_cut] = 0
-    behind = edges[1:] - begins[owner] - overhead
-    parted = behind - first < units.tiles[owner]
-    row_tiles = units.row_tiles[owner]
-    items = units.rows[row_tiles]
-    items[:, HEAD] = units.heads[owner]
-    items[:, BEGIN] = (units.lows[row_tiles] + first) * tiling.keys
-    items[:, END] = np.minimum((units.lows[row_tiles] + behind) * tiling.keys, items[:, END])
-    items[:, PARTIAL] = np.where(parted, first_partial + (parted.cumsum() - 1) * tiling.rows, -1)
-    heads = np.flatnonzero(~is_cut)
-    parts = np.empty_like(heads)
-    parts[:-1], parts[-1] = heads[1:] - heads[:-1], len(items) - heads[-1]
-    merged = parts > 1
-    merges = items[heads[merged]]
-    merges[:, PARTS] = parts[merged]
-    starts = edges.searchsorted(cuts)
-    return ProgramItems(_whole_first(items, first, starts), starts, merges)
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
@@ -173,26 +112,6 @@ class _Units:
     tiles: Int64
     rows: Int32
     lows: Int64
-
-
-def _units(sequences: SequenceRows, tiling: Tiling, kv_heads: int, group: int, window: int) -> _Units:
-    """Lists units head by head within a sequence, so that neighbouring programs read the same keys."""
-    rows = sequences.counts * group
-    counts = -(-rows // tiling.rows)
-    firsts = counts.cumsum() - counts
-    which = np.arange(len(counts)).repeat(counts)
-    before = (np.arange(len(which)) - firsts[which]) * tiling.rows
-    row = sequences.begins[which] * group + before
-    count = np.minimum(rows[which] - before, tiling.rows)
-    shift = (sequences.contexts - sequences.begins - sequences.counts)[which]
-    end = (row + count - 1) // group + shift + 1
-    lows = np.maximum(row // group + shift + 1 - window, 0) // tiling.keys if window else np.zeros_like(end)
-    items = np.empty((len(which), ITEM_WORDS), np.int32)
-    items[:, TABLE], items[:, ROW], items[:, ROWS] = sequences.tables[which], row, count
-    items[:, SHIFT], items[:, END] = shift, end
-    heads, row_tiles = _by_head(counts, firsts, which, kv_heads)
-    tiles = -(-end // tiling.keys) - lows
-    return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
 
 def _by_head(counts: Int64, firsts: Int64, which: Int64, kv_heads: int) -> tuple[Int64, Int64]:
@@ -241,13 +160,8 @@ class GpuAttentionPlanner:
         max_seqs: int,
         max_context_blocks: int,
     ) -> None:
-        """Computes the sizes of records and partial results.
-
-        Args:
-            group: query heads of a KV head.
-            windows: the distinct sliding windows of the model's layers; 0 for full attention.
-            max_tokens, max_seqs: limits of a step.
-            max_context_blocks: limit of a sequence.
+        """Computes the sizes of records and partial results. ``group``: query heads of a KV head. The windows and the
+        limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
         """
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
@@ -292,25 +206,89 @@ class GpuAttentionPlanner:
         for window in self.windows:
             first_partial, counted = 0, self.counts_at(window)
             for tiling, sequences in zip((self.decode, self.chunk), chosen, strict=True):
-                work = share_out(
-                    sequences,
-                    tiling,
-                    kv_heads=self._kv_heads,
-                    group=self._group,
-                    window=window,
-                    first_partial=first_partial,
-                )
+                items, starts, merges = self._share_out(sequences, tiling, window, first_partial)
                 first_partial += tiling.max_partials * tiling.rows
                 begin = self.starts_at(window, tiling is self.chunk)
-                parts[0][begin : begin + len(work.starts)] = at + work.starts * ITEM_WORDS
-                at += work.items.size
-                parts[0][counted : counted + 2] = len(work.merges), at
+                parts[0][begin : begin + len(starts)] = at + starts * ITEM_WORDS
+                at += items.size
+                parts[0][counted : counted + 2] = len(merges), at
                 counted += 2
-                at += work.merges.size
-                parts += [work.items.ravel(), work.merges.ravel()]
+                at += merges.size
+                parts += [items.ravel(), merges.ravel()]
         if at > self.max_record_words:
             raise Internal(f"attention of {len(counts)} sequences takes {at} words, at most {self.max_record_words}")
         return GpuAttentionPlan(np.concatenate(parts), bool((~few).any()))
+
+    def _share_out(
+        self, sequences: SequenceRows, tiling: Tiling, window: int, first_partial: int
+    ) -> tuple[Int32, Int64, Int32]:
+        """Cuts all units of a kernel evenly among its programs.
+
+        Returns items [N, ITEM_WORDS], of which program p has starts[p] .. starts[p + 1]; these starts; and merges
+        [M, ITEM_WORDS]. A program's load is the key tiles of its items, and ``unit_tiles`` for each unit that it
+        begins. Loads differ from the mean by less than 1 + unit_tiles, because a cut within a unit's overhead moves to
+        the unit's beginning. ``window``: tokens that a row sees, itself included; 0: all. Partial rows are numbered
+        from ``first_partial`` on.
+        """
+        if not len(sequences.counts):
+            empty = np.zeros((0, ITEM_WORDS), np.int32)
+            return empty, np.zeros(tiling.programs + 1, np.int64), empty
+        units = self._units(sequences, tiling, window)
+        overhead = tiling.unit_tiles
+        lengths = units.tiles + overhead
+        ends = lengths.cumsum()
+        begins = ends - lengths
+        cuts = ends[-1] * np.arange(tiling.programs + 1) // tiling.programs
+        cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
+        inside = cuts[:-1] - cut_begins > overhead
+        cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
+        # With fewer tiles than programs, several programs share a cut.
+        inner = cuts[:-1][inside]
+        inner = inner[_changes(inner)]
+        # No cut is at a unit's beginning, so its index among cuts and beginnings is the sum of its ranks in both.
+        is_cut = np.zeros(len(begins) + len(inner), bool)
+        is_cut[np.arange(len(inner)) + begins.searchsorted(inner)] = True
+        edges = np.empty(len(is_cut) + 1, np.int64)
+        edges[:-1][is_cut], edges[:-1][~is_cut], edges[-1] = inner, begins, ends[-1]
+        owner = (~is_cut).cumsum() - 1
+        first = edges[:-1] - begins[owner] - overhead
+        first[~is_cut] = 0
+        behind = edges[1:] - begins[owner] - overhead
+        parted = behind - first < units.tiles[owner]
+        row_tiles = units.row_tiles[owner]
+        items = units.rows[row_tiles]
+        items[:, HEAD] = units.heads[owner]
+        items[:, BEGIN] = (units.lows[row_tiles] + first) * tiling.keys
+        items[:, END] = np.minimum((units.lows[row_tiles] + behind) * tiling.keys, items[:, END])
+        items[:, PARTIAL] = np.where(parted, first_partial + (parted.cumsum() - 1) * tiling.rows, -1)
+        heads = np.flatnonzero(~is_cut)
+        parts = np.empty_like(heads)
+        parts[:-1], parts[-1] = heads[1:] - heads[:-1], len(items) - heads[-1]
+        merged = parts > 1
+        merges = items[heads[merged]]
+        merges[:, PARTS] = parts[merged]
+        starts = edges.searchsorted(cuts)
+        return _whole_first(items, first, starts), starts, merges
+
+    def _units(self, sequences: SequenceRows, tiling: Tiling, window: int) -> _Units:
+        """Lists units head by head within a sequence, so that neighbouring programs read the same keys."""
+        group = self._group
+        rows = sequences.counts * group
+        counts = -(-rows // tiling.rows)
+        firsts = counts.cumsum() - counts
+        which = np.arange(len(counts)).repeat(counts)
+        before = (np.arange(len(which)) - firsts[which]) * tiling.rows
+        row = sequences.begins[which] * group + before
+        count = np.minimum(rows[which] - before, tiling.rows)
+        shift = (sequences.contexts - sequences.begins - sequences.counts)[which]
+        end = (row + count - 1) // group + shift + 1
+        lows = np.maximum(row // group + shift + 1 - window, 0) // tiling.keys if window else np.zeros_like(end)
+        items = np.empty((len(which), ITEM_WORDS), np.int32)
+        items[:, TABLE], items[:, ROW], items[:, ROWS] = sequences.tables[which], row, count
+        items[:, SHIFT], items[:, END] = shift, end
+        heads, row_tiles = _by_head(counts, firsts, which, self._kv_heads)
+        tiles = -(-end // tiling.keys) - lows
+        return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
         """Returns the words of block tables and each sequence's offset in them; padded if that is not much longer."""

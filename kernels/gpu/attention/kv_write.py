@@ -174,39 +174,22 @@ def kv_write(
         check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
-    use = _use(head_dim, arch_of(qkv.device))
+    flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
+    constants = _constants(heads, kv_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * kv_heads if norm is None and rotary is None else heads + 2 * kv_heads
-    cos, sin, positions = rotary or (qkv, qkv, rows)
-    _kv_write[(tokens, triton.cdiv(visited, use["tile"]))](
-        qkv,
-        qkv if norm is None else norm.weight,
-        cos,
-        sin,
-        positions,
-        rows,
-        pool,
-        pool.view(torch.float32) if is_fp8 else pool,
-        layer,
-        0.0 if norm is None else norm.eps,
-        heads,
-        kv_heads,
-        head_dim,
-        layers,
-        block_size,
-        norm is not None,
-        rotary is not None,
-        is_fp8,
-        use["tile"],
-        use["block"],
-        num_warps=use["num_warps"],
+    weight, eps = norm or (qkv, 0.0)
+    scales = pool.view(torch.float32) if is_fp8 else pool
+    _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
+        qkv, weight, *(rotary or (qkv, qkv, rows)), rows, pool, scales, layer, eps, **flags, **constants
     )
 
 
-def _use(head_dim: int, arch: int) -> dict[str, int]:
+def _constants(heads: int, kv_heads: int, head_dim: int, layers: int, block_size: int, arch: int) -> dict[str, int]:
     """Constants whose tiles have a value for every thread: no query, written in place, may be read by two threads."""
     use = tuned("kv_write", arch)
     block = triton.next_power_of_2(head_dim // 2)
-    return {"block": block, "tile": use["tile_values"] // block, **use}
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
+    return {**shape, "TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
@@ -229,36 +212,11 @@ def build_specs() -> list[BuildSpec]:
 def _spec(
     name: str, heads: int, kv_heads: int, head_dim: int, dtype: str, kv: str, *, norm: bool = False, rope: bool = True
 ) -> BuildSpec:
-    use = _use(head_dim, 90)
-    signature = {
-        "qkv": f"*{dtype}",
-        "weight": f"*{dtype}",
-        "cos": "*fp32",
-        "sin": "*fp32",
-        "positions": "*i32",
-        "rows": "*i32",
-        "pool": f"*{kv}",
-        "scales": "*fp32" if kv == "u8" else f"*{kv}",
-        "layer": "i32",
-        "eps": "fp32",
-    }
+    scales = "*fp32" if kv == "u8" else f"*{kv}"
     return BuildSpec(
         name=f"kv_write-{name}",
         kernel=_kv_write,
-        signature=signature,
-        constants={
-            "HEADS": heads,
-            "KV_HEADS": kv_heads,
-            "HEAD_DIM": head_dim,
-            "LAYERS": 32,
-            "BLOCK_SIZE": 16,
-            "NORM": norm,
-            "ROPE": rope,
-            "FP8": kv == "u8",
-            "TILE": use["tile"],
-            "BLOCK": use["block"],
-        },
-        aligned=tuple(argument for argument, kind in signature.items() if kind.startswith("*")),
-        num_warps=use["num_warps"],
+        signature=f"*{dtype}:16, *{dtype}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
+        constants={"NORM": norm, "ROPE": rope, "FP8": kv == "u8", **_constants(heads, kv_heads, head_dim, 32, 16, 90)},
         max_registers=96,
     )

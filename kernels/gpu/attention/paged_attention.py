@@ -19,11 +19,10 @@ import torch
 import triton
 
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
-from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan, GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
-from pillion.kernels.torch.reference import RaggedBatch
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,47 +96,37 @@ class PagedAttention:
         check(scale > 0, f"scores are scaled by {scale}")
         check(dtype in DTYPES, f"queries are of {dtype}")
         piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
-        shape = (None, num_layers, 2, num_kv_heads, *piece)
-        check_tensor("pool", pool, shape, dtype if kv == "plain" else torch.uint8)
+        slots = (None, num_layers, 2, num_kv_heads, *piece)
+        check_tensor("pool", pool, slots, dtype if kv == "plain" else torch.uint8)
         self._pool, self._dtype, self._device = pool, dtype, pool.device
-        self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
-        self._layers, self._block_size, self._kv = num_layers, block_size, kv
-        self._scale, self._softcap = scale, softcap
+        self._heads, self._head_dim, self._layers = num_heads, head_dim, num_layers
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
-        group, arch, width = num_heads // num_kv_heads, arch_of(self._device), padded_head_dim(head_dim)
-        facts = {"head_dim": width, "kv": kv, "bytes": dtype.itemsize}
-        self._decode, self._chunk = tuned("attention_decode", arch, **facts), tuned("attention_chunk", arch, **facts)
-        self._merge = tuned("attention_merge", arch)
-        self._decode["rows"] = decode_tile_rows(group * decode_rows, width)
-        processors = processors_of(self._device)
-        self._merge_programs = self._merge["programs"] * processors
-        self._native_fp8 = arch >= NATIVE_FP8_ARCH and not interpreting()
+        self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
+        group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
+        heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
+        shape = {**heads, "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
+
+        def constants_of(kernel: str) -> tuple[dict[str, int], Tiling]:
+            return _attend_constants(kernel, arch, shape, kv, dtype.itemsize, decode_rows, processors)
+
+        self._decode, decode = constants_of("attention_decode")
+        self._chunk, chunk = constants_of("attention_chunk")
+        self._merge = _merge_constants(arch, heads, decode.rows, chunk.rows)
+        self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
         self.planner = GpuAttentionPlanner(
             kv_heads=num_kv_heads,
             group=group,
             block_size=block_size,
-            decode=_tiling(self._decode, processors),
-            chunk=_tiling(self._chunk, processors),
+            decode=decode,
+            chunk=chunk,
             windows=windows,
             max_tokens=max_tokens,
             max_seqs=max_seqs,
             max_context_blocks=max_context_blocks,
         )
         rows = self.planner.partial_rows
-        self._partials = torch.empty((rows, width), dtype=torch.float32, device=self._device)
+        self._partials = torch.empty((rows, padded_head_dim(head_dim)), dtype=torch.float32, device=self._device)
         self._partial_logs = torch.empty(rows, dtype=torch.float32, device=self._device)
-
-    @property
-    def max_record_words(self) -> int:
-        """Most int32 words of a step's record: the size of its device buffer."""
-        return self.planner.max_record_words
-
-    def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
-        """Plans a step. The plan's record must be in the device's buffer before ``attend`` runs.
-
-        Raises Internal for a batch beyond the limits.
-        """
-        return self.planner.plan(batch)
 
     def attend(
         self,
@@ -162,69 +151,15 @@ class PagedAttention:
         """
         self._check(layer, queries, out, record, window)
         planner = self.planner
-        self._launch(self._decode, planner.starts_at(window, False), layer, queries, out, record, window)
-        if with_chunks:
-            self._launch(self._chunk, planner.starts_at(window, True), layer, queries, out, record, window)
-        _merge[(self._merge_programs,)](
-            record,
-            planner.counts_at(window),
-            self._partials,
-            self._partial_logs,
-            out,
-            KV_HEADS=self._kv_heads,
-            GROUP=self._heads // self._kv_heads,
-            HEAD_DIM=self._head_dim,
-            BLOCK_D=padded_head_dim(self._head_dim),
-            DECODE_M=self._decode["rows"],
-            CHUNK_M=self._chunk["rows"],
-            PARTS=self._merge["parts"],
-            num_warps=self._merge["num_warps"],
-        )
-
-    def _launch(
-        self,
-        use: dict[str, int],
-        starts_at: int,
-        layer: int,
-        queries: torch.Tensor,
-        out: torch.Tensor,
-        record: torch.Tensor,
-        window: int,
-    ) -> None:
-        slot_stride = self._pool.stride(0)
-        layer_offset = layer * self._pool.stride(1)
-        tiling = self.planner.decode if use is self._decode else self.planner.chunk
-        _attend[(tiling.programs,)](
-            queries,
-            self._pool,
-            self._scales,
-            record,
-            starts_at,
-            out,
-            self._partials,
-            self._partial_logs,
-            queries.stride(0),
-            slot_stride,
-            layer_offset,
-            slot_stride // SCALE_BYTES,
-            layer_offset // SCALE_BYTES,
-            self._scale if self._softcap else self._scale * math.log2(math.e),
-            self._softcap,
-            KV_HEADS=self._kv_heads,
-            GROUP=self._heads // self._kv_heads,
-            HEAD_DIM=self._head_dim,
-            BLOCK_D=padded_head_dim(self._head_dim),
-            BLOCK_SIZE=self._block_size,
-            BLOCK_M=use["rows"],
-            BLOCK_N=use["keys"],
-            WINDOW=window,
-            SOFTCAP=self._softcap != 0,
-            FP8=self._kv == "fp8_e4m3",
-            NATIVE_FP8=self._native_fp8,
-            EDGES=use is self._chunk,
-            num_warps=use["num_warps"],
-            num_stages=use["num_stages"],
-        )
+        strides = self._pool.stride(0), layer * self._pool.stride(1)
+        scale_strides = (stride // SCALE_BYTES for stride in strides)
+        places = (queries.stride(0), *strides, *scale_strides, self._score_scale, self._softcap)
+        inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
+        for chunk in (False, True) if with_chunks else (False,):
+            tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
+            starts_at = planner.starts_at(window, chunk)
+            _attend[(tiling.programs,)](*inputs, starts_at, out, *partials, *places, WINDOW=window, **constants)
+        _merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
@@ -237,8 +172,37 @@ class PagedAttention:
         check_tensor("record", record, (None,), torch.int32, self._device)
 
 
-def _tiling(use: dict[str, int], processors: int) -> Tiling:
-    return Tiling(use["rows"], use["keys"], use["programs"] * processors, use["unit_tiles"])
+def _attend_constants(
+    kernel: str,
+    arch: int,
+    shape: dict[str, int],
+    kv: PlainOrFloat8,
+    item_bytes: int,
+    decode_rows: int = 1,
+    processors: int = 1,
+) -> tuple[dict[str, int], Tiling]:
+    """Constants of the decode or the chunk kernel under their names, but for the window, and how its work is cut."""
+    width, chunk, fp8 = padded_head_dim(shape["HEAD_DIM"]), kernel == "attention_chunk", kv == "fp8_e4m3"
+    use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=item_bytes)
+    rows = use["rows"] if chunk else decode_tile_rows(shape["GROUP"] * decode_rows, width)
+    constants = {
+        **shape,
+        "BLOCK_D": width,
+        "BLOCK_M": rows,
+        "BLOCK_N": use["keys"],
+        "FP8": fp8,
+        "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
+        "EDGES": chunk,
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+    }
+    return constants, Tiling(rows, use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_rows: int) -> dict[str, int]:
+    use = tuned("attention_merge", arch)
+    tiles = {"BLOCK_D": padded_head_dim(heads["HEAD_DIM"]), "DECODE_M": decode_rows, "CHUNK_M": chunk_rows}
+    return {**heads, **tiles, "PARTS": use["parts"], "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
@@ -266,60 +230,30 @@ def build_specs() -> list[BuildSpec]:
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
     ]
-    return [*specs, *(_merge_spec(arch) for arch in ARCHITECTURES)]
+    for arch in ARCHITECTURES:
+        specs.append(
+            BuildSpec(
+                name="attention_merge",
+                kernel=_merge,
+                signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16",
+                constants=_merge_constants(arch, {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}, 16, 128),
+                max_registers=128,
+                architectures=(arch,),
+            )
+        )
+    return specs
 
 
 def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any]) -> BuildSpec:
-    width = padded_head_dim(shape["HEAD_DIM"])
-    fp8, chunk = kv == "fp8_e4m3", kernel == "attention_chunk"
-    use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=4 if dtype == "fp32" else 2)
-    pointers = {
-        "queries": f"*{dtype}",
-        "pool": "*u8" if fp8 else f"*{dtype}",
-        "scales": "*fp32" if fp8 else f"*{dtype}",
-        "record": "*i32",
-        "out": f"*{dtype}",
-        "partials": "*fp32",
-        "partial_logs": "*fp32",
-    }
-    strides = ("query_stride", "slot_stride", "layer_offset", "scale_slot_stride", "scale_layer_offset")
+    constants, _ = _attend_constants(kernel, arch, shape, kv, 4 if dtype == "fp32" else 2)
+    pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    wide = constants["EDGES"] and constants["BLOCK_D"] == WIDE_HEAD_DIM
     return BuildSpec(
         name=f"{kernel}{name}",
         kernel=_attend,
-        signature={
-            **pointers,
-            **dict.fromkeys(("starts_at", *strides), "i32"),
-            "score_scale": "fp32",
-            "softcap": "fp32",
-        },
-        constants={
-            **shape,
-            "BLOCK_D": width,
-            "BLOCK_M": use["rows"] if chunk else decode_tile_rows(shape["GROUP"], width),
-            "BLOCK_N": use["keys"],
-            "FP8": fp8,
-            "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH,
-            "EDGES": chunk,
-        },
-        aligned=(*pointers, *strides[:3]),
-        num_warps=use["num_warps"],
-        num_stages=use["num_stages"],
-        max_spill_bytes=WIDE_SPILL_BYTES if chunk and width == WIDE_HEAD_DIM else 0,
-        architectures=(arch,),
-    )
-
-
-def _merge_spec(arch: int) -> BuildSpec:
-    use = tuned("attention_merge", arch)
-    pointers = {"record": "*i32", "partials": "*fp32", "partial_logs": "*fp32", "out": "*bf16"}
-    constants = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "DECODE_M": 16, "CHUNK_M": 128}
-    return BuildSpec(
-        name="attention_merge",
-        kernel=_merge,
-        signature={**pointers, "counts_at": "i32"},
-        constants={**constants, "PARTS": use["parts"]},
-        aligned=tuple(pointers),
-        num_warps=use["num_warps"],
-        max_registers=128,
+        signature=f"{pointers}, i32:16, i32:16, i32:16, i32, i32, fp32, fp32",
+        constants=constants,
+        max_spill_bytes=WIDE_SPILL_BYTES if wide else 0,
         architectures=(arch,),
     )

@@ -40,30 +40,19 @@ def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: to
     check_tensor("table", table, (None, None), (torch.bfloat16, torch.float16, torch.float32), ids.device)
     check_tensor("out", out, (len(ids), table.shape[1]), table.dtype, ids.device)
     check(len(ids) > 0, "no tokens to embed")
-    use = tuned("embed", arch_of(ids.device))
+    tile = _tile(arch_of(ids.device))
     hidden = table.shape[1]
-    grid = (len(ids), triton.cdiv(hidden, use["block"]))
-    _embed[grid](ids, sampled, table, out, hidden, scale, scale != 1.0, use["block"], num_warps=use["num_warps"])
+    grid = (len(ids), triton.cdiv(hidden, tile["BLOCK"]))
+    _embed[grid](ids, sampled, table, out, hidden, scale, SCALED=scale != 1.0, **tile)
+
+
+def _tile(arch: int) -> dict[str, int]:
+    use = tuned("embed", arch)
+    return {"BLOCK": use["block"], "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time."""
-    use = tuned("embed", 90)
-    return [
-        BuildSpec(
-            name="embed",
-            kernel=_embed,
-            signature={
-                "ids": "*i32",
-                "sampled": "*i32",
-                "table": "*bf16",
-                "out": "*bf16",
-                "hidden": "i32",
-                "scale": "fp32",
-            },
-            constants={"SCALED": False, "BLOCK": use["block"]},
-            aligned=("ids", "table", "out", "hidden"),
-            num_warps=use["num_warps"],
-            max_registers=64,
-        )
-    ]
+    signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
+    constants = {"SCALED": False, **_tile(90)}
+    return [BuildSpec(name="embed", kernel=_embed, signature=signature, constants=constants, max_registers=64)]

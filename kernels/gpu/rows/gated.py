@@ -47,23 +47,24 @@ def gated(gate_up: torch.Tensor, out: torch.Tensor, activation: str) -> None:
     check(gate_up.shape[1] % 2 == 0 and inner > 0 and tokens > 0, f"gate_up is {list(gate_up.shape)}")
     check_tensor("out", out, (tokens, inner), gate_up.dtype, gate_up.device)
     check(activation in ACTIVATIONS, f"activation {activation!r} is not known")
-    use = tuned("gated", arch_of(gate_up.device))
-    parts = triton.cdiv(inner, use["block"])
-    gelu = activation == "gelu_tanh"
-    _gated[(tokens * parts,)](gate_up, out, inner, parts, gelu, use["block"], num_warps=use["num_warps"])
+    constants = _constants(activation, arch_of(gate_up.device))
+    parts = triton.cdiv(inner, constants["BLOCK"])
+    _gated[(tokens * parts,)](gate_up, out, inner, parts, **constants)
+
+
+def _constants(activation: str, arch: int) -> dict[str, int]:
+    use = tuned("gated", arch)
+    return {"GELU": activation == "gelu_tanh", "BLOCK": use["block"], "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time."""
-    use = tuned("gated", 90)
     return [
         BuildSpec(
             name=f"gated-{activation}-{dtype}",
             kernel=_gated,
-            signature={"gate_up": f"*{dtype}", "out": f"*{dtype}", "inner": "i32", "parts": "i32"},
-            constants={"GELU": activation == "gelu_tanh", "BLOCK": use["block"]},
-            aligned=("gate_up", "out", "inner"),
-            num_warps=use["num_warps"],
+            signature=f"*{dtype}:16, *{dtype}:16, i32:16, i32",
+            constants=_constants(activation, 90),
             max_registers=64,
         )
         for activation in ACTIVATIONS

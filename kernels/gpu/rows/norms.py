@@ -111,21 +111,10 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
     check(out.shape == values.shape and out.dtype == values.dtype, "out is not like values")
     check(out.stride(1) == 1 and out.device == values.device, "out has no contiguous rows, or is elsewhere")
     _check_weight(weight, values, wide)
-    use = _use(columns, arch_of(values.device))
-    _rms_norm[(triton.cdiv(rows, use["rows"]),)](
-        values,
-        weight,
-        out,
-        rows,
-        columns,
-        values.stride(0),
-        out.stride(0),
-        eps,
-        wide,
-        use["rows"],
-        use["block"],
-        num_warps=use["num_warps"],
-    )
+    tile = _row_tile(columns, arch_of(values.device))
+    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    strides = values.stride(0), out.stride(0)
+    _rms_norm[grid](values, weight, out, rows, columns, *strides, eps, WIDE=wide, **tile)
 
 
 def add_rms_norm(
@@ -152,24 +141,12 @@ def add_rms_norm(
     for each in (weight, post_weight):
         if each is not None:
             _check_weight(each, residual, wide)
-    use = _use(columns, arch_of(residual.device))
-    _add_rms_norm[(triton.cdiv(rows, use["rows"]),)](
-        residual,
-        found,
-        residual if post_weight is None else post_weight,
-        residual if weight is None else weight,
-        residual if out is None else out,
-        rows,
-        columns,
-        scale,
-        eps,
-        post_weight is not None,
-        weight is not None,
-        wide,
-        use["rows"],
-        use["block"],
-        num_warps=use["num_warps"],
-    )
+    tile = _row_tile(columns, arch_of(residual.device))
+    # A tensor that is not read is any pointer.
+    optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, out))
+    flags = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
+    grid = (triton.cdiv(rows, tile["ROWS"]),)
+    _add_rms_norm[grid](residual, found, *optional, rows, columns, scale, eps, **flags, **tile)
 
 
 def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:
@@ -184,9 +161,10 @@ def _check_weight(weight: torch.Tensor, values: torch.Tensor, wide: bool) -> Non
     check_tensor("weight", weight, (values.shape[1],), torch.float32 if wide else values.dtype, values.device)
 
 
-def _use(columns: int, arch: int) -> dict[str, int]:
+def _row_tile(columns: int, arch: int) -> dict[str, int]:
     block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
-    return {"block": block, **tuned("norms", arch, columns=block)}
+    use = tuned("norms", arch, columns=block)
+    return {"ROWS": use["rows"], "BLOCK": block, "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
@@ -206,21 +184,15 @@ def build_specs() -> list[BuildSpec]:
 
 
 def _spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
-    use = _use(columns, 90)
-    rows, weights = f"*{dtype}", "*fp32" if options["WIDE"] else f"*{dtype}"
-    types = dict.fromkeys(("values", "out", "residual", "found"), rows)
-    types |= dict.fromkeys(("weight", "post_weight"), weights)
-    types |= dict.fromkeys(("rows", "columns", "values_stride", "out_stride"), "i32")
-    types |= dict.fromkeys(("eps", "scale"), "fp32")
-    constants = {**options, "ROWS": use["rows"], "BLOCK": use["block"]}
-    names = [name for name in kernel.arg_names if name not in constants]
+    row, weight = f"*{dtype}:16", "*fp32:16" if options["WIDE"] else f"*{dtype}:16"
+    types = [row, weight, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
+    if kernel is _add_rms_norm:
+        types = [row, row, weight, weight, row, "i32", "i32:16", "fp32", "fp32"]
     flags = "-".join(name.lower() for name, on in options.items() if on)
     return BuildSpec(
         name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),
         kernel=kernel,
-        signature={name: types[name] for name in names},
-        constants=constants,
-        aligned=tuple(name for name in names if name not in ("rows", "eps", "scale")),
-        num_warps=use["num_warps"],
+        signature=", ".join(types),
+        constants={**options, **_row_tile(columns, 90)},
         max_registers=max_registers,
     )

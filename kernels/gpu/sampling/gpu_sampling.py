@@ -23,11 +23,6 @@ same distribution:
 
     two totals (score + noise)               TOTAL_TOLERANCE apart
     the mass before a token and top_p        MASS_TOLERANCE of the mass of all apart
-
-Estimated for an H200 (4.8 TB/s, 132 processors), V = 128256, not measured: one row of bfloat16 is 32 programs of 8 KB,
-all at once: about 3 us for _race (a load, two reductions, one to three rounds of about 1000 cycles) and 2 us for
-_settle; greedy rows leave out the rounds. 256 rows are 66 MB, 14 us of memory, and 8192 programs of about 1500
-warp instructions' time, 62 a processor: some 25 to 40 us.
 """
 
 from __future__ import annotations
@@ -177,52 +172,32 @@ def choose(
     check_tensor("record", record, (rows, RECORD_FIELDS), torch.int32, logits.device)
     check_tensor("out", out, (rows,), torch.int32, logits.device)
     check(0 < rows <= len(scratch.report), f"{rows} rows, of at most {len(scratch.report)}")
-    use = tuned("sample_race", arch_of(logits.device))
     if cutting:
         find_cuts(logits, record, scratch)
-    slices = scratch.num_slices
-    _race[(rows, slices)](
-        logits,
-        record,
-        scratch.cut,
-        scratch.report,
-        vocab,
-        slices,
-        cutting,
-        scratch.slice_groups,
-        num_warps=use["num_warps"],
-    )
-    _settle[(rows,)](
-        logits,
-        record,
-        scratch.report,
-        out,
-        vocab,
-        slices,
-        triton.next_power_of_2(slices),
-        num_warps=use["settle_warps"],
-    )
+    arch, sizes = arch_of(logits.device), (vocab, scratch.num_slices)
+    race = _race_constants(arch, cutting, scratch.slice_groups)
+    _race[(rows, scratch.num_slices)](logits, record, scratch.cut, scratch.report, *sizes, **race)
+    _settle[(rows,)](logits, record, scratch.report, out, *sizes, **_settle_constants(arch, scratch.num_slices))
+
+
+def _race_constants(arch: int, cutting: bool, slice_groups: int) -> dict[str, int]:
+    warps = tuned("sample_race", arch)["num_warps"]
+    return {"CUTTING": cutting, "SLICE_GROUPS": slice_groups, "num_warps": warps}
+
+
+def _settle_constants(arch: int, slices: int) -> dict[str, int]:
+    return {"SLICES": triton.next_power_of_2(slices), "num_warps": tuned("sample_race", arch)["settle_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time: a vocabulary of 128256 tokens, with and without cuts."""
-    use = tuned("sample_race", 90)
-    aligned = ("logits", "record", "vocab", "report")
+    slice_groups = tuned("sample_race", 90)["slice_groups"]
     race = [
         BuildSpec(
             name=f"sample_race_{kind}{'_cut' if cutting else ''}",
             kernel=_race,
-            signature={
-                "logits": f"*{kind}",
-                "record": "*i32",
-                "cuts": "*fp32",
-                "report": "*i32",
-                "vocab": "i32",
-                "num_slices": "i32",
-            },
-            constants={"CUTTING": cutting, "SLICE_GROUPS": use["slice_groups"]},
-            aligned=aligned,
-            num_warps=use["num_warps"],
+            signature=f"*{kind}:16, *i32:16, *fp32, *i32:16, i32:16, i32",
+            constants=_race_constants(90, cutting, slice_groups),
             max_registers=128,
         )
         for kind in ("bf16", "fp32")
@@ -231,17 +206,8 @@ def build_specs() -> list[BuildSpec]:
     settle = BuildSpec(
         name="sample_settle",
         kernel=_settle,
-        signature={
-            "logits": "*fp32",
-            "record": "*i32",
-            "report": "*i32",
-            "out": "*i32",
-            "vocab": "i32",
-            "num_slices": "i32",
-        },
-        constants={"SLICES": 32},
-        aligned=aligned,
-        num_warps=use["settle_warps"],
+        signature="*fp32:16, *i32:16, *i32:16, *i32, i32:16, i32",
+        constants=_settle_constants(90, 32),
         max_registers=128,
     )
     return [*race, settle]

@@ -12,9 +12,6 @@ reach the bound, mostly a few hundred, are copied together; if there are too man
 The cut is the largest float32 c for which enough reaches c: k tokens, or p of the mass. The bits of floats, with those
 of negative ones flipped, are integers in the same order, so c is searched among integers, by quarters: 16 passes find
 any float32 exactly. Counts are exact; masses are float32 sums in an order that depends on the row alone.
-
-Estimated for an H200, V = 128256, not measured: _survey as a greedy step, 3 us; _cut 10 to 20 us where few logits reach
-the bound, up to 0.4 ms where tens of thousands do (a flat distribution under a long nucleus), rows beside each other.
 """
 
 from __future__ import annotations
@@ -230,60 +227,41 @@ def _cut(
 def find_cuts(logits: torch.Tensor, record: torch.Tensor, scratch: SamplerScratch) -> None:
     """Writes the cut of each row of logits [R, V] into ``scratch.cut``; ``choose`` has checked the arguments."""
     rows, vocab = logits.shape
-    use = tuned("sample_cut", arch_of(logits.device))
-    groups = scratch.num_groups
-    _survey[(rows, scratch.num_slices)](
-        logits,
-        record,
-        scratch.maxima,
-        scratch.masses,
-        vocab,
-        groups,
-        scratch.slice_groups,
-        num_warps=use["survey_warps"],
-    )
-    _cut[(rows,)](
-        logits,
-        record,
-        scratch.maxima,
-        scratch.masses,
-        scratch.able,
-        scratch.heads,
-        scratch.cut,
-        vocab,
-        groups,
-        triton.next_power_of_2(groups),
-        use["chunk_groups"],
-        HEAD_TOKENS,
-        use["block"],
-        num_warps=use["num_warps"],
-    )
+    arch, sizes = arch_of(logits.device), (vocab, scratch.num_groups)
+    found = scratch.maxima, scratch.masses
+    survey = _survey_constants(arch, scratch.slice_groups)
+    _survey[(rows, scratch.num_slices)](logits, record, *found, *sizes, **survey)
+    work = scratch.able, scratch.heads, scratch.cut
+    _cut[(rows,)](logits, record, *found, *work, *sizes, **_cut_constants(arch, scratch.num_groups))
+
+
+def _survey_constants(arch: int, slice_groups: int) -> dict[str, int]:
+    return {"SLICE_GROUPS": slice_groups, "num_warps": tuned("sample_cut", arch)["survey_warps"]}
+
+
+def _cut_constants(arch: int, groups: int) -> dict[str, int]:
+    use = tuned("sample_cut", arch)
+    tiles = {"GROUPS": triton.next_power_of_2(groups), "CHUNK": use["chunk_groups"], "BLOCK": use["block"]}
+    return {**tiles, "HEAD": HEAD_TOKENS, "num_warps": use["num_warps"]}
 
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time: a vocabulary of 128256 tokens."""
-    use, slice_groups = tuned("sample_cut", 90), tuned("sample_race", 90)["slice_groups"]
+    survey, cut = _survey_constants(90, tuned("sample_race", 90)["slice_groups"]), _cut_constants(90, 1024)
     specs = []
     for kind in ("bf16", "fp32"):
-        common = {"logits": f"*{kind}", "record": "*i32", "maxima": "*fp32", "masses": "*fp32"}
-        sizes = {"vocab": "i32", "num_groups": "i32"}
-        survey = BuildSpec(
-            name=f"sample_survey_{kind}",
-            kernel=_survey,
-            signature={**common, **sizes},
-            constants={"SLICE_GROUPS": slice_groups},
-            aligned=("logits", "record", "maxima", "masses", "vocab"),
-            num_warps=use["survey_warps"],
-            max_registers=128,
-        )
-        cut = BuildSpec(
-            name=f"sample_cut_{kind}",
-            kernel=_cut,
-            signature={**common, "able": "*i32", "heads": "*fp32", "cuts": "*fp32", **sizes},
-            constants={"GROUPS": 1024, "CHUNK": use["chunk_groups"], "HEAD": HEAD_TOKENS, "BLOCK": use["block"]},
-            aligned=("logits", "record", "maxima", "masses", "able", "heads", "vocab"),
-            num_warps=use["num_warps"],
-            max_registers=128,
-        )
-        specs += [survey, cut]
+        found = f"*{kind}:16, *i32:16, *fp32:16, *fp32:16"
+        for name, kernel, signature, constants in (
+            ("survey", _survey, f"{found}, i32:16, i32", survey),
+            ("cut", _cut, f"{found}, *i32:16, *fp32:16, *fp32, i32:16, i32", cut),
+        ):
+            specs.append(
+                BuildSpec(
+                    name=f"sample_{name}_{kind}",
+                    kernel=kernel,
+                    signature=signature,
+                    constants=constants,
+                    max_registers=128,
+                )
+            )
     return specs

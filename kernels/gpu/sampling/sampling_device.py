@@ -6,9 +6,6 @@ of a kernel. A vocabulary's last group and last slice need not be full.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +26,6 @@ GROUP_TOKENS = 128
 HEAD_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True)
 class SamplerScratch:
     """Device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
@@ -38,46 +34,22 @@ class SamplerScratch:
     [R, HEAD_TOKENS], logits that reach it. cut: float32 [R].
     """
 
-    vocab_size: int
-    slice_groups: int
-    report: torch.Tensor
-    maxima: torch.Tensor
-    masses: torch.Tensor
-    able: torch.Tensor
-    heads: torch.Tensor
-    cut: torch.Tensor
-
-    @classmethod
-    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> SamplerScratch:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocates scratch memory for a vocabulary. Raises Internal for one that is too large."""
         check(0 < vocab_size <= MAX_VOCAB_TOKENS, f"{vocab_size} tokens are no vocabulary")
-        slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]
-        groups = triton.cdiv(vocab_size, GROUP_TOKENS)
-        slices = triton.cdiv(groups, slice_groups)
+        self.vocab_size = vocab_size
+        self.slice_groups = tuned("sample_race", arch_of(device))["slice_groups"]
+        self.num_groups = triton.cdiv(vocab_size, GROUP_TOKENS)
+        self.num_slices = triton.cdiv(self.num_groups, self.slice_groups)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(max_rows, *shape, dtype=dtype, device=device)
 
-        return cls(
-            vocab_size=vocab_size,
-            slice_groups=slice_groups,
-            report=empty(REPORT_FIELDS, slices, dtype=torch.int32),
-            maxima=empty(groups),
-            masses=empty(groups),
-            able=empty(groups, dtype=torch.int32),
-            heads=empty(HEAD_TOKENS),
-            cut=empty(),
-        )
-
-    @property
-    def num_slices(self) -> int:
-        """Slices of a row."""
-        return self.report.shape[2]
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of a row."""
-        return self.maxima.shape[1]
+        self.report = empty(REPORT_FIELDS, self.num_slices, dtype=torch.int32)
+        self.maxima, self.masses = empty(self.num_groups), empty(self.num_groups)
+        self.able = empty(self.num_groups, dtype=torch.int32)
+        self.heads = empty(HEAD_TOKENS)
+        self.cut = empty()
 
 
 @triton.jit

@@ -51,9 +51,13 @@ def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
     check(rows > 0, "no rows to edit")
     if count == 0:
         return
-    use = tuned("sample_edits", arch_of(logits.device))
-    grid = (triton.cdiv(count, use["block"]),)
-    _edit[grid](logits, edits, count, rows, vocab, EDIT_FIELDS, use["block"], num_warps=use["num_warps"])
+    constants = _constants(arch_of(logits.device))
+    _edit[(triton.cdiv(count, constants["BLOCK"]),)](logits, edits, count, rows, vocab, **constants)
+
+
+def _constants(arch: int) -> dict[str, int]:
+    use = tuned("sample_edits", arch)
+    return {"FIELDS": EDIT_FIELDS, "BLOCK": use["block"], "num_warps": use["num_warps"]}
 
 
 def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
@@ -69,15 +73,7 @@ def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> No
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time."""
-    use = tuned("sample_edits", 90)
+    signature = "*fp32:16, *i32:16, i32, i32, i32:16"
     return [
-        BuildSpec(
-            name="sample_edits",
-            kernel=_edit,
-            signature={"logits": "*fp32", "edits": "*i32", "count": "i32", "num_rows": "i32", "vocab": "i32"},
-            constants={"FIELDS": EDIT_FIELDS, "BLOCK": use["block"]},
-            aligned=("logits", "edits", "vocab"),
-            num_warps=use["num_warps"],
-            max_registers=64,
-        )
+        BuildSpec(name="sample_edits", kernel=_edit, signature=signature, constants=_constants(90), max_registers=64)
     ]

@@ -46,11 +46,11 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     file = PackedFile(path)
     for name, tensor in TENSORS.items():
-        assert torch.equal(file.tensor(name), tensor)
-        assert file.tensor(name).data_ptr() % 4096 == 0
+        assert torch.equal(file.tensors[name], tensor)
+        assert file.tensors[name].data_ptr() % 4096 == 0
     assert file.numbers == {"n": 7}
     assert file.nbytes == 48 + 5000 + 14
-    assert not file.has("d")
+    assert "d" not in file.tensors
 
 
 @pytest.mark.parametrize("damage", ["nothing", "empty", "short", "long", "magic", "header", "offset"])
@@ -116,7 +116,7 @@ import torch
 from pathlib import Path
 from pillion.engine.checkpoints.packed_file import PackedFile
 file = PackedFile(Path({str(path)!r}))
-total = sum(float(file.tensor(name).float().sum()) for name in "abc")
+total = sum(float(file.tensors[name].float().sum()) for name in "abc")
 lines = Path("/proc/self/smaps").read_text().splitlines()
 at = next(i for i, line in enumerate(lines) if line.endswith("x.weights"))
 fields = dict(line.split(":") for line in lines[at + 1 : at + 20] if ":" in line)
@@ -199,11 +199,10 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
     """Kernels trust these numbers and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
     load_cpu_weights(prepared, load_config(prepared.folder), "none", lambda line: None)
-    file = PackedFile(ModelCache().packed_weights(prepared.fingerprint, "none"))
-    weights = CpuWeights(file)
+    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "none"))
     weights.linear(name)
     for wrong in (0, -1, 100_000):
-        file.numbers[f"{name}.{number}"] = wrong
+        weights.numbers[f"{name}.{number}"] = wrong
         with pytest.raises(ConfigError, match="do not fit together"):
             weights.linear(name)
 

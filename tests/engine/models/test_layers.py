@@ -9,8 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
-from pillion.engine.models.moe import MoeWeights, route
+from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm, route
 from pillion.kernels.torch.torch_linear import Linear
 
 torch.set_num_threads(1)

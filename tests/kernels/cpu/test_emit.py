@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,29 +10,24 @@ import torch
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.language.module import KernelCall
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from tests.support.kernel_runner import ISAS, Runner, isa_or_skip, rows_step
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(KernelSpec):
     """out = a function of x, both float32 but for the result of "to_bf16"."""
 
-    layout: ClassVar[RecordLayout] = RecordLayout("apply", pointers=("x", "out"), numbers=("vectors",))
+    layout = RecordLayout("apply", pointers=("x", "out"), numbers=("vectors",))
     function: str
-
-    @property
-    def name(self) -> str:
-        return f"apply_{self.function}"
 
     def emit(self, call: KernelCall) -> None:
         k, x, out = call.k, call.args.pointer("x"), call.args.pointer("out")
-        begin, end = call.even_range(call.args.number("vectors"))
-        with k.range(end, begin) as i:
+        with call.even_share(call.args.number("vectors")) as i:
             value = k.load(x + i * VECTOR_BYTES)
             if self.function == "to_bf16":
-                k.store_bf16(out + i * (VECTOR_BYTES // 2), value)
+                k.store_float(out + i * (VECTOR_BYTES // 2), value, True)
             else:
                 k.store(out + i * VECTOR_BYTES, getattr(k, self.function)(value))
 

@@ -1,4 +1,4 @@
-"""The kernels around the grouped product against their references, and those against pillion.engine.models.moe."""
+"""The kernels around the grouped product against their references, and those against pillion.engine.models.layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.models import moe as torch_moe
+from pillion.engine.models import layers
 from pillion.kernels.cpu.products import moe_kernels as moe
 from tests.support.cpu_references import reference_combine, reference_gather_groups, reference_group, reference_route
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
@@ -203,7 +203,7 @@ def test_the_references_are_the_torch_path(normalize):
     """The references equal the torch path in float32, where an expert multiplies by its number plus one."""
     rows, router = normal(7, 32), normal(8, 32, seed=1)
     scores, experts = reference_route(rows @ router.T, 2, normalize)
-    expected_scores, expected_experts = torch_moe.route(rows, router, 2, normalize)
+    expected_scores, expected_experts = layers.route(rows, router, 2, normalize)
     torch.testing.assert_close(scores, expected_scores)
     assert torch.equal(experts.long(), expected_experts)
     starts, places, sources = reference_group(experts, 8)
@@ -214,4 +214,4 @@ def test_the_references_are_the_torch_path(normalize):
     for expert, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
         grouped[begin:end] *= expert + 1
     found = reference_combine(torch.zeros(7, 32), grouped, scores, places, 1.0, add=False)
-    torch.testing.assert_close(found, torch_moe.combine(grouped, order, scores))
+    torch.testing.assert_close(found, layers.combine(grouped, order, scores))

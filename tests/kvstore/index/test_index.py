@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 
@@ -14,8 +13,9 @@ from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit
 from pillion.kvstore.index.redis_writer import SWEEP_FIELDS
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
+from testbed.conditions import until
 from testbed.redis import RedisServer
-from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until
+from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_entries_of_another_boot_are_void(redis: RedisServer, index: Index
     assert await index.longest_prefix(chain.packed) == [PrefixHit("b", 1)]
     await new.has(chain, 0, 2)
     # An entry that the index does not know makes it look at the table of nodes again, though not at once.
-    await until(lambda: _is(index, chain.packed, [PrefixHit("a", 2), PrefixHit("b", 1)]))
+    await until("both nodes' hits", lambda: _is(index, chain.packed, [PrefixHit("a", 2), PrefixHit("b", 1)]))
     assert new.entry[:4] == old.entry[:4], "a node keeps its number"
     # What the old boot said of the same blocks is gone: 8 bytes for each node that has the block.
     assert redis.command("HGET", chain.bucket(1), chain.field(1)) == new.entry
@@ -128,7 +128,7 @@ async def test_a_silent_nodes_entries_are_void_and_swept(redis: RedisServer, ind
     await dying.has(two)
     await other.has(two)
     assert await found(index, one.packed, 2)
-    await asyncio.sleep(0.15)
+    await dying.until_lost()
     assert await index.longest_prefix(one.packed) == []
     await other.sweep_all(one)
     assert redis.command("EXISTS", one.bucket(0)) == 0
@@ -149,7 +149,7 @@ async def test_a_sweep_gets_through_a_big_bucket(redis: RedisServer) -> None:
     await other.has(chains[0])
     assert redis.command("HLEN", chains[0].bucket(0)) == 4001
     assert SWEEP_FIELDS < 4001
-    await asyncio.sleep(0.15)
+    await dead.until_lost()
     await other.sweep_all(chains[0])
     assert redis.command("HLEN", chains[0].bucket(0)) == 21
 
@@ -183,8 +183,11 @@ async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
     components = await registry.components()
     assert [(component.component_id, component.waiting_tokens) for component in components] == [("d", 6), ("p", 0)]
     assert all(0 <= component.heartbeat_age_ms < 10_000 for component in components)
-    await asyncio.sleep(0.15)
-    assert [component.component_id for component in await registry.components()] == ["d"]
+
+    async def only_d() -> bool:
+        return [component.component_id for component in await registry.components()] == ["d"]
+
+    await until("the silent component to be lost", only_d, timeout_s=5.0)
     assert not (await short.heartbeat(ComponentRecord(component_id="p", role="prefill", address="y"))).known, (
         "it was lost meanwhile"
     )

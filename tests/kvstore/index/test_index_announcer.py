@@ -17,8 +17,9 @@ from pillion.kvstore.index.announcer import BATCH_BLOCKS, AnnounceQueue, Announc
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
+from testbed.conditions import until
 from testbed.redis import RedisServer
-from tests.support.redis_nodes import Chain, found, node_record, until
+from tests.support.redis_nodes import Chain, found, node_record, until_found
 
 
 @pytest.fixture
@@ -47,14 +48,14 @@ async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, i
     chain = Chain(range(1500))
     have: list[tuple[bytes, bytes]] = []
     async with announcing(redis.url, have) as announcer:
-        await until(lambda: found(index, chain.packed, 0))
+        await until_found(index, chain.packed, 0)
         have += chain.pairs()
         announcer.push(chain.events())
-        await until(lambda: found(index, chain.packed, 1500))
+        await until_found(index, chain.packed, 1500)
         del have[700:]
         announcer.push(chain.events(700, here=False)[::-1])
-        await until(lambda: found(index, chain.packed, 700))
-    await until(lambda: found(index, chain.packed, 0))
+        await until_found(index, chain.packed, 700)
+    await until_found(index, chain.packed, 0)
     registry = Registry(redis.url, 1)
     assert await registry.components() == []
     await registry.aclose()
@@ -63,22 +64,29 @@ async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, i
 async def test_an_emptied_redis_is_told_again(redis: RedisServer, index: Index) -> None:
     chain = Chain(range(2 * BATCH_BLOCKS + 5))
     async with announcing(redis.url, chain.pairs()):
-        await until(lambda: found(index, chain.packed, len(chain)))
+        await until_found(index, chain.packed, len(chain))
         redis.command("FLUSHALL")
-        await until(lambda: found(index, chain.packed, len(chain)))
+        await until_found(index, chain.packed, len(chain))
 
 
-async def test_a_restarted_redis_is_told_again(redis: RedisServer, index: Index) -> None:
+async def until_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Waits until the announcer has met a Redis that takes nothing."""
+    await until("the announcer to notice", lambda: "going on without Redis" in caplog.text)
+
+
+async def test_a_restarted_redis_is_told_again(
+    redis: RedisServer, index: Index, caplog: pytest.LogCaptureFixture
+) -> None:
     chain = Chain(range(4))
     have = chain.pairs(0, 3)
     async with announcing(redis.url, have) as announcer:
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
         redis.kill()
         have += chain.pairs(3)
         announcer.push(chain.events(3))
-        await asyncio.sleep(0.1)
+        await until_noticed(caplog)
         redis.start()
-        await until(lambda: found(index, chain.packed, 4, available=True))
+        await until_found(index, chain.packed, 4, available=True)
 
 
 @pytest.mark.parametrize("sign", [("DEL", keys.generation(b"")), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
@@ -86,11 +94,11 @@ async def test_each_sign_of_loss_is_enough(redis: RedisServer, index: Index, sig
     """Redis was emptied and others have filled it since, or the node's entries were swept while it seemed dead."""
     chain = Chain([1, 2, 3])
     async with announcing(redis.url, chain.pairs()):
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
         redis.command("HDEL", chain.bucket(2), chain.field(2))
         assert await found(index, chain.packed, 2)
         redis.command(*sign)
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
 
 
 async def test_what_is_forgotten_without_a_sign_is_repeated(
@@ -99,13 +107,13 @@ async def test_what_is_forgotten_without_a_sign_is_repeated(
     monkeypatch.setattr(announcer_module, "REPEAT_S", 0.2)
     chain = Chain([1, 2, 3])
     async with announcing(redis.url, chain.pairs()):
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
         redis.command("DEL", chain.bucket(0))
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
 
 
 async def test_saying_all_goes_on_where_it_stopped(
-    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slowly, news first, and not from the beginning when Redis was away for a moment."""
     monkeypatch.setattr(announcer_module, "REPEAT_BLOCKS_PER_S", 10 * BATCH_BLOCKS)
@@ -126,19 +134,19 @@ async def test_saying_all_goes_on_where_it_stopped(
     async def begun() -> bool:
         return bool(await index.longest_prefix(chain.packed))
 
-    await until(begun)
+    await until("the first blocks", begun)
     announcer.push(updates.events())
-    await until(lambda: found(index, updates.packed, 2))
-    assert announcer._queue.repeating, "news do not wait until all is said"
+    await until_found(index, updates.packed, 2)
+    assert announcer.repeating, "news do not wait until all is said"
     # As a replica it takes nothing.
     redis.command("REPLICAOF", "127.0.0.1", "1")
-    await asyncio.sleep(0.3)
+    await until_noticed(caplog)
     redis.command("REPLICAOF", "NO", "ONE")
 
     async def all_said() -> bool:
-        return await found(index, chain.packed, len(chain)) and not announcer._queue.repeating
+        return await found(index, chain.packed, len(chain)) and not announcer.repeating
 
-    await until(all_said)
+    await until("all blocks", all_said)
     assert asked == 1
     fields = [redis.command("HLEN", bucket) for bucket in keys.chain_buckets(chain.packed)]
     assert fields == [SEGMENT_BLOCKS] * len(fields), "nothing is left out"
@@ -147,29 +155,37 @@ async def test_saying_all_goes_on_where_it_stopped(
     await announcer.leave()
 
 
-async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(redis: RedisServer, index: Index) -> None:
+async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(
+    redis: RedisServer, index: Index, caplog: pytest.LogCaptureFixture
+) -> None:
     """Redis lived on and swept nothing yet: entries of the same boot would be believed again."""
     chain = Chain([1, 2, 3])
     have = chain.pairs()
     async with announcing(redis.url, have) as announcer:
-        await until(lambda: found(index, chain.packed, 3))
-        redis.command("ZREM", keys.EXPIRY, "a")
+        await until_found(index, chain.packed, 3)
+        # Without memory it takes no heartbeat, and the node announces nothing before one.
+        redis.command("CONFIG", "SET", "maxmemory", "1")
+        await until_noticed(caplog)
         have.pop()
-        announcer._queue.push(chain.events(2, here=False))
-        await until(lambda: found(index, chain.packed, 2))
+        announcer.push(chain.events(2, here=False))
+        redis.command("ZREM", keys.EXPIRY, "a")
+        redis.command("CONFIG", "SET", "maxmemory", "0")
+        await until_found(index, chain.packed, 2)
 
 
-async def test_too_much_news_takes_a_new_boot_epoch(redis: RedisServer, index: Index) -> None:
+async def test_too_much_news_takes_a_new_boot_epoch(
+    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Withdrawals were forgotten, so what Redis still knows must become void."""
+    monkeypatch.setattr(announcer_module, "AnnounceQueue", lambda: AnnounceQueue(max_blocks=1))
     chain = Chain([1, 2, 3])
     have = chain.pairs()
     async with announcing(redis.url, have) as announcer:
-        await until(lambda: found(index, chain.packed, 3))
+        await until_found(index, chain.packed, 3)
         before = announcer.boot_epoch
-        announcer._queue._max_blocks = 1
         del have[1:]
         announcer.push(chain.events(1, here=False))
-        await until(lambda: found(index, chain.packed, 1))
+        await until_found(index, chain.packed, 1)
         assert announcer.boot_epoch != before
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
@@ -17,8 +18,9 @@ from pillion.kvstore.index.index import LOOKUP_DEADLINE_MS, Index, PrefixHit
 from pillion.kvstore.index.redis_link import Breaker, RedisLink, ScriptCall
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
+from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
-from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until
+from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until_found
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, inde
     with pytest.raises(Unavailable):
         await node.registry.components()
     redis.start()
-    await until(lambda: found(index, known.packed, blocks=0, available=True))
+    await until_found(index, known.packed, 0, available=True)
 
 
 async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Index) -> None:
@@ -67,15 +69,15 @@ async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Inde
                 await node.registry.heartbeat(node_record("a"))
             with pytest.raises(Unavailable):
                 await node.has(chain)
-    await until(lambda: found(index, chain.packed, 2, available=True))
+    await until_found(index, chain.packed, 2, available=True)
 
     async def reported() -> bool:
         with contextlib.suppress(Unavailable):
             return not (await node.lost(chain)).unreported
         return False
 
-    await until(reported)
-    await until(lambda: found(index, chain.packed, 0))
+    await until("the loss to be reported", reported)
+    await until_found(index, chain.packed, 0)
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "rediss://:secret@127.0.0.1:1", "unix:///nowhere.sock"])
@@ -168,9 +170,9 @@ async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index
     async def rest_is_there() -> bool:
         return [hit.node_id for hit in await index.longest_prefix(chain.packed)] == ["a"]
 
-    await until(rest_is_there)
+    await until("the node to be known again", rest_is_there)
     await node.has(chain)
-    await until(lambda: found(index, chain.packed, 100))
+    await until_found(index, chain.packed, 100)
     assert [part.component_id for part in await node.registry.components()] == ["a"]
 
 
@@ -233,19 +235,20 @@ async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServe
 async def test_a_cancel_is_heard_even_where_the_library_loses_it(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    link = RedisLink(redis.url, "components")
+    link, asked = RedisLink(redis.url, "components"), asyncio.Event()
 
     async def deaf(*_: object) -> list[bytes]:
+        asked.set()
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         if fails:
             raise ConnectionResetError
         return []
 
-    monkeypatch.setattr(link._client, "execute_command", deaf)
+    monkeypatch.setattr(Redis, "execute_command", deaf)
     question = ScriptCall([keys.COMPONENTS], [])
     call = asyncio.create_task(link.call("components", question, list[Any], deadline_ms=30_000))
-    await asyncio.sleep(0.01)
+    await asked.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call

@@ -16,8 +16,9 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.announcer import Announcer
 from pillion.kvstore.index.index import Index, PrefixHit
-from pillion.kvstore.index.redis_writer import SweepPlace
+from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
+from testbed.conditions import until
 from testbed.redis_kinds import (
     PortServer,
     SentinelSet,
@@ -27,7 +28,7 @@ from testbed.redis_kinds import (
     running_tls,
     tls_server,
 )
-from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_record, until
+from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_record, until_found
 
 # What docs/index.md says that Pillion needs.
 ACL = (
@@ -89,7 +90,7 @@ async def test_a_cluster_answers_as_one_server(cluster: list[PortServer]) -> Non
         return await index.longest_prefix(chain.packed) == expected
 
     # The first look-up also finds its way to every shard, and may run out of time on a busy machine.
-    await until(as_expected)
+    await until("the expected answer", as_expected)
     assert await index.longest_prefix(other.packed) == []
     assert all(blocks_at(server) for server in cluster), "every shard holds a part of the chain"
     await a.lost(chain, 2)
@@ -100,7 +101,7 @@ async def test_a_cluster_answers_as_one_server(cluster: list[PortServer]) -> Non
     again = FakeNode(url, "b", boot_epoch=77)
     await again.beat()
     await a.sweep_all(chain)
-    await until(lambda: found(index, chain.packed, 2))
+    await until_found(index, chain.packed, 2)
     assert [component.component_id for component in await a.registry.components()] == ["a", "b"]
     for node in (a, b, again):
         await node.aclose()
@@ -125,7 +126,7 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortS
         assert index.available
     finally:
         victim.send_signal(signal.SIGCONT)
-    await until(lambda: found(index, chain.packed, len(chain)))
+    await until_found(index, chain.packed, len(chain))
     victim.kill()
     result = await a.has(chain)
     assert result.unreported
@@ -145,13 +146,13 @@ async def test_a_shard_that_was_emptied_is_told_again(
         url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=chain.pairs
     )
 
-    async def elsewhere(place: SweepPlace, _: object) -> tuple[SweepPlace, dict[bytes, bytes]]:
+    async def elsewhere(_: IndexWriter, place: SweepPlace, live: object) -> tuple[SweepPlace, dict[bytes, bytes]]:
         """In a big index, a sweep comes to the node's groups in an hour."""
         return place, {}
 
-    monkeypatch.setattr(announcer._writer, "sweep", elsewhere)
+    monkeypatch.setattr(IndexWriter, "sweep", elsewhere)
     task = asyncio.create_task(announcer.run())
-    await until(lambda: found(index, chain.packed, len(chain)))
+    await until_found(index, chain.packed, len(chain))
     victim = without_registry(cluster)
     before = blocks_at(victim)
     victim.command("FLUSHALL")
@@ -159,7 +160,7 @@ async def test_a_shard_that_was_emptied_is_told_again(
     async def whole() -> bool:
         return blocks_at(victim) == before
 
-    await until(whole)
+    await until("the shard to be whole", whole)
     assert await found(index, chain.packed, len(chain))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -178,7 +179,7 @@ async def test_sentinels_lead_to_the_new_master(sentinels: SentinelSet, how: sig
         url, heartbeat_s=0.05, ttl_ms=2000, record=lambda boot: node_record("a", boot), hashes=lambda: list(have)
     )
     task = asyncio.create_task(announcer.run())
-    await until(lambda: found(index, chain.packed, 50))
+    await until_found(index, chain.packed, 50)
     old = sentinels.master_port()
     sentinels.master.send_signal(how)
     have += chain.pairs(50)
@@ -187,7 +188,7 @@ async def test_sentinels_lead_to_the_new_master(sentinels: SentinelSet, how: sig
     async def moved() -> bool:
         return sentinels.master_port() != old and await found(index, chain.packed, 100, available=True)
 
-    await until(moved, within_s=30)
+    await until("the new master", moved)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await announcer.leave()

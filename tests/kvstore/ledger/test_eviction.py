@@ -14,7 +14,7 @@ from pillion.kvstore.ledger.eviction import MAX_USES, EvictionPolicy, LfuEvictio
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION, Block
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 
 POLICIES = ("lru", "lfu")
 
@@ -39,7 +39,9 @@ class LedgerDriver:
         left = hashes[ticket.blocks :]
         slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
         if left:
-            [result] = self.ledger.commit(self.epoch, [CommitRun(ticket.ticket_id, slots, b"".join(left))])
+            [result] = self.ledger.commit(
+                self.epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))]
+            )
             assert not result.refusal
         return ticket.ticket_id
 

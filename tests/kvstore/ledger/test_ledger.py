@@ -12,7 +12,7 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, SESSION, TicketState
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 
 ROOT = bytes(32)
 
@@ -48,9 +48,11 @@ def open_ticket(ledger: Ledger, epoch: int, hashes: list[bytes], total_blocks: i
 def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) -> tuple[int, ...]:
     """Leases and commits the blocks of ``hashes`` behind the ticket's tail; returns the slots that stay."""
     slots = ledger.adopt(worker, ticket.ticket_id, len(hashes)).leased_slots
-    [result] = ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(hashes))])
+    [result] = ledger.commit(
+        worker, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes))]
+    )
     assert not result.refusal
-    return result.slots
+    return tuple(result.slots)
 
 
 def cache(ledger: Ledger, *tokens: int) -> None:
@@ -99,7 +101,10 @@ def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
     workers = [ledger.attach(name, "prefill") for name in ("a", "b")]
     tickets = [open_ticket(ledger, gateway, hashes) for _ in workers]
     own = [ledger.adopt(w, t.ticket_id, 3).leased_slots for w, t in zip(workers, tickets, strict=True)]
-    runs = [CommitRun(t.ticket_id, s, b"".join(hashes)) for t, s in zip(tickets, own, strict=True)]
+    runs = [
+        CommitRun(ticket_id=t.ticket_id, slots=s, block_hashes=b"".join(hashes))
+        for t, s in zip(tickets, own, strict=True)
+    ]
     [first], [second] = (ledger.commit(w, [run]) for w, run in zip(workers, runs, strict=True))
     assert first.slots == second.slots == own[0]
     check_integrity(ledger)
@@ -119,12 +124,16 @@ def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
     ticket = open_ticket(ledger, gateway, hashes)
     late = ledger.adopt(slow, ticket.ticket_id, 3).leased_slots
     stay = fill(ledger, fast, ticket, hashes[:3])
-    [result] = ledger.commit(slow, [CommitRun(ticket.ticket_id, late, b"".join(hashes[1:4]))])
-    assert result.slots == (*stay[1:], late[2])
+    [result] = ledger.commit(
+        slow, [CommitRun(ticket_id=ticket.ticket_id, slots=late, block_hashes=b"".join(hashes[1:4]))]
+    )
+    assert tuple(result.slots) == (*stay[1:], late[2])
     assert ticket.blocks == 4
     early = ledger.adopt(slow, ticket.ticket_id, 2).leased_slots
-    [result] = ledger.commit(slow, [CommitRun(ticket.ticket_id, early, b"".join(hashes[:2]))])
-    assert result.slots == stay[:2]
+    [result] = ledger.commit(
+        slow, [CommitRun(ticket_id=ticket.ticket_id, slots=early, block_hashes=b"".join(hashes[:2]))]
+    )
+    assert tuple(result.slots) == stay[:2]
     assert ticket.blocks == 4, "a run that ends inside the chain does not shorten it"
 
 
@@ -157,7 +166,7 @@ def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
     fill(ledger, worker, ticket, prompt(1, 2, 4)[2:])
     slots = ledger.lease(worker, len(run))
     before = ledger.status()
-    [result] = ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(run))])
+    [result] = ledger.commit(worker, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(run))])
     assert result.refusal
     assert ledger.status() == before
 
@@ -177,14 +186,14 @@ def test_wrong_runs_are_refused(ledger: Ledger) -> None:
     slots = ledger.adopt(worker, ticket.ticket_id, 2).leased_slots
     packed = b"".join(hashes)
     bad = [
-        (other, CommitRun(ticket.ticket_id, slots, packed)),
-        (worker, CommitRun(99, slots, packed)),
-        (worker, CommitRun(ticket.ticket_id, slots, packed[:-1])),
-        (worker, CommitRun(ticket.ticket_id, slots[:1], packed)),
-        (worker, CommitRun(ticket.ticket_id, (), b"")),
-        (worker, CommitRun(ticket.ticket_id, (slots[0], slots[0]), packed)),
-        (worker, CommitRun(ticket.ticket_id, slots, hashes[0] * 2)),
-        (worker, CommitRun(ticket.ticket_id, (slots[0], 15), packed)),
+        (other, CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=packed)),
+        (worker, CommitRun(ticket_id=99, slots=slots, block_hashes=packed)),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=packed[:-1])),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=slots[:1], block_hashes=packed)),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=(), block_hashes=b"")),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=(slots[0], slots[0]), block_hashes=packed)),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=hashes[0] * 2)),
+        (worker, CommitRun(ticket_id=ticket.ticket_id, slots=(slots[0], 15), block_hashes=packed)),
     ]
     for epoch, run in bad:
         [result] = ledger.commit(epoch, [run])
@@ -232,7 +241,7 @@ def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> Non
     fill(ledger, worker, ticket, hashes[:1])
     slots = ledger.lease(worker, 2)
     ledger.fence(worker)
-    run = CommitRun(ticket.ticket_id, slots, b"".join(hashes[1:]))
+    run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes[1:]))
     for call in (
         lambda: ledger.commit(worker, [run]),
         lambda: ledger.lease(worker, 1),

@@ -18,7 +18,7 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.priority import PRIORITY_AGING_S
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun
 
 NUM_SLOTS = 12
 RESERVE_PERCENT = 20
@@ -81,7 +81,9 @@ class NodeLife(RuleBasedStateMachine):
         left = hashes[ticket.blocks :]
         slots = self.ledger.adopt(worker, ticket.ticket_id, len(left)).leased_slots if not self.lost() else ()
         if left and slots:
-            [result] = self.ledger.commit(worker, [CommitRun(ticket.ticket_id, slots, b"".join(left))])
+            [result] = self.ledger.commit(
+                worker, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))]
+            )
             assert result.slots == slots
         for epoch in (gateway, worker):
             self.ledger.release(epoch, [ticket.ticket_id])
@@ -184,9 +186,11 @@ class NodeLife(RuleBasedStateMachine):
         if not slots:
             return
         here = dict(self.slots_by_hash())
-        [result] = self.ledger.commit(epoch, [CommitRun(ticket_id, tuple(slots), b"".join(hashes))])
+        [result] = self.ledger.commit(
+            epoch, [CommitRun(ticket_id=ticket_id, slots=tuple(slots), block_hashes=b"".join(hashes))]
+        )
         assert not result.refusal
-        assert result.slots == tuple(here.get(h, slot) for h, slot in zip(hashes, slots, strict=True))
+        assert tuple(result.slots) == tuple(here.get(h, slot) for h, slot in zip(hashes, slots, strict=True))
         holder.leased -= {slot for h, slot in zip(hashes, slots, strict=True) if h not in here}
         ticket.done = max(ticket.done, start + len(hashes))
 

@@ -30,9 +30,9 @@ from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 
-# Maps the memory behind a descriptor, changes a byte, says what it read; then waits to be killed.
+# Maps the memory behind a descriptor, changes a byte, says what it read; then waits for the parent's end.
 CHILD = """
-import sys, time
+import sys
 from pillion.kvstore.memory.cuda_segment import map_device
 from testbed.fake_cuda import DeviceBytes
 mapped = map_device(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
@@ -40,7 +40,7 @@ bytes_ = DeviceBytes(mapped)
 print(bytes_.read(MIB := 2**20, 5).decode(), flush=True)
 bytes_.write(MIB, b"HELLO")
 print("written", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 FOLLOW = """
 import ctypes, sys
@@ -163,8 +163,9 @@ def test_a_descriptor_crosses_processes_and_outlives_its_maker(device: CudaDevic
     fd = segment.fileno()
     assert not os.get_inheritable(fd)
     command = [sys.executable, "-c", CHILD, str(fd), str(segment.size_bytes), device.uuid]
+    pipe, place = subprocess.PIPE, pathlib.Path.cwd()
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, pass_fds=[fd], env=fake_cuda.environment(), cwd=pathlib.Path.cwd()
+        command, stdin=pipe, stdout=pipe, text=True, pass_fds=[fd], env=fake_cuda.environment(), cwd=place
     )
     assert child.stdout is not None
     try:

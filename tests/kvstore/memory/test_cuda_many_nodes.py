@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +18,18 @@ from pillion.kvstore.memory import cuda_driver, cuda_memory
 from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, address_of, block_checksum
+from pillion.kvstore.node import storage
 from pillion.kvstore.tiers.host_tier import HostTier
-from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from pillion.v1 import kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
+from pillion.v1.kvplane_pb2 import MeetRequest
+from pillion.wire.common import hello_to_pb
 from testbed import fake_cuda
+from testbed.conditions import until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 from testbed.redis import RedisServer
-from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, content, hosts, prompt
+from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NAMESPACE, NUM_SLOTS, KVHost, content, hosts, prompt
 
 CUDA: dict[str, Any] = {"kv_device": "cuda", "kv_transport": "grpc"}
 HOST_BLOCKS = 16
@@ -41,20 +47,40 @@ def spilled(status: NodeStatus) -> bool:
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.host_blocks + status.disk_blocks >= status.spilled_blocks
 
 
-def host_tier(host: KVHost) -> HostTier:
-    assert host.node is not None
-    assert host.node._storage is not None
-    (tier,) = [tier for tier in host.node._storage._tiers if isinstance(tier, HostTier)]
-    return tier
+class WatchedTier(HostTier):
+    """Tells where its memory is, and whether it was closed."""
+
+    def __init__(self, memory: memoryview, block_bytes: int, release: Callable[[], None], *, verify: bool) -> None:
+        super().__init__(memory, block_bytes, release, verify=verify)
+        self.all_bytes, self.address, self.closed = memory.nbytes, address_of(memory), False
+
+    def holds(self, payload: memoryview) -> bool:
+        return self.address <= address_of(payload) < self.address + self.all_bytes
+
+    async def close(self) -> None:
+        self.closed = True
+        await super().close()
 
 
-async def settled(host: KVHost) -> None:
-    """Every buffer of its host memory is back, and in exactly one state."""
-    tier = host_tier(host)
-    async with asyncio.timeout(10):
-        while tier.room_bytes() < len(tier._buffers) * BLOCK_BYTES:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    tier.check_integrity()
+@pytest.fixture(autouse=True)
+def tiers(monkeypatch: pytest.MonkeyPatch) -> list[WatchedTier]:
+    """The tiers in host memory that the test's nodes make."""
+    made: list[WatchedTier] = []
+
+    def make(*arguments: Any, **options: Any) -> WatchedTier:
+        made.append(WatchedTier(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(storage, "HostTier", make)
+    return made
+
+
+async def settled(tiers: list[WatchedTier]) -> None:
+    """Every buffer of the host memory in use is back, and in exactly one state."""
+    for tier in tiers:
+        if not tier.closed:
+            await until("all buffers to be back", lambda tier=tier: tier.room_bytes() == tier.all_bytes)  # type: ignore[misc]
+            tier.check_integrity()
 
 
 async def checked(*nodes: KVHost) -> None:
@@ -63,7 +89,9 @@ async def checked(*nodes: KVHost) -> None:
         await host.check()
 
 
-async def test_what_left_the_pool_comes_back_from_host_memory(short_folder: str, redis: RedisServer) -> None:
+async def test_what_left_the_pool_comes_back_from_host_memory(
+    short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
+) -> None:
     flags = {**CUDA, **EAGER, "host_bytes": 64 * BLOCK_BYTES}
     async with hosts(short_folder, redis, "a", **flags) as (a,):
         hashes = prompt(*range(20))
@@ -75,18 +103,20 @@ async def test_what_left_the_pool_comes_back_from_host_memory(short_folder: str,
         assert brought.blocks == 20
         assert brought.restored_blocks > 0
         await checked(a)
-        await settled(a)
+        await settled(tiers)
 
 
-async def test_a_copy_to_host_memory_is_the_only_one(short_folder: str, redis: RedisServer) -> None:
+async def test_a_copy_to_host_memory_is_the_only_one(
+    short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
+) -> None:
     """The spiller's copies lie where the tier keeps them."""
     async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
-        tier = host_tier(await started(a))
+        tier = (await until("the tier in host memory", lambda: tiers))[0]
         kept: list[bool] = []
         original = tier.store
 
         async def watched(blocks: Any) -> Any:
-            kept.extend(id(payload) in tier._place_of for _, payload in blocks)
+            kept.extend(tier.holds(payload) for _, payload in blocks)
             return await original(blocks)
 
         tier.store = watched  # type: ignore[method-assign]
@@ -96,14 +126,9 @@ async def test_a_copy_to_host_memory_is_the_only_one(short_folder: str, redis: R
         assert all(kept)
 
 
-async def started(host: KVHost) -> KVHost:
-    async with asyncio.timeout(10):
-        while not (host.node and host.node._storage and host.node._storage._tiers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return host
-
-
-async def test_host_memory_first_and_the_disk_for_the_rest(short_folder: str, redis: RedisServer) -> None:
+async def test_host_memory_first_and_the_disk_for_the_rest(
+    short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
+) -> None:
     flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": f"{short_folder}/disk"}
     async with hosts(short_folder, redis, "a", **flags) as (a,):
         chains = [prompt(*range(first, first + 20)) for first in (0, 100, 200)]
@@ -115,7 +140,7 @@ async def test_host_memory_first_and_the_disk_for_the_rest(short_folder: str, re
         for chain in chains:
             assert (await a.serve(chain)).blocks == 20
         await checked(a)
-        await settled(a)
+        await settled(tiers)
         await a.stop()
         await a.start()
         # KVHost memory is gone with the process, the disk is not.
@@ -124,19 +149,23 @@ async def test_host_memory_first_and_the_disk_for_the_rest(short_folder: str, re
         await checked(a)
 
 
-async def test_a_flipped_bit_in_host_memory_is_computed_again(short_folder: str, redis: RedisServer) -> None:
+async def test_a_flipped_bit_in_host_memory_is_computed_again(
+    short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
+) -> None:
     async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
         hashes = prompt(*range(20))
         await a.serve(hashes)
         await a.until(spilled)
-        tier = host_tier(a)
+        (tier,) = tiers
         victim = next(block_hash for block_hash in split_hashes(hashes) if block_hash in tier)
-        tier._buffers[tier._places[victim]][100] ^= 1
+        (buffer,) = await tier.acquire_blocks([victim])
+        buffer[100] ^= 1
+        tier.release_buffers([buffer])
         brought = await a.serve(hashes)
         assert brought.blocks == split_hashes(hashes).index(victim)
         assert (await a.client.status()).corrupt_blocks == 1
         await checked(a)
-        await settled(a)
+        await settled(tiers)
 
 
 async def test_a_chain_goes_from_one_device_to_another(short_folder: str, redis: RedisServer) -> None:
@@ -145,9 +174,9 @@ async def test_a_chain_goes_from_one_device_to_another(short_folder: str, redis:
         assert await a.serve(hashes) == PrefetchReply(blocks=0)
         assert await b.serve(hashes, "a") == PrefetchReply(blocks=20, fetched_blocks=20)
         await checked(a, b)
-        assert a.node is not None
-        assert a.node._storage is not None
-        pool = await a.node._storage.describe()
+        stub: Any = kvplane_pb2_grpc.KVPlaneStub(a.client.channel)
+        namespace = bytes.fromhex(NAMESPACE)
+        pool = await stub.Meet(MeetRequest(hello=hello_to_pb("test"), block_bytes=BLOCK_BYTES, kv_namespace=namespace))
         assert (pool.memory_kind, pool.device_index) == ("cuda", 0)
 
 
@@ -164,7 +193,9 @@ async def test_between_a_host_and_a_device(short_folder: str, redis: RedisServer
         await checked(a, b)
 
 
-async def test_storms_of_requests_on_two_devices(short_folder: str, redis: RedisServer) -> None:
+async def test_storms_of_requests_on_two_devices(
+    short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
+) -> None:
     """Few stages, many callers, blocks going down and coming back all the while; some callers go away."""
     flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": ""}
     async with hosts(short_folder, redis, "a", "b", **flags) as nodes:
@@ -183,8 +214,8 @@ async def test_storms_of_requests_on_two_devices(short_folder: str, redis: Redis
         for _ in range(8):
             await asyncio.gather(*(request(number) for number in range(6)))
         await checked(*nodes)
-        for host in nodes:
-            await settled(host)
+        assert len(tiers) == 2
+        await settled(tiers)
 
 
 def memory_of(slots: int, block_bytes: int = BLOCK_BYTES) -> tuple[CudaMemory, DeviceBytes, DeviceSegment]:
@@ -237,7 +268,7 @@ async def test_a_cancelled_writer_writes_nothing_later() -> None:
         async with memory.writing([1]) as (target,):
             target[:] = block(1)
             begun.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     writers = [asyncio.create_task(write()) for _ in range(2 * STAGES)]
     await begun.wait()
@@ -257,7 +288,7 @@ async def test_slow_sources_and_receivers_hold_nobody_up() -> None:
 
     async def write() -> None:
         async with memory.writing([1]):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     writers = [asyncio.create_task(write()) for _ in range(3 * STAGES)]
     streams = [memory.pieces([0, 1], 5000) for _ in range(2 * STAGES)]

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,15 +19,16 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from testbed import fake_cuda
+from testbed.conditions import loop_turns, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
 BLOCK_BYTES = 65536
 NUM_SLOTS = 24
 
-# Attaches, writes or reads a slot, says so, and then waits to be killed.
+# Attaches, writes or reads a slot, says so, and then waits for the parent's end.
 WORKER = """
-import sys, time
+import sys
 from pillion.kvstore.client.attachment import attach
 from testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.client.attachment import attach
@@ -40,7 +41,7 @@ if what == "writer":
     device.write(int(slot) * 65536, slot.encode() * 65536)
 print(a.epoch, a.num_slots, a.device_memory.device_index, device.read(int(slot) * 65536, 65536).count(slot.encode()),
       flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 NODE = """
 import asyncio, sys
@@ -103,12 +104,6 @@ async def words_of(started: subprocess.Popen[str]) -> list[str]:
     return (await asyncio.to_thread(started.stdout.readline)).split()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
     path = f"{short_folder}/attach.sock"
     before = 0 if NATIVE else fake_cuda.copied_bytes()
@@ -122,19 +117,19 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
                 assert other != epoch
             assert before == (0 if NATIVE else fake_cuda.copied_bytes()), "the node moves no byte"
             assert node.status().kv_device == "cuda"
-        await until(lambda: not node.pool.ledger.holders)
+        await until("all workers to be gone", lambda: not node.pool.ledger.holders)
 
 
-# Loses its connection as a dying process does, whose kernels may still run; then waits to be killed.
+# Loses its connection as a dying process does, whose kernels may still run; then waits for the parent's end.
 DYING = """
-import sys, time
+import os, sys
 from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=10)
 print(a.epoch, flush=True)
 sys.stdin.readline()
-a._sock.close()
+os.close(a.fileno())
 print("closed", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -148,19 +143,22 @@ async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str
             worker.stdin.write("go\n")
             worker.stdin.flush()
             assert await words_of(worker) == ["closed"]
-            await asyncio.sleep(0.3)
+            await loop_turns()
             assert node.pool.status().free_blocks == NUM_SLOTS - 5
             worker.kill()
-            await until(lambda: node.pool.status().free_blocks == NUM_SLOTS)
+            await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
 
 
 async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder: str) -> None:
     async with running(short_folder) as node:
         with process(
-            WORKER.replace("time.sleep(60)", "a.close(); time.sleep(60)"), f"{short_folder}/attach.sock", "reader", "0"
+            WORKER.replace("sys.stdin.read()", "a.close(); sys.stdin.read()"),
+            f"{short_folder}/attach.sock",
+            "reader",
+            "0",
         ) as worker:
             await words_of(worker)
-            await until(lambda: not node.pool.ledger.holders)
+            await until("all workers to be gone", lambda: not node.pool.ledger.holders)
             assert worker.poll() is None
 
 
@@ -174,13 +172,13 @@ async def test_a_killed_worker_frees_its_slots(short_folder: str) -> None:
             assert node.pool.status().quarantined_blocks == 5, "asleep, not dead: nobody may reuse its slots"
             node.pool.check_integrity()
             worker.kill()
-            await until(lambda: node.pool.status().free_blocks == NUM_SLOTS)
+            await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
         # What it wrote is there: the memory is the node's.
         mine = await attached(short_folder)
         assert mine.device_memory is not None
         assert DeviceBytes(mine.device_memory).read(3 * BLOCK_BYTES, 4) == b"3333"
         mine.close()
-        await until(lambda: not node.pool.ledger.holders)
+        await until("all workers to be gone", lambda: not node.pool.ledger.holders)
 
 
 async def test_a_mapping_outlives_a_killed_node(short_folder: str) -> None:
@@ -222,7 +220,7 @@ async def test_the_pool_is_what_the_device_has_left(short_folder: str, monkeypat
         assert second.num_slots == 30, "frozen once it is resolved"
         for worker in (first, second):
             worker.close()
-        await until(lambda: not node.pool.ledger.holders)
+        await until("all workers to be gone", lambda: not node.pool.ledger.holders)
 
 
 async def test_a_refused_worker_leaves_the_memory(short_folder: str) -> None:
@@ -237,7 +235,7 @@ async def test_a_refused_worker_leaves_the_memory(short_folder: str) -> None:
         assert worker.num_slots == 2
         assert cuda_driver.CudaDriver().device(0).memory_info()[0] < free - 32 * MIB
         worker.close()
-        await until(lambda: not node.pool.ledger.holders)
+        await until("all workers to be gone", lambda: not node.pool.ledger.holders)
     assert cuda_driver.CudaDriver().device(0).memory_info()[0] > free - 32 * MIB
 
 

@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -21,20 +21,25 @@ from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
-from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply
+from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
+from testbed.conditions import loop_turns, until
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
 
-# Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits to be killed.
+# Attaches, leases through the parent's pool by epoch, writes into slot 3, and then waits for the parent's end.
 CHILD = """
-import sys, time
+import sys
 from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
+
+
+async def no_regions(sock: socket.socket, hello: RegionHello) -> None:
+    raise AssertionError("no test here asks for a region")
 
 
 class AttachNode:
@@ -44,7 +49,7 @@ class AttachNode:
         self.path = f"{folder}/sub/attach.sock"
         self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
         self.segment = Segment(POOL_BYTES)
-        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended)
+        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended, no_regions)
 
     async def admit(self, hello: AttachHello) -> AttachReply:
         epoch, num_slots = self.pool.attach(hello)
@@ -65,15 +70,10 @@ async def node() -> AsyncIterator[AttachNode]:
             assert not pathlib.Path(made.path).exists()  # noqa: ASYNC240
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @contextlib.contextmanager
 def child(path: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", CHILD, path], stdin=pipe, stdout=pipe, text=True)
     try:
         yield process
     finally:
@@ -94,7 +94,7 @@ async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
         node.pool.ledger.fence(epoch)
         assert node.pool.status().quarantined_blocks == 5, "asleep, not dead: nobody may reuse its slots"
         process.kill()
-        await until(lambda: node.pool.status().free_blocks == 64)
+        await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
     assert epoch not in node.pool.ledger.holders
 
 
@@ -104,7 +104,7 @@ async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
     )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(attachment.fileno(), ended.set)
-    await asyncio.sleep(0.05)
+    await loop_turns()
     assert not ended.is_set()
     await node.server.stop()
     async with asyncio.timeout(5):
@@ -123,7 +123,7 @@ async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
     node.pool.lease(attachment.epoch, 3)
     view = attachment.memory[:16]  # a tensor, say, that outlives the attachment
     attachment.close()
-    await until(lambda: node.pool.status().free_blocks == 64)
+    await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
     assert bytes(view) == bytes(16)
 
 
@@ -174,7 +174,7 @@ async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> Non
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):
-        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended).start()
+        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended, no_regions).start()
 
 
 async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
@@ -182,7 +182,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(path)
-        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None)
+        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None, no_regions)
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240

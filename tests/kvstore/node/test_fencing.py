@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.wire.kvnode import CommitRun, NodeStatus
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
+from testbed.conditions import until
 from testbed.redis import RedisServer
 
 SLOTS = 20
@@ -66,9 +68,11 @@ class Fixture:
         """A worker's death."""
         holders = (await self.client.status()).holders
         self.attachments[number].close()
-        async with asyncio.timeout(10):
-            while (await self.client.status()).holders == holders:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+
+        async def gone() -> bool:
+            return (await self.client.status()).holders != holders
+
+        await until("the worker's end to be known", gone)
 
 
 @asynccontextmanager
@@ -104,11 +108,13 @@ async def hold(line: Fixture, epoch: int, *tokens: int) -> tuple[int, tuple[int,
     """A ticket that the gateway opened and the worker adopted, its slots leased: id and slots."""
     ticket = await line.client.open_ticket(line.gateway, hashes(*tokens), len(tokens) + 1)
     adopted = await line.client.adopt(epoch, ticket.ticket_id, len(tokens) + 1 - ticket.pinned_blocks)
-    return ticket.ticket_id, adopted.leased_slots
+    return ticket.ticket_id, tuple(adopted.leased_slots)
 
 
 async def commit(line: Fixture, epoch: int, ticket_id: int, slots: tuple[int, ...], *tokens: int) -> None:
-    [result] = await line.client.commit(epoch, [CommitRun(ticket_id, slots[: len(tokens)], hashes(*tokens))])
+    [result] = await line.client.commit(
+        epoch, [CommitRun(ticket_id=ticket_id, slots=slots[: len(tokens)], block_hashes=hashes(*tokens))]
+    )
     assert not result.refusal
 
 
@@ -155,7 +161,7 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
     unadopted = (await client.open_ticket(line.gateway, hashes(7), 2)).ticket_id
     line.fence(old)
     calls: list[Callable[[], Awaitable[object]]] = [
-        lambda: client.commit(old, [CommitRun(ticket_id, slots[:1], hashes(1))]),
+        lambda: client.commit(old, [CommitRun(ticket_id=ticket_id, slots=slots[:1], block_hashes=hashes(1))]),
         lambda: client.lease(old, 1),
         lambda: client.adopt(old, unadopted, 1),
         lambda: client.give_back(old, slots[:1]),
@@ -217,10 +223,15 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
     old, other = await line.worker(), await line.worker("decode-1")
     await line.client.lease(other, SLOTS)
     waiting = asyncio.create_task(line.client.open_ticket(old, hashes(1, 2), 3, resume=True))
-    while not (await line.client.status()).waiting_tickets:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    line.node.pool._timeout_s = -1.0
-    line.node.pool.ledger.holders[other].seen_s = None
+
+    async def waits() -> int:
+        return (await line.client.status()).waiting_tickets
+
+    await until("the worker to wait", waits)
+    # Its last word was a minute ago.
+    seen_s = line.node.pool.ledger.holders[old].seen_s
+    assert seen_s is not None
+    line.node.pool.ledger.holders[old].seen_s = seen_s - 60.0
     line.node.pool.judge_silence(60.0)
     with pytest.raises(Cancelled):
         await waiting
@@ -229,21 +240,28 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
 
 
 async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> None:
-    async with running(short_folder, heartbeat_ms=20, heartbeat_timeout_ms=200) as line:
+    timeout_s = 0.2
+    async with running(short_folder, heartbeat_ms=20, heartbeat_timeout_ms=int(timeout_s * 1000)) as line:
         silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
         await line.client.heartbeat(silent)
-        async with asyncio.timeout(10):
-            while not (await line.books()).fenced_components:
-                assert not (await line.client.heartbeat(lively)).fenced
-                await asyncio.sleep(0.02)
+
+        async def fenced() -> tuple[str, ...]:
+            assert not (await line.client.heartbeat(lively)).fenced
+            return tuple((await line.books()).fenced_components)
+
+        await until("a fence", fenced)
         assert tuple((await line.books()).fenced_components) == ("decode-0",), "who never spoke is still loading"
         assert not (await line.client.heartbeat(loading)).fenced
         # A new epoch, too, may take its time until it begins.
         fresh = await line.client.reattach(silent)
-        for _ in range(20):
+        over_s = time.monotonic() + 2 * timeout_s
+
+        async def over() -> bool:
             await line.client.heartbeat(lively)
             await line.client.heartbeat(loading)
-            await asyncio.sleep(0.02)
+            return time.monotonic() > over_s
+
+        await until("twice the time of silence", over)
         assert tuple((await line.books()).fenced_components) == ()
         assert not (await line.client.heartbeat(fresh)).fenced
 
@@ -259,12 +277,15 @@ async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisSe
                 component.fenced_components for component in await registry.components() if component.role == "kvnode"
             ]
 
-        async with asyncio.timeout(10):
-            while await said() != [("decode-0",)]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await line.client.reattach(old)
-            while await said() != [()]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        async def is_fenced() -> bool:
+            return await said() == [("decode-0",)]
+
+        async def is_free() -> bool:
+            return await said() == [()]
+
+        await until("the registry to name the worker", is_fenced)
+        await line.client.reattach(old)
+        await until("the registry to name nobody", is_free)
         await registry.aclose()
 
 

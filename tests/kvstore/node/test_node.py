@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -28,8 +29,9 @@ from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.pool import Pool
 from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
-from pillion.wire.kvnode import CommitRun
+from testbed.conditions import loop_turns, until
 
 NUM_SLOTS = 20
 BLOCK_BYTES = 4096
@@ -68,13 +70,11 @@ class NodeHarness:
             timeout_s=5,
         )
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+    async def until_waiting(self, count: int) -> None:
+        await until(f"{count} calls to wait", lambda: self.node.pool.status().waiting_tickets == count)
 
-    def waiting(self, count: int) -> Callable[[], bool]:
-        return lambda: self.node.pool.status().waiting_tickets == count
+    async def until_released(self) -> None:
+        await until("all tickets to be released", lambda: not self.node.pool.ledger.tickets)
 
 
 @asynccontextmanager
@@ -86,7 +86,7 @@ async def running(folder: str, **more: object) -> AsyncIterator[NodeHarness]:
         yield cluster
         await client.check_integrity()
         await cluster.session.aclose()
-        await cluster.until(lambda: not node.pool.ledger.tickets)
+        await cluster.until_released()
         await client.check_integrity()
         books = await client.status()
         assert (books.reserved_blocks, books.waiting_tickets) == (0, 0)
@@ -117,7 +117,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: lis
     ticket = await client.open_ticket(epoch, chain, 5)
     assert ticket.pinned_blocks == 0
     adopted = await client.adopt(prefill.epoch, ticket.ticket_id, 3)
-    run = CommitRun(ticket.ticket_id, adopted.leased_slots, chain[: 3 * 32])
+    run = CommitRun(ticket_id=ticket.ticket_id, slots=adopted.leased_slots, block_hashes=chain[: 3 * 32])
     [result] = await client.commit(prefill.epoch, [run])
     assert result.slots == adopted.leased_slots
     await client.release(prefill.epoch, [ticket.ticket_id])
@@ -137,9 +137,9 @@ async def test_waiting_in_line(cluster: NodeHarness, attachments: list[Attachmen
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
     second = asyncio.create_task(client.open_ticket(epoch, b"", 15))
-    await cluster.until(cluster.waiting(1))
+    await cluster.until_waiting(1)
     third = asyncio.create_task(client.open_ticket(epoch, b"", 1))
-    await cluster.until(cluster.waiting(2))
+    await cluster.until_waiting(2)
     with pytest.raises(Overloaded) as caught:
         await client.open_ticket(epoch, b"", 1)
     assert caught.value.retry_after_ms > 0
@@ -155,9 +155,9 @@ async def test_a_resumed_stream_goes_first(cluster: NodeHarness, attachments: li
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
     new = asyncio.create_task(client.open_ticket(epoch, b"", 15))
-    await cluster.until(cluster.waiting(1))
+    await cluster.until_waiting(1)
     resumed = asyncio.create_task(client.open_ticket(epoch, b"", 15, resume=True))
-    await cluster.until(cluster.waiting(2))
+    await cluster.until_waiting(2)
     await client.release(epoch, [first.ticket_id])
     await resumed
     assert not new.done()
@@ -169,12 +169,12 @@ async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachm
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
     waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15))
-    await cluster.until(cluster.waiting(1))
+    await cluster.until_waiting(1)
     waiter.cancel()
-    await cluster.until(cluster.waiting(0))
+    await cluster.until_waiting(0)
     with pytest.raises(DeadlineExceeded):
         await client.open_ticket(epoch, b"", 15, timeout_s=0.2)
-    await cluster.until(cluster.waiting(0))
+    await cluster.until_waiting(0)
     await client.release(epoch, [first.ticket_id])
     assert not cluster.node.pool.ledger.tickets
 
@@ -183,17 +183,17 @@ async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attac
     """The caller goes away at every possible moment around the grant."""
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
-    for delay_us in range(0, 4000, 100):
+    for turns in range(0, 80, 2):
         first = await client.open_ticket(epoch, b"", 15)
         waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15))
-        await cluster.until(cluster.waiting(1))
+        await cluster.until_waiting(1)
         release = asyncio.create_task(client.release(epoch, [first.ticket_id]))
-        await asyncio.sleep(delay_us / 1e6)
+        await loop_turns(turns)
         waiter.cancel()
         await asyncio.gather(waiter, release, return_exceptions=True)
         if not waiter.cancelled():
             await client.release(epoch, [waiter.result().ticket_id])
-        await cluster.until(lambda: not cluster.node.pool.ledger.tickets)
+        await cluster.until_released()
         assert cluster.node.pool.status().waiting_tickets == 0
         cluster.node.pool.check_integrity()
 
@@ -204,10 +204,10 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
     pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = pool.open_session("g")
-    ticket = await pool.open_ticket(epoch, 1, b"", 15, resume=False)
-    waiter = asyncio.create_task(pool.open_ticket(epoch, 2, b"", 15, resume=False))
-    behind = asyncio.create_task(pool.open_ticket(epoch, 3, b"", 14, resume=False))
-    await asyncio.sleep(0)
+    ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))
+    waiter = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=2, total_blocks=15)))
+    behind = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=3, total_blocks=14)))
+    await loop_turns(1)
     assert pool.status().waiting_tickets == 2
     if first == "granted":
         pool.release(epoch, [ticket.ticket_id], [])
@@ -224,19 +224,27 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
 async def test_an_answer_that_is_lost_leaves_no_ticket(
     cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = cluster.client
     attachments.append(await cluster.worker())
-    real = client._stub.OpenTicket
+    make_stub: Any = kvnode_pb2_grpc.KVNodeStub
 
-    async def losing(*args: object, **kwargs: object) -> None:
-        await real(*args, **kwargs)
-        assert cluster.node.pool.ledger.tickets
-        raise asyncio.CancelledError
+    def losing_stub(channel: grpc.aio.Channel) -> Any:
+        stub = make_stub(channel)
+        real = stub.OpenTicket
 
-    monkeypatch.setattr(client._stub, "OpenTicket", losing)
+        async def losing(*args: object, **kwargs: object) -> None:
+            await real(*args, **kwargs)
+            assert cluster.node.pool.ledger.tickets
+            raise asyncio.CancelledError
+
+        stub.OpenTicket = losing
+        return stub
+
+    monkeypatch.setattr(kvnode_pb2_grpc, "KVNodeStub", losing_stub)
+    client = NodeClient(cluster.node.address, "gateway-0")
     with pytest.raises(Unavailable):
         await client.open_ticket(cluster.session.epoch, b"", 5)
-    await cluster.until(lambda: not cluster.node.pool.ledger.tickets)
+    await client.aclose()
+    await cluster.until_released()
 
 
 async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
@@ -250,7 +258,7 @@ async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: li
         with pytest.raises(grpc.aio.AioRpcError, match="nonce"):
             await stub.OpenTicket(request)
         second = stub.OpenTicket(kvnode_pb2.OpenTicketRequest(epoch=epoch, total_blocks=15, nonce=8))
-        await cluster.until(cluster.waiting(1))
+        await cluster.until_waiting(1)
         await stub.ReleaseTicket(kvnode_pb2.ReleaseTicketRequest(epoch=epoch, nonces=[7, 8, 9]))
         with pytest.raises(grpc.aio.AioRpcError, match="no longer waits"):
             await second
@@ -266,11 +274,11 @@ async def test_the_end_of_a_session_frees_all_of_it(cluster: NodeHarness, attach
     shared = await client.open_ticket(other.epoch, b"", 5)
     await client.adopt(worker.epoch, shared.ticket_id, 2)
     waiter = asyncio.create_task(client.open_ticket(other.epoch, b"", 18))
-    await cluster.until(cluster.waiting(1))
+    await cluster.until_waiting(1)
     await other.aclose()
     with pytest.raises((Cancelled, NotFound)):
         await waiter
-    await cluster.until(lambda: len(cluster.node.pool.ledger.tickets) == 1)
+    await until("one ticket", lambda: len(cluster.node.pool.ledger.tickets) == 1)
     with pytest.raises(NotFound):
         await client.adopt(worker.epoch, alone.ticket_id, 1)
     with pytest.raises(NotFound):
@@ -284,9 +292,11 @@ async def test_a_dead_worker_lets_go(cluster: NodeHarness) -> None:
     worker = await cluster.worker()
     ticket = await client.open_ticket(cluster.session.epoch, hashes(1, 2, 3), 4)
     adopted = await client.adopt(worker.epoch, ticket.ticket_id, 3)
-    await client.commit(worker.epoch, [CommitRun(ticket.ticket_id, adopted.leased_slots[:1], hashes(1))])
+    await client.commit(
+        worker.epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=adopted.leased_slots[:1], block_hashes=hashes(1))]
+    )
     worker.close()
-    await cluster.until(lambda: cluster.node.pool.status().leased_blocks == 0)
+    await until("no leases", lambda: cluster.node.pool.status().leased_blocks == 0)
     books = await client.status()
     assert (books.pinned_blocks, books.reserved_blocks) == (1, 3), (
         "what it committed stands, the rest is promised again"
@@ -302,13 +312,13 @@ async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[At
         attachments.append(worker)
         slots = await client.lease(worker.epoch, 3)
         assert not (await client.heartbeat(worker.epoch)).fenced
-        await cluster.until(lambda: cluster.node.pool.status().quarantined_blocks == 3)
+        await until("the quarantine", lambda: cluster.node.pool.status().quarantined_blocks == 3)
         assert (await client.heartbeat(worker.epoch)).fenced
         with pytest.raises(Conflict, match="fenced"):
             await client.give_back(worker.epoch, slots)
         assert (await client.status()).quarantined_blocks == 3, "a late heartbeat does not lift a fence"
         worker.close()
-        await cluster.until(lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
+        await until("the slots to be free", lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
 
 
 async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +360,7 @@ async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
     client = NodeClient(node.address, "g")
     session = await client.open_session()
     closed = asyncio.create_task(session.closed())
-    await asyncio.sleep(0.05)
+    await loop_turns()
     assert not closed.done()
     await node.stop(0.1)
     await node.stop(0.1)

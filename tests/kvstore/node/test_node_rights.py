@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from pillion.errors import Cancelled, InvalidRequest
-from pillion.wire.kvnode import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
+from testbed.conditions import loop_turns
 from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 
@@ -17,7 +18,7 @@ async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
         await cluster.worker()
         epoch, client = cluster.session.epoch, cluster.client
         ticket = await client.open_ticket(epoch, hashes(1, 2), 3)
-        run = CommitRun(ticket.ticket_id, (0,), hashes(1))
+        run = CommitRun(ticket_id=ticket.ticket_id, slots=(0,), block_hashes=hashes(1))
         calls = (
             client.adopt(epoch, ticket.ticket_id, 1),
             client.lease(epoch, 1),
@@ -35,10 +36,11 @@ async def test_a_nonce_that_is_used_again_at_once(short_folder: str) -> None:
         await cluster.worker()
         epoch, pool = cluster.session.epoch, cluster.node.pool
         await cluster.client.open_ticket(epoch, b"", NUM_SLOTS)
-        first = asyncio.create_task(pool.open_ticket(epoch, 7, b"", NUM_SLOTS, resume=False))
-        await asyncio.sleep(0)
+        request = OpenTicketRequest(epoch=epoch, nonce=7, total_blocks=NUM_SLOTS)
+        first = asyncio.create_task(pool.open_ticket(request))
+        await loop_turns(1)
         pool.release(epoch, [], [7])
-        second = asyncio.create_task(pool.open_ticket(epoch, 7, b"", NUM_SLOTS, resume=False))
+        second = asyncio.create_task(pool.open_ticket(request))
         with pytest.raises(Cancelled):
             await first
         pool.check_integrity()

@@ -9,7 +9,7 @@ import pathlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -31,6 +31,7 @@ from pillion.wire.attach import (
     region_reply_from_line,
 )
 from testbed import fake_cuda
+from testbed.conditions import until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
@@ -269,18 +270,12 @@ def put(region: Region, data: bytes) -> None:
         DeviceBytes(region.device_memory).write(0, data)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str) -> None:
     async with running(short_folder, kind) as node:
         with children(short_folder, 1) as (first,):
             assert await first.line() == "fill"
             waiting = {asyncio.create_task(shared(short_folder)) for _ in range(2)}
-            await until(lambda: node.regions.waiting == 3)
+            await until("three connections", lambda: node.regions.waiting == 3)
             node.regions.regions.check_integrity()
             assert not any(task.done() for task in waiting)
             first.kill()
@@ -298,7 +293,7 @@ async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str)
             second.close()
             second.close()
             third.close()
-            await until(lambda: not node.regions.waiting)
+            await until("all connections to end", lambda: not node.regions.waiting)
         # Who filled it may go; whoever comes later has it at once.
         with children(short_folder, 1) as (late,):
             assert await late.line() == "ready"
@@ -336,7 +331,7 @@ async def test_refusals_are_one_line(short_folder: str, kind: str) -> None:
         with pytest.raises(ConfigError, match="no answer in time"):
             await shared(short_folder, timeout_s=0.3)
         first.close()
-        await until(lambda: not node.regions.waiting)
+        await until("all connections to end", lambda: not node.regions.waiting)
         assert not node.regions.keys, "its memory went with its filler"
 
 
@@ -350,7 +345,7 @@ async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: st
                 assert b'"fill"' in await asyncio.to_thread(sock.recv, 4096)
                 sock.sendall(answer)
                 assert b'"error"' in await asyncio.to_thread(sock.recv, 4096)
-            await until(lambda: not node.regions.keys)
+            await until("the memory to be freed", lambda: not node.regions.keys)
 
 
 async def test_nobody_waits_for_ever(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +355,7 @@ async def test_nobody_waits_for_ever(short_folder: str, monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="not filled within"):
             await shared(short_folder)
         first.close()
-        await until(lambda: not node.regions.waiting)
+        await until("all connections to end", lambda: not node.regions.waiting)
 
 
 @pytest.mark.skipif(NATIVE, reason="a real GPU is larger")
@@ -372,14 +367,14 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
         with pytest.raises(ConfigError, match="cannot make"):
             await shared(short_folder, OTHER, 4 * MIB)
         first.filled()
-        await until(lambda: node.regions.regions.state(KEY) == "ready")
+        await until("the region to be ready", lambda: node.regions.regions.state(KEY) == "ready")
         first.close()
-        await until(lambda: node.regions.regions.state(KEY) == "idle")
+        await until("the region to be idle", lambda: node.regions.regions.state(KEY) == "idle")
         second = await shared(short_folder, OTHER, 4 * MIB)
         assert second.must_fill
         assert node.regions.keys == {OTHER}
         second.close()
-        await until(lambda: not node.regions.waiting)
+        await until("all connections to end", lambda: not node.regions.waiting)
 
 
 def test_no_node_no_region(tmp_path: pathlib.Path) -> None:

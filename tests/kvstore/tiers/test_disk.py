@@ -216,10 +216,11 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
         DiskFolder(tmp_path)
     held.close()
     script = (
-        "import sys, time; from pillion.kvstore.tiers.disk_files import DiskFolder; "
-        "held = DiskFolder(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+        "import sys; from pillion.kvstore.tiers.disk_files import DiskFolder; "
+        "held = DiskFolder(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
     )
-    with started([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as other:
+    pipe = subprocess.PIPE
+    with started([sys.executable, "-c", script, str(tmp_path)], stdin=pipe, stdout=pipe) as other:
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(ConfigError, match=str(tmp_path)):

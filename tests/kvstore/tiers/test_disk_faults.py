@@ -7,12 +7,16 @@ import itertools
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pillion.kvstore.tiers import disk
+from pillion.kvstore.tiers.disk_files import BlockFiles
+from testbed.conditions import WITHIN_S, loop_turns
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, chain, file_of, files_in, loaded, opened
 
 
@@ -62,8 +66,7 @@ async def test_a_full_disk_is_not_asked_again_at_once(tmp_path: Path, monkeypatc
         assert await tier.store(blocks[4:]) == [name for name, _ in blocks[4:]]
         assert next(asked) == 1
         assert await loaded(tier, blocks) == 1, "what is there can be read"
-        monkeypatch.setattr(disk, "PAUSE_S", 0.0)
-        tier._paused_until_s = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + disk.PAUSE_S)
         assert tier.room_bytes() > 0
 
 
@@ -114,21 +117,20 @@ async def test_a_read_outlives_its_caller(tmp_path: Path, monkeypatch: pytest.Mo
     loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     async with opened(tmp_path) as tier:
         await tier.store([block])
-        read = tier._files.read
+        read = BlockFiles.read
 
-        def slow(*args: object, **kwargs: object) -> None:
+        def slow(*args: Any, **kwargs: Any) -> None:
             loop.call_soon_threadsafe(reading.set)
             asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
-            read(*args, **kwargs)  # type: ignore[arg-type]
+            read(*args, **kwargs)
 
-        monkeypatch.setattr(tier._files, "read", slow)
+        monkeypatch.setattr(BlockFiles, "read", slow)
         target = bytearray(BLOCK_BYTES)
         task = asyncio.create_task(tier.load([block[0].hash], [memoryview(target)]))
         await reading.wait()
         for _ in range(2):
             task.cancel()
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await loop_turns()
         assert not task.done()
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -140,7 +142,7 @@ async def test_a_store_goes_on_without_its_caller(tmp_path: Path) -> None:
     blocks = chain(3)
     async with opened(tmp_path) as tier:
         task = asyncio.create_task(tier.store(blocks))
-        await asyncio.sleep(0)
+        await loop_turns(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -156,13 +158,18 @@ async def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 2 * BLOCK_BYTES)
     blocks = chain(4)
     async with opened(tmp_path) as tier:
-        busy = threading.Event()
-        tier._writer.submit(busy.wait)
+        busy, writev = threading.Event(), os.writev
+
+        def held(*args: Any) -> int:
+            assert busy.wait(WITHIN_S)
+            return writev(*args)
+
+        monkeypatch.setattr(os, "writev", held)
         first = asyncio.create_task(tier.store(blocks[:1]))
-        await asyncio.sleep(0.01)
+        await loop_turns()
         assert tier.room_bytes() == BLOCK_BYTES
         second = asyncio.create_task(tier.store(blocks[1:]))
-        await asyncio.sleep(0.01)
+        await loop_turns()
         assert tier.room_bytes() == 0
         busy.set()
         assert await second == [name for name, _ in blocks[2:]]

@@ -6,16 +6,19 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pillion.kvstore.tiers import disk
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import PAGE_BYTES, DiskFolder
-from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, chain, flip
+from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, chain, file_of, flip
 
 MAX_BLOCKS = 6
 BLOCKS = [*chain(6), *chain(3, 50), *chain(3, 80)]
@@ -34,18 +37,30 @@ class DiskLife(RuleBasedStateMachine):
         # By a flipped bit that nobody has met yet; and gone, which the next store tells.
         self.damaged: set[bytes] = set()
         self.lost: set[bytes] = set()
+        self.writer: ThreadPoolExecutor
         self.tier = self.open()
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
 
     def open(self) -> DiskTier:
-        tier: DiskTier = self.do(
-            open_disk_tier(
-                DiskFolder(self.path), namespace=NAMESPACE, block_bytes=BLOCK_BYTES, disk_bytes=MAX_BLOCKS * FILE_BYTES
+        with mock.patch.object(disk, "ThreadPoolExecutor", self.executor):
+            tier: DiskTier = self.do(
+                open_disk_tier(
+                    DiskFolder(self.path),
+                    namespace=NAMESPACE,
+                    block_bytes=BLOCK_BYTES,
+                    disk_bytes=MAX_BLOCKS * FILE_BYTES,
+                )
             )
-        )
         return tier
+
+    def executor(self, threads: int, name: str) -> ThreadPoolExecutor:
+        """Keeps the tier's writing thread, so that a step can wait for what is queued there."""
+        made = ThreadPoolExecutor(threads, name)
+        if name == "kv-disk-write":
+            self.writer = made
+        return made
 
     def lose(self, block_hash: bytes) -> None:
         del self.kept[block_hash]
@@ -101,8 +116,8 @@ class DiskLife(RuleBasedStateMachine):
         block_hash = BLOCKS[index][0].hash
         if block_hash in self.kept and block_hash not in self.damaged:
             # Stores and touches of before may still be on their way to the file.
-            self.do(asyncio.to_thread(self.tier._writer.submit(lambda: None).result))
-            file = Path(self.tier._files.path_of(block_hash))
+            self.do(asyncio.to_thread(self.writer.submit(lambda: None).result))
+            file = file_of(self.path, BLOCKS[index][0])
             mtime_ns = file.stat().st_mtime_ns
             flip(file, -1 - at)
             os.utime(file, ns=(mtime_ns, mtime_ns))
@@ -116,8 +131,7 @@ class DiskLife(RuleBasedStateMachine):
 
     @invariant()
     def knows_what_it_has(self) -> None:
-        assert set(self.tier._kept) == set(self.kept)
-        assert list(self.tier._kept) == list(self.kept), "in the order of use"
+        assert self.tier.by_use() == list(self.kept), "in the order of use"
         names = [name.hash for name in self.tier.names()]
         assert set(names) == set(self.kept)
         assert len(names) == len(self.kept)

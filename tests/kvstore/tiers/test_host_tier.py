@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.memory import block_checksum
+from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier
 
@@ -60,10 +60,17 @@ async def filled(tier: HostTier, *numbers: int) -> list[BlockName]:
 
 
 async def loaded(tier: HostTier, *numbers: int) -> int:
-    targets = [bytearray(BLOCK_BYTES) for _ in numbers]
-    count = await tier.load([name_of(number).hash for number in numbers], [memoryview(each) for each in targets])
-    assert [bytes(target) for target in targets[:count]] == [bytes_of(number) for number in numbers[:count]]
+    pool = HostMemory(bytearray(len(numbers) * BLOCK_BYTES), len(numbers), BLOCK_BYTES)
+    count = await tier.load_slots(pool, [name_of(number).hash for number in numbers], range(len(numbers)))
+    assert [bytes(pool.block(slot)) for slot in range(count)] == [bytes_of(number) for number in numbers[:count]]
     return count
+
+
+async def flip(tier: HostTier, number: int, at: int) -> None:
+    """One bit of a kept block, in the buffer in which it lies."""
+    (buffer,) = await tier.acquire_blocks([name_of(number).hash])
+    buffer[at] ^= 8
+    tier.release_buffers([buffer])
 
 
 async def test_what_is_stored_comes_back_wherever_it_lay() -> None:
@@ -124,9 +131,10 @@ async def test_a_block_that_is_dropped_while_it_is_read_stays_readable() -> None
 async def test_a_flipped_bit_is_found_where_it_is_looked_for(verify: bool) -> None:
     async with opened(verify=verify) as tier:
         await filled(tier, 1, 2, 3)
-        tier._buffers[tier._places[name_of(2).hash]][5] ^= 8
-        targets = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(3)]
-        assert await tier.load([name_of(number).hash for number in (1, 2, 3)], targets) == (1 if verify else 3)
+        await flip(tier, 2, at=5)
+        pool = HostMemory(bytearray(3 * BLOCK_BYTES), 3, BLOCK_BYTES)
+        wanted = [name_of(number).hash for number in (1, 2, 3)]
+        assert await tier.load_slots(pool, wanted, range(3)) == (1 if verify else 3)
         assert tier.counts.corrupt == verify
         assert (name_of(2).hash in tier) != verify
         assert await tier.store([payload(4)]) == ([name_of(2)] if verify else [])
@@ -190,8 +198,10 @@ async def _play(steps: list[tuple[str, int, int]]) -> None:
                 tier.release_buffers([buffer])
             elif what == "touch":
                 tier.touch(hashes)
-            elif what == "flip" and hashes[0] in tier and not tier._users[tier._places[hashes[0]]]:
-                tier._buffers[tier._places[hashes[0]]][0] ^= 1
+            elif what == "flip":
+                for buffer in await tier.acquire_blocks(hashes[:1]):
+                    buffer[0] ^= all(buffer is not other for other, _ in held)
+                    tier.release_buffers([buffer])
             assert len(tier) <= BLOCKS
             tier.check_integrity()
         tier.release_buffers([buffer for buffer, _ in held])

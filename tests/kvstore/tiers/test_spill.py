@@ -14,13 +14,13 @@ from pillion.errors import ConfigError
 from pillion.kvstore.ledger.eviction import LruEviction, make_policy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
 from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
-from pillion.kvstore.tiers.spill import Spiller
-from pillion.kvstore.tiers.spill_plan import IndexFilter, Watermarks
+from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
+from testbed.conditions import loop_turns, until
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
 BLOCK_BYTES = 256
@@ -65,7 +65,7 @@ class ScriptedTier:
             self.kept[name.hash], self.names_of[name.hash] = bytes(data), name
         return []
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
         raise NotImplementedError
 
     def names(self) -> Iterable[BlockName]:
@@ -99,7 +99,6 @@ class SpillHost:
         self.memory = ScriptedMemory()
         self.index: set[bytes] = set()
         self.spiller = Spiller(self.ledger, self.memory, tiers, LOW, HIGH, self.forgotten, self.changed)
-        self.index_filter = IndexFilter(self.ledger.tree.by_hash.__contains__, self.spiller.keeps)
         self.read, self.go_on = self.memory.read, self.memory.go_on
 
     def apply(self, events: Iterable[IndexEvent]) -> None:
@@ -107,10 +106,10 @@ class SpillHost:
             (self.index.add if event.here else self.index.discard)(event.block_hash)
 
     def forgotten(self, names: Sequence[BlockName]) -> None:
-        self.apply(self.index_filter.blocks_lost(names))
+        self.apply(lost_everywhere(names, self.ledger.tree.by_hash, self.spiller.keeps))
 
     def changed(self) -> None:
-        self.apply(self.index_filter.pool_changed(self.ledger.drain_events()))
+        self.apply(without_moved(self.ledger.drain_events(), self.spiller.keeps))
         self.spiller.poke()
 
     def open(self, *tokens: int) -> int:
@@ -138,11 +137,9 @@ def content(block_hash: bytes) -> bytes:
     return block_hash * (BLOCK_BYTES // 32)
 
 
-async def until(condition: object) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+async def until_free(host: SpillHost, free: int = 8, *, stored: bool = False) -> None:
+    """Waits for free slots, and with ``stored`` until no evicted block is on its way any more."""
+    await until(f"{free} free slots", lambda: host.free == free and not (stored and host.spiller.busy), DEADLINE_S)
 
 
 @contextlib.asynccontextmanager
@@ -183,10 +180,10 @@ async def test_without_tiers_the_front_goes() -> None:
     async with running() as host:
         for token in range(16):
             host.serve(token)
-        await asyncio.sleep(0.01)
+        await loop_turns()
         assert host.free == 4, "not below the low watermark"
         host.serve(16)
-        await until(lambda: host.free == 8)
+        await until_free(host)
         assert [host.node.has(token) for token in range(17)] == [False] * 5 + [True] * 12
         assert len(host.index) == 12
 
@@ -198,7 +195,7 @@ async def test_victims_are_kept_below(policy: str) -> None:
     async with running(tier, policy=policy) as host:
         host.serve(*range(9))
         host.serve(*range(9, 17))
-        await until(lambda: len(tier) == 5 and not host.spiller.busy)
+        await until("five blocks below", lambda: len(tier) == 5 and not host.spiller.busy, DEADLINE_S)
         assert host.free == 8
         assert list(tier.kept) == prompt(*range(9))[:3:-1]
         assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
@@ -215,7 +212,7 @@ async def test_what_is_below_already_is_not_copied() -> None:
         tier.kept = {prompt(token)[0]: content(prompt(token)[0]) for token in range(30)}
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8)
+        await until_free(host)
         assert host.spiller.spilled_blocks == 0
         assert tier.touched == [prompt(token)[0] for token in range(5)]
         assert len(host.index) == 17
@@ -228,10 +225,10 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
             host.serve(token)
         host.go_on.clear()
         host.serve(16)
-        await until(host.read.is_set)
+        await until("a copy to begin", host.read.is_set, DEADLINE_S)
         ticket = host.open(0)
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller.busy)
+        await until_free(host, stored=True)
         assert host.node.has(0)
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
@@ -246,14 +243,14 @@ async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
             host.serve(token)
         host.go_on.clear()
         host.serve(16)
-        await until(host.read.is_set)
+        await until("a copy to begin", host.read.is_set, DEADLINE_S)
         first = host.node.block(0)
         tickets = [host.open(100, 101, 102, 103)]
         assert not host.node.has(0)
         tickets.append(host.open(0))
         assert host.node.block(0) is not first
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller.busy)
+        await until_free(host, stored=True)
         assert prompt(0)[0] not in tier
         assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
         for ticket in tickets:
@@ -266,7 +263,7 @@ async def test_what_a_tier_refuses_is_told_as_gone() -> None:
     async with running(tier) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller.busy)
+        await until_free(host, stored=True)
         assert len(host.index) == 12
 
 
@@ -278,7 +275,7 @@ async def test_a_tier_that_raises_loses_its_blocks_only(caplog: pytest.LogCaptur
     async with running(Broken()) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller.busy)
+        await until_free(host, stored=True)
         assert len(host.index) == 12
     assert "a lower tier failed" in caplog.text
 
@@ -289,11 +286,11 @@ async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
     async with running(tier) as host:
         for token in range(17):
             host.serve(token)
-        await asyncio.sleep(0.01)
+        await loop_turns()
         assert host.free == 3
         tier.room = 2 * BLOCK_BYTES
         host.spiller.poke()
-        await until(lambda: host.free == 8)
+        await until_free(host)
 
 
 async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +302,14 @@ async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     async with running(tier) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 5)
-        await asyncio.sleep(0.01)
+        await until_free(host, 5)
+        await loop_turns()
         assert host.free == 5
         assert len(host.index) == 17, "two of them on their way"
         host.serve(*range(100, 118))
         assert host.free == 0
         tier.gate.set()
-        await until(lambda: host.free == 8)
+        await until_free(host)
 
 
 async def test_two_tiers_both_get_it() -> None:
@@ -322,7 +319,7 @@ async def test_two_tiers_both_get_it() -> None:
     async with running(fast, slow) as host:
         for token in range(17):
             host.serve(token)
-        await until(lambda: host.free == 8 and not host.spiller.busy)
+        await until_free(host, stored=True)
         assert len(slow) == 5
         assert len(host.index) == 17
 
@@ -334,10 +331,10 @@ async def test_close_waits_for_the_last_bytes() -> None:
     task = asyncio.create_task(host.spiller.run())
     for token in range(17):
         host.serve(token)
-    await until(lambda: host.free == 8)
+    await until_free(host)
     task.cancel()
     closing = asyncio.create_task(host.spiller.close())
-    await asyncio.sleep(0.01)
+    await loop_turns()
     assert not closing.done()
     tier.gate.set()
     await closing
@@ -351,10 +348,10 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
     host.go_on.clear()
     for token in range(17):
         host.serve(token)
-    await until(host.read.is_set)
+    await until("a copy to begin", host.read.is_set, DEADLINE_S)
     task.cancel()
     closing = asyncio.create_task(host.spiller.close())
-    await asyncio.sleep(0.01)
+    await loop_turns()
     assert task.done()
     assert not closing.done()
     host.go_on.set()
@@ -363,11 +360,10 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
 
 def test_news_is_of_blocks_that_are_nowhere() -> None:
     a, b, c = (prompt(token)[0] for token in range(3))
-    index_filter = IndexFilter({a}.__contains__, {b}.__contains__)
     came, moved, gone = IndexEvent(b, here=True), IndexEvent(b, here=False), IndexEvent(c, here=False)
-    assert index_filter.pool_changed([came, moved, gone]) == [came, gone]
+    assert without_moved([came, moved, gone], {b}.__contains__) == [came, gone]
     names = [BlockName(block_hash, b"", b"s" * 32, 1) for block_hash in (a, b, c)]
-    assert index_filter.blocks_lost(names) == [IndexEvent(c, here=False, segment=b"s" * 32)]
+    assert lost_everywhere(names, {a}, {b}.__contains__) == [IndexEvent(c, here=False, segment=b"s" * 32)]
 
 
 async def test_through_a_real_disk(tmp_path: Path) -> None:
@@ -378,7 +374,7 @@ async def test_through_a_real_disk(tmp_path: Path) -> None:
     async with running(disk, policy="lfu") as host:
         for turn in range(60):
             host.serve(0, 1, turn % 7, turn % 5, turn)
-            await asyncio.sleep(0.002)
+            await until("the spiller to catch up", lambda: host.free * 100 >= LOW * NUM_SLOTS)
     assert host.spiller.spilled_blocks > 40
     assert len(disk) == 40
     for block_hash in host.index - set(host.ledger.tree.by_hash):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from pillion.kvstore.tiers.host_tier import HostTier
+from testbed.conditions import until
 from tests.kvstore.ledger.test_eviction import prompt
-from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, running, until
+from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, running, until_free
 
 
 def host_tier() -> HostTier:
@@ -20,11 +21,11 @@ async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
             host.serve(token)
         host.go_on.clear()
         host.serve(16)
-        await until(host.read.is_set)
+        await until("a copy to begin", host.read.is_set)
         ticket = host.open(0)
         host.go_on.set()
-        await until(lambda: host.free == 8 and not host.spiller.busy)
-        await until(lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
+        await until_free(host, stored=True)
+        await until("all buffers to be back", lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
         assert prompt(0)[0] not in tier
         assert len(tier) == 5
         tier.check_integrity()
@@ -38,11 +39,11 @@ async def test_a_spiller_that_is_stopped_gives_its_buffers_back() -> None:
     host.go_on.clear()
     for token in range(17):
         host.serve(token)
-    await until(host.read.is_set)
+    await until("a copy to begin", host.read.is_set)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert tier.room_bytes() < NUM_SLOTS * BLOCK_BYTES, "they are being written to"
     host.go_on.set()
     await host.spiller.close()
-    await until(lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
+    await until("all buffers to be back", lambda: tier.room_bytes() == NUM_SLOTS * BLOCK_BYTES)
     tier.check_integrity()

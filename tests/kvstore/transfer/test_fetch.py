@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Iterable, Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +17,13 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.memory.memory import HostMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
-from pillion.kvstore.transfer.fetch import Fetcher, FetchLimits
+from pillion.kvstore.transfer.fetch import Fetcher
+from pillion.v1.kvnode_pb2 import CommitRun
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from pillion.wire.kvnode import CommitRun
+from testbed.conditions import loop_turns
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 24
@@ -42,7 +44,8 @@ class FakeSource:
         self.gate.set()
         self.flip: set[bytes] = set()
         self.fail_after = 1000
-        self.pin_takes_s = 0.0
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.pinned: dict[int, list[bytes]] = {}
         self.reads: list[int] = []
         self.released: list[int] = []
@@ -51,7 +54,7 @@ class FakeSource:
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.sleep(self.pin_takes_s)
+                await self.answers.wait()
         except TimeoutError:
             raise Unavailable("no answer in time") from None
         if self.blocks < 0:
@@ -96,13 +99,14 @@ class ListedTier:
     async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
         raise NotImplementedError
 
-    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        await asyncio.sleep(0)
-        for count, (block_hash, target) in enumerate(zip(hashes, targets, strict=True)):
-            if block_hash in self.broken:
-                self.kept.discard(block_hash)
-                return count
-            target[:] = content(block_hash)
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        await loop_turns(1)
+        async with memory.writing(slots) as targets:
+            for count, (block_hash, target) in enumerate(zip(hashes, targets, strict=True)):
+                if block_hash in self.broken:
+                    self.kept.discard(block_hash)
+                    return count
+                target[:] = content(block_hash)
         return len(hashes)
 
     def names(self) -> Iterable[BlockName]:
@@ -123,9 +127,10 @@ class FetchingNode:
         self._nonces = itertools.count(1)
         self.fetcher = Fetcher(
             self.ledger,
-            BLOCK_BYTES,
-            FetchLimits(timeout_s=timeout_s, max_bytes=2**30, verify=verify),
-            memory=self.memory,
+            self.memory,
+            timeout_s=timeout_s,
+            max_bytes=2**30,
+            verify=verify,
             changed=lambda: None,
             source=self.source,
             tiers=[tier] if tier else [],
@@ -240,7 +245,7 @@ async def test_two_fetches_of_one_chain_are_one_transfer():
     source = node.add("a", 10)
     source.gate.clear()
     calls = [asyncio.create_task(node.bring(node.ticket(), "a")) for _ in range(2)]
-    await asyncio.sleep(0.01)
+    await loop_turns()
     source.gate.set()
     assert await asyncio.gather(*calls) == [10, 10]
     assert source.reads == [10]
@@ -284,7 +289,7 @@ async def test_a_late_read_keeps_its_slots_until_it_ends():
     assert source.released == []
     source.gate.set()
     await node.fetcher.close()
-    await asyncio.sleep(0)
+    await loop_turns(1)
     assert node.ledger.status().free_blocks == NUM_SLOTS
     node.check()
 
@@ -295,14 +300,14 @@ async def test_a_caller_that_goes_away_leaves_nothing():
     source.gate.clear()
     ticket_id = node.ticket()
     call = asyncio.create_task(node.bring(ticket_id, "a"))
-    await asyncio.sleep(0.01)
+    await loop_turns()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     node.ledger.release(node.gateway, [ticket_id])
     source.gate.set()
     await node.fetcher.close()
-    await asyncio.sleep(0)
+    await loop_turns(1)
     assert node.ledger.status().free_blocks == NUM_SLOTS
     node.check()
 
@@ -314,7 +319,7 @@ async def test_a_released_ticket_stops_its_fetch(monkeypatch):
     source.gate.clear()
     ticket_id = node.ticket()
     call = asyncio.create_task(node.bring(ticket_id, "a"))
-    await asyncio.sleep(0.01)
+    await loop_turns()
     node.ledger.release(node.gateway, [ticket_id])
     source.gate.set()
     with pytest.raises(NotFound):
@@ -329,12 +334,12 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     source = node.add("a", 10)
     source.gate.clear()
     call = asyncio.create_task(node.bring(node.ticket(), "a"))
-    await asyncio.sleep(0.01)
+    await loop_turns()
     worker, other = node.ledger.attach("w", "decode"), node.ticket()
     slots = node.ledger.adopt(worker, other, 5).leased_slots
     for slot, block_hash in zip(slots, PROMPT[:5], strict=True):
         node.memory.block(slot)[:] = content(block_hash)
-    node.ledger.commit(worker, [CommitRun(other, slots, b"".join(PROMPT[:5]))])
+    node.ledger.commit(worker, [CommitRun(ticket_id=other, slots=slots, block_hashes=b"".join(PROMPT[:5]))])
     source.gate.set()
     assert await call == 10
     node.ledger.gone(worker)
@@ -356,8 +361,8 @@ def test_whatever_happens_the_books_add_up(
     has: list[int], tier: set[int], flips: set[int], fail_after: int, calls: int, batch: int, cancel: bool
 ) -> None:
     async def live() -> None:
-        node = FetchingNode(ListedTier(PROMPT[index] for index in tier))
-        node.fetcher._batch_blocks = batch
+        with mock.patch.object(fetch_module, "BATCH_BYTES", batch * BLOCK_BYTES):
+            node = FetchingNode(ListedTier(PROMPT[index] for index in tier))
         for number, blocks in enumerate(has):
             source = node.add(str(number), blocks)
             source.flip = {PROMPT[index] for index in flips}
@@ -366,12 +371,12 @@ def test_whatever_happens_the_books_add_up(
         tickets = [node.ticket() for _ in range(min(calls, 2))]
         works = [asyncio.create_task(node.bring(tickets[n % len(tickets)], *node.sources)) for n in range(calls)]
         if cancel:
-            await asyncio.sleep(0)
+            await loop_turns(1)
             works[0].cancel()
         answers = await asyncio.gather(*works, return_exceptions=True)
         assert not [each for each in answers if isinstance(each, Exception) and not isinstance(each, PillionError)]
         await node.fetcher.close()
-        await asyncio.sleep(0)
+        await loop_turns(1)
         node.check()
         node.ledger.release(node.gateway, tickets)
         assert node.ledger.reserved == 0
@@ -383,7 +388,7 @@ def test_whatever_happens_the_books_add_up(
 async def test_the_time_is_for_all_sources_together():
     node = FetchingNode(timeout_s=0.2)
     for name in "abcd":
-        node.add(name, 10).pin_takes_s = 10.0
+        node.add(name, 10).answers.clear()
     begin = asyncio.get_running_loop().time()
     assert await node.bring(node.ticket(), *"abcd") == 0
     assert asyncio.get_running_loop().time() - begin < 0.7, "each source had the whole time"

@@ -18,7 +18,8 @@ from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
-from pillion.wire.kvnode import NodeStatus, PrefetchReply
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
+from testbed.conditions import until
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, hosts, prompt
 from tests.support.redis_nodes import Chain
@@ -39,12 +40,12 @@ def spilled(status: NodeStatus) -> bool:
 async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int] | None = None) -> None:
     """Waits until the index knows the chain: at these nodes, or at any."""
     index = Index(redis.url)
-    async with asyncio.timeout(10):
-        while True:
-            found = {hit.node_id: hit.blocks for hit in await index.longest_prefix(hashes)}
-            if found == wanted or (wanted is None and found):
-                break
-            await asyncio.sleep(0.02)
+
+    async def known() -> bool:
+        found = {hit.node_id: hit.blocks for hit in await index.longest_prefix(hashes)}
+        return found == wanted or (wanted is None and bool(found))
+
+    await until("the index to know the chain", known)
     await index.aclose()
 
 
@@ -119,12 +120,14 @@ async def test_a_source_that_restarted_has_nothing(short_folder: str, redis: Red
         await a.start()
         assert (await b.serve(prompt(*range(100, 110)), "a")).blocks == 0
         # A source that failed is left alone for a moment.
-        async with asyncio.timeout(10):
-            for first in itertools.count(200, 10):
-                await a.serve(prompt(*range(first, first + 10)))
-                if (await b.serve(prompt(*range(first, first + 10)), "a")).fetched_blocks == 10:
-                    break
-                await asyncio.sleep(0.2)
+        firsts = itertools.count(200, 10)
+
+        async def fetched() -> bool:
+            first = next(firsts)
+            await a.serve(prompt(*range(first, first + 10)))
+            return (await b.serve(prompt(*range(first, first + 10)), "a")).fetched_blocks == 10
+
+        await until("a fetch from the restarted source", fetched)
         await b.idle()
         await b.check()
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -19,6 +19,7 @@ from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.peers import Peer, Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
+from testbed.conditions import loop_turns, until
 from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 4096
@@ -71,16 +72,11 @@ async def tickets_at(source: SourceProcess) -> int:
         await client.aclose()
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 async def until_tickets(source: SourceProcess, tickets: int) -> None:
-    async with asyncio.timeout(10):
-        while await tickets_at(source) != tickets:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    async def there() -> bool:
+        return await tickets_at(source) == tickets
+
+    await until(f"{tickets} tickets at the source", there)
 
 
 async def test_a_source_node_pins_reads_and_releases(source: SourceProcess) -> None:
@@ -133,14 +129,24 @@ async def test_this_node_is_no_source_of_its_own(source: SourceProcess) -> None:
             await peers.get("source")
 
 
-async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess) -> None:
+async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     before = await tickets_at(source)
+    released: list[int] = []
+    release = NodeClient.release
+
+    async def counted(
+        client: NodeClient, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()
+    ) -> None:
+        await release(client, epoch, ticket_ids, nonces=nonces)
+        released.extend(nonces)
+
+    monkeypatch.setattr(NodeClient, "release", counted)
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer = await peers.get("source")
         source.signal(signal.SIGSTOP)
         try:
             pinning = asyncio.create_task(peer.pin(CHAIN, 0, 5.0))
-            await asyncio.sleep(0.05)
+            await loop_turns()
             pinning.cancel()
             await asyncio.wait([pinning])
             with pytest.raises(DeadlineExceeded):
@@ -148,7 +154,7 @@ async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess) -> N
         finally:
             source.signal(signal.SIGCONT)
         # Of the two pins one was surely made by the woken source before it heard that nobody waits.
-        await until(lambda: peer._releasing is not None and peer._releasing.done())
+        await until("both pins to be released", lambda: len(released) == 2)
         await until_tickets(source, before)
         assert peer.alive
 
@@ -185,7 +191,7 @@ async def test_a_dead_source_is_dropped_and_forgotten() -> None:
             await node.read(pinned.ticket_id, pinned.slots[:1], (0,))
             peer = await peers.get("source")
             mortal.kill()
-            await until(lambda: not peer.alive)
+            await until("the session's end", lambda: not peer.alive)
             with pytest.raises(Unavailable):
                 await node.read(pinned.ticket_id, pinned.slots[:1], (0,))
             node.release(pinned.ticket_id)
@@ -208,12 +214,12 @@ async def test_peers_are_bounded_and_idle_ones_are_closed(
             second = await peers.get("two")
             await peers.get("source")
             third = await peers.get("three")
-            await until(lambda: not second.alive)
+            await until("the oldest to be closed", lambda: not second.alive)
             assert first.alive
             monkeypatch.setattr(peers_module, "MAX_PEERS", 9)
             monkeypatch.setattr(peers_module, "PEER_IDLE_S", 0.0)
             await peers.get("two")
-            await until(lambda: not first.alive and not third.alive)
+            await until("idle ones to be closed", lambda: not first.alive and not third.alive)
 
 
 async def test_requests_that_are_too_large_are_refused(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:

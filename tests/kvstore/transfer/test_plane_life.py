@@ -25,6 +25,10 @@ from tests.support.processes import started
 
 BLOCK_BYTES = 2**18
 NUM_SLOTS = 64
+# Real seconds in which the late answer of a source that goes on would show: another process sends it.
+QUIET_S = 0.3
+# Real seconds of which an idle process's share of a processor is measured.
+IDLE_S = 1.0
 
 # Reads everything over and over until it is killed.
 READER = """
@@ -129,7 +133,7 @@ async def test_a_source_that_is_stopped_before_its_first_read(
             assert reading.exception() is not None
             assert "by gRPC" in caplog.text
             source.signal(signal.SIGCONT)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(QUIET_S)
             assert not any(memory)
             await peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
             # Later it is tried again, with success.
@@ -164,7 +168,7 @@ async def test_many_first_reads_share_one_probe() -> None:
 
 
 async def test_an_idle_node_costs_next_to_nothing() -> None:
-    """NIXL's progress thread would use all of this second."""
+    """NIXL's progress thread would use all of this time."""
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, _):
             peer = await peers.get("source")
@@ -172,7 +176,7 @@ async def test_an_idle_node_costs_next_to_nothing() -> None:
             await peer.read(plane, pinned.ticket_id, pinned.slots[:1], (0,))
             pids = (source.process.pid, os.getpid())
             before = [_cpu_s(pid) for pid in pids]
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(IDLE_S)
             used = [_cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
     assert max(used) < 0.15, used
 

@@ -1,0 +1,267 @@
+"""The decode service over a real node and real gRPC: streams, refusals, cancels, lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from pillion.engine.backends.batch import StepBatch
+from pillion.types import FinishReason, SamplingParams
+from pillion.v1 import common_pb2, decode_pb2
+from pillion.v1.kvnode_pb2 import OpenTicketReply
+from testbed.conditions import until
+from tests.support.fake_backend import greedy
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
+
+NOT_FOUND, INVALID, EXHAUSTED, DEADLINE, INTERNAL = 5, 3, 8, 4, 13
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 13 + position * 7) % 97 for position in range(length)]
+
+
+async def over(answer: Answer) -> None:
+    await asyncio.wait_for(answer.over.wait(), 20)
+
+
+async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], count: int = 8) -> Answer:
+    ticket = await workers.ticket(tokens)
+    answer = await connection.submit(submit_of(key, ticket, tokens, count))
+    await until("the first token", lambda: answer.token_ids or answer.last)
+    await workers.release(ticket)
+    return answer
+
+
+async def test_a_stream_says_what_the_model_says() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        answer = await start(workers, connection, 1, prompt(1, 30), 20)
+        await over(answer)
+        assert answer.token_ids == greedy(prompt(1, 30), 20)
+        assert answer.last is not None
+        assert answer.last.finish_reason is FinishReason.LENGTH
+        assert answer.last.timings is not None
+        assert answer.last.timings.tail_tokens == 30
+        assert answer.last.timings.tail_steps == 1
+        await workers.quiet()
+        # The next turn hits what was generated: 49 tokens have their KV, 12 whole blocks.
+        again = await workers.ticket([*prompt(1, 30), *answer.token_ids, 3, 4])
+        assert again.pinned_blocks == 12
+        await workers.release(again)
+        await workers.quiet()
+
+
+async def test_the_worker_says_when_it_holds_the_ticket() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        ticket = await workers.ticket(prompt(1, 9))
+        answer = await connection.submit(submit_of(1, ticket, prompt(1, 9)))
+        await until("the empty delta", lambda: connection.batches)
+        assert not answer.token_ids
+        await workers.release(ticket)
+        workers.decode_backend.gate.set()
+        await over(answer)
+        assert answer.token_ids == greedy(prompt(1, 9), 8)
+        await workers.quiet()
+
+
+async def test_many_streams_over_two_connections_share_steps() -> None:
+    flags = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+    async with running_workers(slots=600, decode=flags) as workers:
+        async with connected(workers) as one, connected(workers) as two:
+            ids = [prompt(seed, 3 + 5 * seed) for seed in range(24)]
+            tickets = [await workers.ticket(tokens) for tokens in ids]
+            answers = [
+                await (one, two)[key % 2].submit(submit_of(key, ticket, tokens, 5 + key))
+                for key, (ticket, tokens) in enumerate(zip(tickets, ids, strict=True))
+            ]
+            await asyncio.gather(*map(over, answers))
+            await workers.release(*tickets)
+            for key, answer in enumerate(answers):
+                assert answer.token_ids == greedy(ids[key], 5 + key)
+            assert one.batches < sum(len(a.token_ids) for a in answers) / 2
+        assert max(workers.decode_backend.steps) == 32
+        await workers.quiet()
+
+
+async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
+    async with running_workers(slots=40, decode={"max_num_seqs": 8}) as workers, connected(workers) as connection:
+
+        async def one(key: int) -> Answer:
+            tokens = prompt(key, 10)
+            ticket = await workers.ticket(tokens)
+            answer = await connection.submit(submit_of(key, ticket, tokens, 60))
+            await until("the first token", lambda: answer.token_ids or answer.last)
+            await workers.release(ticket)
+            await over(answer)
+            return answer
+
+        answers = await asyncio.gather(*(one(key) for key in range(6)))
+        for key, answer in enumerate(answers):
+            assert answer.last is not None
+            assert answer.last.error is None
+            assert answer.token_ids == greedy(prompt(key, 10), 60)
+        assert sum(a.last.timings.preemptions for a in answers if a.last and a.last.timings) > 0
+        await workers.quiet()
+
+
+async def test_guessed_tokens_change_no_answer() -> None:
+    async with running_workers(decode={"num_speculative_tokens": 4}) as workers, connected(workers) as connection:
+        # So many pairs of tokens that the answer is bound to hit one now and then, and then to go on differently.
+        tokens = [random.Random(position).randrange(97) for position in range(900)]
+        answer = await start(workers, connection, 1, tokens, 60)
+        await over(answer)
+        assert answer.token_ids == greedy(tokens, 60)
+        assert [count for count in workers.decode_backend.steps[3:] if count > 1], "nothing was guessed"
+        await workers.quiet()
+
+
+async def test_cancel_and_a_lost_connection_free_everything() -> None:
+    async with running_workers() as workers:
+        async with connected(workers) as connection:
+            answers = [await start(workers, connection, key, prompt(key, 20), 900) for key in range(4)]
+            await connection.cancel(0)
+            await connection.cancel(0)
+            await connection.cancel(77)
+            await until("the cancel", lambda: len(workers.decode.worker.epoch.listeners) == 3)
+            assert answers[0].last is None
+        await until("the connection's end", lambda: not workers.decode.worker.epoch.listeners)
+        await workers.quiet()
+        async with connected(workers) as connection:
+            await over(await start(workers, connection, 0, prompt(9, 5)))
+        await workers.quiet()
+
+
+async def test_half_closing_ends_the_connection() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        await start(workers, connection, 1, prompt(1, 20), 900)
+        await connection.call.done_writing()
+        assert await connection.call.code() is grpc.StatusCode.OK
+        await workers.quiet()
+
+
+async def test_cancel_before_the_ticket_is_adopted() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        for key in range(20):
+            ticket = await workers.ticket(prompt(key, 40))
+            await connection.submit(submit_of(key, ticket, prompt(key, 40), 900))
+            await connection.cancel(key)
+            await workers.release(ticket)
+        await over(await start(workers, connection, 99, prompt(3, 5)))
+        assert not workers.decode.worker.epoch.listeners
+        await workers.quiet()
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "token_ids": {"token_ids": (1, 97)},
+    "empty": {"token_ids": (), "prompt_tokens": 0},
+    "too long": {"token_ids": (1,) * 1024, "prompt_tokens": 1024},
+    "huge id": {"token_ids": (1, 2**32 - 1), "prompt_tokens": 2},
+    "prompt_tokens": {"prompt_tokens": 50},
+    "root_hash": {"root_hash": b"short"},
+    "max_tokens": {"max_tokens": 0},
+    "sampling": {"sampling": SamplingParams()},
+    "temperature": {"sampling": SamplingParams(temperature=float("nan"), top_p=1.0, top_k=0, seed=0)},
+    "top_p": {"sampling": SamplingParams(temperature=1.0, top_p=0.0, top_k=0, seed=0)},
+    "top_k": {"sampling": SamplingParams(temperature=1.0, top_p=1.0, top_k=-7, seed=0)},
+}
+
+
+async def test_bad_submits_are_refused_one_by_one() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        ticket = await workers.ticket(prompt(1, 9))
+        for key, other in enumerate(BAD.values()):
+            answer = await connection.submit(submit_of(key, ticket, prompt(1, 9), **other))
+            await over(answer)
+            assert answer.last is not None
+            assert answer.last.error is not None
+            assert (answer.last.error.code, answer.last.error.retryable) == (INVALID, False), list(BAD)[key]
+        await over(await connection.submit(submit_of(100, ticket, prompt(1, 9))))
+        assert connection.answers[100].token_ids == greedy(prompt(1, 9), 8)
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def refusal(connection: Connection, key: int, ticket: OpenTicketReply, tokens: list[int], **other: object) -> int:
+    answer = await connection.submit(submit_of(key, ticket, tokens, **other))  # type: ignore[arg-type]
+    await over(answer)
+    assert answer.last is not None
+    assert answer.last.error is not None
+    assert answer.last.error.retryable
+    return answer.last.error.code
+
+
+async def test_tickets_that_do_not_fit_the_tokens() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        tokens = prompt(1, 30)
+        await over(await start(workers, connection, 1, tokens))
+        ticket = await workers.ticket(tokens)
+        assert ticket.pinned_blocks == 7
+        assert await refusal(connection, 2, OpenTicketReply(ticket_id=12345), tokens) == NOT_FOUND
+        assert await refusal(connection, 3, ticket, prompt(2, 30)) == NOT_FOUND
+        assert await refusal(connection, 4, ticket, tokens[:28]) == NOT_FOUND
+        assert await refusal(connection, 5, ticket, tokens, root_hash=b"\6" * 32) == NOT_FOUND
+        live = await connection.submit(submit_of(6, ticket, tokens, 500))
+        await until("a token", lambda: live.token_ids)
+        workers.decode_backend.gate.clear()
+        assert await refusal(connection, 7, ticket, tokens) == NOT_FOUND
+        workers.decode_backend.gate.set()
+        await connection.cancel(6)
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_time_out_and_too_many() -> None:
+    flags = {"max_num_seqs": 1, "max_waiting_seqs": 1}
+    async with running_workers(decode=flags) as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        tickets = [await workers.ticket(prompt(key, 9)) for key in range(3)]
+        one = await connection.submit(submit_of(0, tickets[0], prompt(0, 9), timeout_ms=50))
+        two = await connection.submit(submit_of(1, tickets[1], prompt(1, 9)))
+        assert await refusal(connection, 2, tickets[2], prompt(2, 9)) == EXHAUSTED
+        await over(one)
+        assert one.last is not None
+        assert one.last.error is not None
+        assert one.last.error.code == DEADLINE
+        workers.decode_backend.gate.set()
+        await over(two)
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_a_failing_step_fails_its_streams_and_the_loop_lives_on() -> None:
+    def fail(batch: StepBatch) -> None:
+        workers.decode_backend.before_step = lambda batch: None
+        raise RuntimeError("the arithmetic broke")
+
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.before_step = fail
+        tickets = [await workers.ticket(prompt(1, 9)), await workers.ticket(prompt(2, 9))]
+        assert await refusal(connection, 1, tickets[0], prompt(1, 9)) == INTERNAL
+        await over(await connection.submit(submit_of(2, tickets[1], prompt(2, 9))))
+        assert connection.answers[2].token_ids == greedy(prompt(2, 9), 8)
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+@pytest.mark.parametrize("hello", [None, common_pb2.Hello(protocol=99, component_id="x")])
+async def test_the_first_word_is_a_hello_that_we_understand(hello: common_pb2.Hello | None) -> None:
+    async with running_workers() as workers:
+        call = workers.decode_stub.Connect()
+        command = decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=1))
+        await call.write(decode_pb2.DecodeCommand(hello=hello) if hello else command)
+        code = await call.code()
+        assert code is (grpc.StatusCode.FAILED_PRECONDITION if hello else grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def test_a_key_in_use_ends_the_connection() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        ticket = await workers.ticket(prompt(1, 9))
+        for _ in range(2):
+            await connection.submit(submit_of(1, ticket, prompt(1, 9), 900))
+        assert await connection.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await workers.release(ticket)
+        await workers.quiet()

@@ -1,0 +1,345 @@
+"""Steps that are launched before the one before has landed: the same streams, no bubble, and nothing goes back to the
+node too early.
+
+Whatever a step under way uses is checked against the ledger after every launch, landing and answer (AheadHarness).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.in_flight import InFlightSteps
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.kvstore.ledger.integrity import check_integrity
+from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_properties import ANSWER, CANCEL, STEP
+from tests.engine.scheduling.test_step_cost import decodes
+from tests.support.ahead_harness import BROKEN, AheadHarness
+from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
+
+
+def run_out(harness: AheadHarness) -> None:
+    harness.finish()
+    harness.check_answers()
+
+
+def planned(harness: AheadHarness, seq_id: int, plan: StepPlan) -> int | None:
+    """Where a sequence's piece starts."""
+    return next((piece.start for piece in plan.pieces if piece.sequence.seq_id == seq_id), None)
+
+
+def test_a_plain_stream_never_waits() -> None:
+    """From its first token on each step runs on the token that the one under way chooses; its last one is foreseen."""
+    harness = AheadHarness(budget=4)
+    harness.submit(prompt(1, 9), 33, seed=2)
+    run_out(harness)
+    assert harness.launches == 3 + 32
+    assert harness.device.resolved == 32
+    assert harness.void_rows == 0
+
+
+def test_prompt_tails_and_spans_follow_themselves() -> None:
+    harness = AheadHarness(budget=8, slots=200)
+    harness.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
+    run_out(harness)
+    assert harness.launches == 10
+    harness.submit(prompt(2, 40), 5)
+    run_out(harness)
+    assert harness.launches == 10 + 5 + 4, "steps of eight tokens, then one for each token but the first"
+    assert [chunk.end_tokens for chunk in harness.records[1].chunks] == [24, 48, 80]
+
+
+def test_a_stop_id_voids_the_row_behind_it() -> None:
+    """The stream ends there; what it held is let go when the row that nobody wants has landed, and not before."""
+    expected = answer(prompt(1, 9), 0, 40)
+    at = next(place for place in range(8, 40) if expected[place] not in expected[:place])
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 40, stop=frozenset(expected[at : at + 1]))
+    while harness.records[1].end is None:
+        harness.step()
+        while harness.answer():
+            pass
+    assert len(harness.out) == 1
+    # The last run of blocks is still to be committed; then the ticket's release waits.
+    harness.receive_flush()
+    while harness.answer():
+        pass
+    harness.receive_flush()
+    while harness.answer():
+        pass
+    assert harness.ledger.holders[harness.worker].tickets, "the ticket was released under a step that reads its blocks"
+    harness.step()
+    while harness.answer():
+        pass
+    assert not harness.ledger.holders[harness.worker].tickets
+    run_out(harness)
+    assert harness.records[1].token_ids == expected[: at + 1]
+    assert harness.void_rows == 1
+
+
+def test_who_reads_its_history_runs_in_every_other_step() -> None:
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 12, penalty=0.5)
+    harness.submit(prompt(2, 7), 24)
+    starts = []
+    while harness.records[1].end is None:
+        starts.append(planned(harness, 1, harness.step()))
+        while harness.answer():
+            pass
+    assert starts[:6] == [0, None, 9, None, 10, None]
+    run_out(harness)
+    assert harness.launches == 24, "the other one does not wait for it"
+
+
+def test_a_fork_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 6, seed=1, fork_seeds=(2, 3, 4))
+    harness.step()
+    harness.cancel(3)
+    run_out(harness)
+    assert harness.records[3].token_ids == []
+    assert harness.void_rows == 1
+    for seq_id in (1, 2, 4):
+        assert len(harness.records[seq_id].token_ids) == 6
+
+
+def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() -> None:
+    harness = AheadHarness()
+    harness.submit(prompt(1, 20), 40)
+    for _ in range(8):
+        harness.step()
+        while harness.answer():
+            pass
+    harness.cancel(1)
+    assert harness.scheduler.sequences == {}
+    harness.receive_flush()
+    while harness.answer():
+        pass
+    leased = harness.ledger.status().leased_blocks
+    assert leased, "the slots went back under a step that writes there"
+    harness.scribble()
+    harness.step()
+    harness.settle()
+
+
+def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozenset()) -> Sequence:
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
+        parent_hash=ROOT,
+        prompt_tokens=length,
+        sampling=GREEDY,
+        stop_token_ids=stop,
+        max_tokens=50,
+        max_model_len=1000,
+    )
+    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
+
+
+def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
+    """A stream stops, and the node, which has not heard of it, says that it is exhausted: who lacks a slot waits for
+    the landing, and for the next answer, instead of preempting the newest."""
+    scheduler, stop = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8), 7
+    for number in (1, 2, 3):
+        scheduler.add(stream(number, 6, range(10 * number, 10 * number + 2)), 0.0)
+    scheduler.add(stream(4, 5, range(40, 42), frozenset({stop})), 0.0)
+    newest = stream(5, 2, range(50, 54))
+    scheduler.add(newest, 0.0)
+    flight, asked, released, ran = None, 0, [], []
+    for turn in range(5):
+        now = turn / 100
+        if asked:
+            scheduler.granted((), now)
+            asked = 0
+        plan = scheduler.schedule(now)
+        ran.append({piece.sequence.seq_id for piece in plan.pieces})
+        outcomes = [scheduler.flush(now)]
+        scheduler.launched(plan)
+        if flight is not None:
+            # The fourth stops with the token of the second step, while the third runs.
+            chosen = [stop if turn == 2 and piece.sequence.seq_id == 4 else 1 for piece in flight.pieces]
+            outcomes.append(scheduler.commit(flight, Sampled(tuple(chosen)), now))
+        for out in outcomes:
+            for order in out.commits:
+                scheduler.committed(order.seq_id, (), "no", now)
+            asked += out.lease_blocks
+            released.append((turn, out.releases))
+        assert sum(out.preemptions for out in outcomes) == 0
+        flight = plan
+    assert ran[3] == {1, 2, 5}, "its two slots are used at once; the third needs one more"
+    assert [(turn, tickets) for turn, tickets in released if tickets] == [(3, [4])]
+    assert newest.state is SequenceState.RUNNING
+
+
+def test_what_was_launched_under_an_older_hold_is_void() -> None:
+    in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
+    sequence.start_running()
+    plan = StepPlan((SequencePiece(sequence, 0, 6, 1),))
+    in_flight.launched(plan)
+    sequence.hold(Holding(2, (), (5, 6)), SequenceState.WAITING)
+    sequence.start_running()
+    assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
+    assert sequence.num_in_flight == 0
+
+
+@pytest.mark.parametrize("slots", [16, 20, 24])
+def test_a_victim_under_way_says_every_token_once(slots: int) -> None:
+    harness = AheadHarness(slots=slots, max_num_seqs=4, budget=32)
+    for kind in range(4):
+        harness.submit(prompt(kind, 9), 24, seed=kind)
+    run_out(harness)
+    assert harness.preemptions
+    assert harness.void_rows, "nobody was preempted with a token under way"
+
+
+def test_a_launch_that_fails_loses_no_token_before_it() -> None:
+    harness = AheadHarness()
+    harness.submit(prompt(1, 9), 20)
+    for _ in range(5):
+        harness.step()
+        harness.answer()
+    assert len(harness.records[1].token_ids) == 4
+    harness.breaks = "launch"
+    harness.step()
+    assert len(harness.records[1].token_ids) == 5
+    end = harness.records[1].end
+    assert end is not None
+    assert end.ending is not None
+    assert end.ending.error is not None
+    assert end.ending.error.message == BROKEN
+    harness.submit(prompt(2, 9), 3)
+    run_out(harness)
+    assert len(harness.records[2].token_ids) == 3
+
+
+def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
+    harness = AheadHarness(budget=8)
+    harness.submit(prompt(1, 9), 20)
+    for _ in range(5):
+        harness.step()
+        harness.answer()
+    harness.submit(prompt(2, 9), 5)
+    harness.breaks = "landing"
+    # The one that breaks carries the first stream alone; the next one, under way by then, both.
+    harness.step()
+    assert harness.records[1].end is not None
+    assert harness.records[2].end is None
+    run_out(harness)
+    assert len(harness.records[2].token_ids) == 5
+
+
+def test_a_landing_that_fails_after_somebody_left() -> None:
+    harness = AheadHarness()
+    for kind in (1, 2):
+        harness.submit(prompt(kind, 6), 20)
+    harness.step()
+    harness.cancel(1)
+    harness.breaks = "landing"
+    harness.step()
+    assert harness.records[2].end is not None
+    run_out(harness)
+
+
+def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
+    harness = AheadHarness(slots=64, budget=32)
+    harness.submit(prompt(1, 15), 12)
+    harness.submit(prompt(1, 15), 12)
+    run_out(harness)
+    assert harness.swaps
+
+
+def test_guesses_are_judged_before_the_next_ones() -> None:
+    common = {"block_size": BLOCK, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    assert Scheduler(**common).may_run_ahead
+    assert not Scheduler(**common, drafter=OracleDrafter()).may_run_ahead
+
+
+def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
+    budget, pieces = TokenBudget(256), decodes(4, 100)
+    seen = []
+    budget.cost.observe = lambda found, seconds: seen.append(round(seconds, 6))  # type: ignore[method-assign]
+    budget.begin(pieces, 0.0)
+    budget.begin(pieces, 0.001, 1)
+    budget.end(0.010)
+    budget.begin(pieces, 0.011, 1)
+    budget.end(0.020, ok=False)
+    budget.end(0.035)
+    budget.begin(pieces, 0.050)
+    budget.end(0.058)
+    assert seen == [0.010, 0.015, 0.008], "from its own launch, or from the landing before it, a failed one's too"
+
+
+ARRIVE = st.tuples(
+    st.just("arrive"),
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.integers(1, 24),
+    st.integers(-1, 1),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 0, 1, 3]),
+    st.sampled_from([0, 0, 0, 5, 40]),
+    st.sampled_from([0, 0, 1]),
+)
+SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5))
+TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
+SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
+EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, CANCEL, TROUBLE), max_size=60)
+
+
+def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
+    if kind == "arrive":
+        text, length, most, priority, seed, forks, stops, penalized = numbers
+        harness.submit(
+            prompt(text, length),
+            most,
+            stop=frozenset(range(stops)),
+            priority=priority,
+            seed=seed,
+            fork_seeds=tuple(seed + 1 + number for number in range(forks)),
+            penalty=float(penalized),
+        )
+    elif kind == "span":
+        text, first, second = numbers
+        harness.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
+    elif kind == "cancel":
+        # An end that was decided is told first: its owner hears it before it could cancel.
+        harness.receive_flush()
+        alive = [seq_id for seq_id, record in harness.records.items() if record.end is None and not record.cancelled]
+        if alive:
+            harness.cancel(alive[numbers[0] % len(alive)])
+    elif kind == "step":
+        for _ in range(numbers[0]):
+            harness.step()
+    elif kind == "answer":
+        for _ in range(numbers[0]):
+            harness.answer()
+    elif kind == "scribble":
+        harness.scribble()
+    elif kind == "refuse":
+        harness.refuse_commits += 1
+    else:
+        harness.breaks = kind
+    harness.scheduler.check_integrity()
+    check_integrity(harness.ledger)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHAPES, EVENTS, st.integers(0, 99))
+def test_any_history_with_a_step_under_way(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int
+) -> None:
+    slots, budget, max_num_seqs = shape
+    # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
+    harness = AheadHarness(slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws)
+    for kind, *arguments in events:
+        play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
+    harness.breaks, harness.refuse_commits = "", 0
+    run_out(harness)
+    assert all(s.state is not SequenceState.RUNNING for s in harness.scheduler.sequences.values())

@@ -1,0 +1,98 @@
+"""Any order of arrivals, lengths, priorities, forks, cancels and slow answers, tiny pools: budget exact, nobody
+starves, nothing leaks, and every stream says what it would say alone, whatever happened to it.
+
+Every step's plan is checked in :class:`SchedulerHarness`; every slot after every step and every answer.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.support.scheduler_harness import SchedulerHarness, prompt
+
+ARRIVE = st.tuples(
+    st.just("arrive"),
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.integers(1, 24),
+    st.integers(-1, 1),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 0, 1, 3]),
+)
+CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
+STEP = st.tuples(st.just("step"), st.integers(1, 6))
+ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
+SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
+
+
+def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
+    for kind, *arguments in events:
+        numbers = [number for number in arguments if isinstance(number, int)]
+        if kind == "arrive":
+            kind_of_text, length, most, priority, seed, forks = numbers
+            harness.submit(
+                prompt(kind_of_text, length),
+                most,
+                priority=priority,
+                seed=seed,
+                fork_seeds=tuple(seed + 1 + number for number in range(forks)),
+            )
+        elif kind == "cancel" and harness.records:
+            line_up = [i for i, s in harness.records.items() if s.end is None and not s.cancelled]
+            if line_up:
+                harness.cancel(line_up[numbers[0] % len(line_up)])
+        elif kind == "step":
+            for _ in range(numbers[0]):
+                harness.step()
+        elif kind == "answer":
+            for _ in range(numbers[0]):
+                harness.answer()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    SHAPES,
+    st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, CANCEL), max_size=40),
+    st.none() | st.integers(0, 3).map(OracleDrafter),
+    st.booleans(),
+)
+def test_any_history(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], drafter: OracleDrafter | None, whole_prompts: bool
+) -> None:
+    slots, budget, max_num_seqs = shape
+    # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
+    harness = SchedulerHarness(
+        slots=max(slots, 17),
+        budget=64 + budget if whole_prompts else max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        drafter=drafter,
+        max_whole_tokens=64 if whole_prompts else 0,
+    )
+    play(harness, events)
+    harness.finish()
+    harness.check_answers()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 9))
+def test_spans_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budget: int, answers: int) -> None:
+    harness = SchedulerHarness(slots=64, budget=budget, max_num_seqs=min(budget, 3))
+    ends = tuple(4 * sum(lengths[: index + 1]) for index in range(len(lengths)))
+    first = harness.submit(prompt(1, ends[-1]), 0, chunks=ends)
+    harness.submit(prompt(2, ends[-1]), 0, chunks=ends)
+    for _ in range(answers):
+        harness.step()
+        harness.answer()
+    harness.finish()
+    for record in harness.records.values():
+        assert [chunk.end_tokens for chunk in record.chunks] == list(ends)
+        assert all(chunk.started_s <= chunk.computed_s for chunk in record.chunks)
+        assert record.end is not None
+    assert first is not None
+    again = harness.submit([*prompt(1, ends[-1]), 5], 3)
+    assert again is not None
+    harness.finish()
+    assert harness.records[again].end.progress.tail_tokens == 1  # type: ignore[union-attr]
+    harness.check_answers()

@@ -1,0 +1,190 @@
+"""The cost model finds a machine's numbers from its steps and follows their change; the budget keeps to a target."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, StepCost, TokenBudget, features
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from tests.support.scheduler_harness import SchedulerHarness, prompt
+
+
+@dataclass
+class SimulatedMachine:
+    """Seconds of a step by its pieces: the truth that the model has to find."""
+
+    constant: float = 4e-3
+    per_token: float = 1e-4
+    per_read: float = 2e-8
+    per_pair: float = 1e-9
+    slow: float = 1.0
+
+    def seconds(self, pieces: list[SequencePiece]) -> float:
+        tokens = sum(piece.count for piece in pieces)
+        reads = sum(piece.start + piece.count for piece in pieces)
+        pairs = sum(piece.count * (piece.start + piece.count / 2) for piece in pieces)
+        work = self.constant + self.per_token * tokens + self.per_read * reads + self.per_pair * pairs
+        return self.slow * work
+
+
+def decodes(count: int, context: int) -> list[SequencePiece]:
+    return [SequencePiece(None, context, 1, 1) for _ in range(count)]  # type: ignore[arg-type]
+
+
+def chunk(start: int, count: int) -> SequencePiece:
+    return SequencePiece(None, start, count, 0)  # type: ignore[arg-type]
+
+
+def run(
+    budget: TokenBudget,
+    machine: SimulatedMachine,
+    pieces: list[SequencePiece],
+    start: int,
+    steps: int,
+    noise: float = 0.0,
+) -> list[float]:
+    """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
+    random, found = np.random.default_rng(7), []
+    for now in itertools.islice(itertools.count(), steps):
+        plan = [*pieces, chunk(start, budget.left(pieces, start))]
+        seconds = machine.seconds(plan) * float(1 + noise * random.standard_normal())
+        budget.begin(plan, float(now))
+        budget.end(now + seconds)
+        found.append(seconds)
+    return found
+
+
+def test_it_finds_the_machine() -> None:
+    model, machine, random = StepCost(), SimulatedMachine(), np.random.default_rng(3)
+    for _ in range(60):
+        pieces = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
+        pieces += [chunk(int(random.integers(0, 30_000)), int(random.integers(1, 256)))] * int(random.integers(0, 2))
+        model.observe(features(pieces), machine.seconds(pieces))
+    for pieces in (decodes(16, 300), [*decodes(8, 4000), chunk(20_000, 128)], [chunk(0, 256)]):
+        assert model.predict(features(pieces)) == pytest.approx(machine.seconds(pieces), rel=0.3)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_the_budget_meets_the_target(noise: float) -> None:
+    found = run(TokenBudget(2048, 0.030), SimulatedMachine(), decodes(16, 500), 4000, 60, noise)
+    assert np.median(found[10:]) == pytest.approx(0.030, rel=0.1)
+
+
+def test_it_reacts_within_a_few_steps() -> None:
+    budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
+    run(budget, machine, decodes(16, 500), 4000, 30)
+    # The machine becomes twice as slow, for instance because somebody else computes on it too.
+    machine.slow = 2.0
+    late = run(budget, machine, decodes(16, 500), 4000, 12)
+    assert max(late[3:]) <= 0.036
+    # Contexts become long.
+    machine.slow = 1.0
+    run(budget, machine, decodes(16, 500), 4000, 20)
+    late = run(budget, machine, decodes(16, 8000), 120_000, 12)
+    assert max(late[3:]) <= 0.036
+    # And it grows back.
+    late = run(budget, machine, decodes(4, 100), 0, 20)
+    assert np.median(late[10:]) == pytest.approx(0.030, rel=0.1)
+
+
+def test_a_hiccup_is_not_believed() -> None:
+    budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
+    run(budget, machine, decodes(16, 500), 4000, 30)
+    before = budget.left(decodes(16, 500), 4000)
+    plan = [*decodes(16, 500), chunk(4000, before)]
+    budget.begin(plan, 0.0)
+    budget.end(3.0)
+    run(budget, machine, decodes(16, 500), 4000, 8)
+    assert budget.left(decodes(16, 500), 4000) >= 0.7 * before
+
+
+def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
+    budget = TokenBudget(256, 0.001)
+    found = run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
+    assert budget.left(decodes(16, 500), 0) == MIN_TAIL_TOKENS
+    assert found[-1] > 0.001
+    # The hard limit stands above all: the decodes leave nothing, the prompt tail gets nothing.
+    assert budget.left(decodes(250, 500), 0) == 6
+
+
+def test_the_hard_limit_holds() -> None:
+    assert run(TokenBudget(64, 10.0), SimulatedMachine(), decodes(16, 500), 0, 10)[-1] < 0.02
+    assert TokenBudget(64, 10.0).left(decodes(16, 500), 0) == 48
+
+
+def test_without_a_target_the_budget_follows_nothing() -> None:
+    budget = TokenBudget(64)
+    run(budget, SimulatedMachine(slow=100.0), decodes(16, 500), 0, 5)
+    assert budget.left(decodes(16, 500), 0) == 48
+
+
+def test_what_the_planner_is_told_remembers_chunks() -> None:
+    """With or without a target; long after the last chunk the price of a token is still known."""
+    budget, machine = TokenBudget(256), SimulatedMachine()
+    assert budget.cost.weights_s() == ()
+    for start in range(0, 4000, 200):
+        run(budget, machine, decodes(4, 500), start, 1)
+    chunk_s = budget.cost.predict(features([*decodes(4, 500), chunk(2000, 252)]))
+    for _ in range(300):
+        budget.begin(decodes(4, 500), 0.0)
+        budget.end(machine.seconds(decodes(4, 500)))
+    assert budget.cost.predict(features([*decodes(4, 500), chunk(2000, 252)])) == pytest.approx(chunk_s, rel=0.25)
+    assert budget.largest_step_tokens == 256
+    assert len(budget.cost.weights_s()) == 5
+
+
+def test_no_budget_is_guessed() -> None:
+    """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
+    its first chunk nor one after many plain steps overshoots its target of 100 ms."""
+    budget, machine = (
+        TokenBudget(256, 0.1),
+        SimulatedMachine(constant=9.5e-3, per_token=1.05e-3, per_read=7.5e-7, per_pair=2.9e-7),
+    )
+    random, prompt_tails = np.random.default_rng(1), []
+
+    def step(pieces: list[SequencePiece]) -> float:
+        streams = sum(piece.samples for piece in pieces)
+        seconds = machine.seconds(pieces) - machine.per_token * min(streams, 4) + 3e-4 * streams
+        budget.begin(pieces, 0.0)
+        budget.end(seconds * float(random.normal(1.0, 0.03)))
+        return seconds
+
+    for tokens in (60, 60, 150, 2000, 60, 150) * 3:
+        for _ in range(100):
+            step(decodes(int(random.choice([1, 2, 3, 4, 8])), 300))
+        beside, start = decodes(int(random.choice([1, 4, 8, 16])), 400), 0
+        while start < tokens:
+            count = min(budget.left(beside, start), tokens - start)
+            prompt_tails.append(step([*beside, chunk(start, count)]))
+            start += count
+    assert max(prompt_tails) < 0.120
+    assert np.median(prompt_tails) > 0.080
+
+
+def test_the_scheduler_keeps_to_it() -> None:
+    """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms, as its clock says."""
+    harness = SchedulerHarness(slots=400, budget=256, max_num_seqs=4)
+    harness.scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=4, target_itl_s=0.020)
+    harness.submit(prompt(1, 8), 60)
+    harness.submit(prompt(2, 600), 4)
+    counts = []
+    while harness.scheduler.sequences:
+        harness.now += 0.001
+        plan: StepPlan = harness.scheduler.schedule(harness.now)
+        sampled: Sampled = harness.run_plan(plan)
+        harness.now += SimulatedMachine(per_token=2e-4).seconds(list(plan.pieces))
+        harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
+        while harness.answer():
+            pass
+        harness.receive_flush()
+        counts.append(plan.num_tokens)
+    assert max(counts[1:]) <= 110
+    assert 60 <= counts[3] <= 100
+    harness.settle()
+    harness.check_answers()

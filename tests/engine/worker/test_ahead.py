@@ -1,0 +1,214 @@
+"""Workers whose device runs ahead, over a real node and real gRPC: the streams are those of a device that does not, and
+nothing that a step under way uses goes back to the node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.worker.worker import Worker
+from pillion.types import SamplingParams, TokenLogprob
+from testbed.conditions import loop_turns, until
+from tests.support.ahead_backend import AheadBackend, watch
+from tests.support.fake_backend import FakeBackend, greedy
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
+
+INTERNAL, UNAVAILABLE = 13, 14
+Heard = list[tuple[list[int], list[TokenLogprob]]]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 13 + position * 7) % 97 for position in range(length)]
+
+
+@contextlib.asynccontextmanager
+async def ahead_workers(**flags: Any) -> AsyncIterator[tuple[Workers, AheadBackend]]:
+    """Both workers run ahead. At the end nothing is left, and nothing was taken from under a step."""
+    async with running_workers(backend=AheadBackend, **flags) as workers:
+        decode, prefill = workers.decode_backend, workers.prefill_backend
+        assert isinstance(decode, AheadBackend)
+        assert isinstance(prefill, AheadBackend)
+        found = watch(workers.kvnode.pool.ledger, decode, prefill)
+        yield workers, decode
+        await workers.quiet()
+        await until("the last landing", lambda: not (decode.under_way or prefill.under_way))
+        assert not found
+
+
+async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], **flags: Any) -> Answer:
+    ticket = await workers.ticket(tokens)
+    answer = await connection.submit(submit_of(key, ticket, tokens, **flags))
+    await until("the first token", lambda: answer.token_ids or answer.last)
+    await workers.release(ticket)
+    return answer
+
+
+async def over(answer: Answer) -> None:
+    await asyncio.wait_for(answer.over.wait(), 30)
+    assert answer.last is not None
+
+
+async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_the_tokens() -> None:
+    async with (
+        ahead_workers(prefill={"max_num_batched_prefill_tokens": 8}) as (workers, decode),
+        connected(workers) as connection,
+    ):
+        tokens = prompt(1, 45)
+        ticket = await workers.ticket(tokens)
+        span = workers.span(ticket, tokens, (16, 28))
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
+        assert [ack.end_tokens for ack in acks] == [16, 44]
+        answer = await connection.submit(submit_of(1, ticket, tokens, 60))
+        await over(answer)
+        await workers.release(ticket)
+        assert answer.token_ids == greedy(tokens, 60)
+        assert decode.steps[0] == 1, "the decode worker had but the last token to compute"
+        # All but the first token, or some fewer: a decode that has to wait for a slot lands first.
+        assert 30 < decode.resolved <= 59
+        assert decode.most_under_way == 2
+        assert workers.prefill_backend.most_under_way == 2  # type: ignore[attr-defined]
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "frequency_penalty": 1.0},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 5, "logprobs": 0},
+    {"temperature": 1.0, "min_tokens": 12, "top_p": 0.9},
+    {"temperature": 0.0, "logit_bias": {5: 3.0}},
+)
+
+
+async def all_kinds(workers: Workers) -> Heard:
+    """Streams of every kind of sampling, beside each other; one in three has stop ids."""
+
+    async def one(connection: Connection, key: int) -> Answer:
+        params = {"top_p": 1.0, "top_k": 0, "seed": key, **KINDS[key % len(KINDS)]}
+        stops = tuple(range(20)) if key % 3 == 0 else ()
+        answer = await start(
+            workers,
+            connection,
+            key,
+            prompt(key, 9),
+            max_tokens=30,
+            sampling=SamplingParams(**params),
+            stop_token_ids=stops,
+        )
+        await over(answer)
+        return answer
+
+    async with connected(workers) as connection:
+        answers = await asyncio.gather(*(one(connection, key) for key in range(2 * len(KINDS))))
+    return [(answer.token_ids, answer.logprobs) for answer in answers]
+
+
+async def test_every_kind_of_sampling_gives_the_same_streams_as_without() -> None:
+    flags = {"max_num_seqs": 8}
+    async with running_workers(decode=flags) as workers:
+        assert type(workers.decode_backend) is FakeBackend
+        expected = await all_kinds(workers)
+    async with ahead_workers(decode=flags) as (workers, decode):
+        assert await all_kinds(workers) == expected
+        assert decode.resolved
+    assert len({tuple(tokens) for tokens, _ in expected}) == len(expected)
+
+
+async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
+    async with (
+        ahead_workers(slots=40, decode={"max_num_seqs": 8}) as (workers, decode),
+        connected(workers) as connection,
+    ):
+        answers = await asyncio.gather(
+            *(start(workers, connection, key, prompt(key, 10), max_tokens=60) for key in range(6))
+        )
+        for key, answer in enumerate(answers):
+            await over(answer)
+            assert answer.token_ids == greedy(prompt(key, 10), 60)
+        assert sum(a.last.timings.preemptions for a in answers if a.last and a.last.timings) > 0
+        assert decode.resolved
+
+
+async def test_cancels_at_any_time_leak_nothing() -> None:
+    draw = Random(3)
+    async with ahead_workers(slots=120, decode={"max_num_seqs": 6}) as (workers, _), connected(workers) as connection:
+        for turn in range(12):
+            answers = [
+                await start(workers, connection, 10 * turn + key, prompt(key + turn, 6 + 5 * key), max_tokens=900)
+                for key in range(3)
+            ]
+            moment = draw.randrange(12)
+            await until("so many tokens", lambda: len(answers[-1].token_ids) >= moment)  # noqa: B023
+            for key in range(3):
+                await connection.cancel(10 * turn + key)
+            for key, answer in enumerate(answers):
+                received = list(answer.token_ids)
+                assert received == greedy(prompt(key + turn, 6 + 5 * key), len(received))
+        await until("the cancels", lambda: not workers.decode.worker.epoch.listeners)
+
+
+async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:
+    def fail(batch: StepBatch) -> None:
+        if batch.num_tokens == batch.num_seqs:
+            raise ArithmeticError("broken")
+
+    async with ahead_workers() as (workers, decode), connected(workers) as connection:
+        answer = await start(workers, connection, 1, prompt(1, 9), max_tokens=900)
+        decode.before_step = fail
+        await over(answer)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert answer.last.error.code == INTERNAL
+        assert answer.token_ids == greedy(prompt(1, 9), len(answer.token_ids))
+        decode.before_step = lambda batch: None
+        again = await start(workers, connection, 2, prompt(1, 9), max_tokens=8)
+        await over(again)
+        assert again.token_ids == greedy(prompt(1, 9), 8)
+
+
+async def returned(worker: Worker, old: int) -> None:
+    await until("the new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
+
+
+@pytest.mark.parametrize("gone", ["fenced", "closed"])
+async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
+    async with ahead_workers() as (workers, decode), connected(workers) as connection:
+        worker, pool = workers.decode.worker, workers.kvnode.pool
+        # They need a slot in different steps, so that one of them at least can always run.
+        answers = [await start(workers, connection, key, prompt(key, 8 + key), max_tokens=900) for key in range(1, 4)]
+        stuck, go = threading.Event(), threading.Event()
+
+        def hang(batch: StepBatch) -> None:
+            stuck.set()
+            assert go.wait(30)
+
+        decode.before_step = hang
+        await until("a step ahead of one that does not end", lambda: stuck.is_set() and len(decode.under_way) == 2)
+        old = worker.epoch.number
+        leaving: Callable[[], Any] = worker.close if gone == "closed" else worker.epoch.close
+        if gone == "fenced":
+            pool.ledger.fence(old)
+            await until("the end", lambda: worker.epoch.over)
+        left = asyncio.create_task(leaving())
+        await loop_turns(200)
+        assert not left.done()
+        assert len(decode.under_way) == 2
+        assert pool.ledger.holders[old].leased
+        go.set()
+        await asyncio.wait_for(left, 20)
+        assert not decode.under_way
+        if gone == "fenced":
+            await returned(worker, old)
+            again = await start(workers, connection, 9, prompt(1, 9), max_tokens=8)
+            await over(again)
+            assert again.token_ids == greedy(prompt(1, 9), 8)
+        for key, answer in enumerate(answers, 1):
+            assert answer.token_ids == greedy(prompt(key, 8 + key), len(answer.token_ids))

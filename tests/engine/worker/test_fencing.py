@@ -1,0 +1,387 @@
+"""A worker that its node has fenced: silent at once, drained, back under a new epoch over the same model and pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from pillion.config import WorkerFlags
+from pillion.engine.worker import worker_epoch
+from pillion.engine.worker.heartbeat import Heartbeats, Lease
+from pillion.engine.worker.worker import Worker
+from pillion.errors import DeadlineExceeded, Unavailable
+from pillion.kvstore.index.registry import Registry
+from pillion.v1.kvnode_pb2 import HeartbeatReply
+from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns, until
+from testbed.redis import running_redis
+from tests.support.fake_backend import FakeBackend, greedy
+from tests.support.workers import Answer, Workers, connected, running_workers, submit_of
+
+UNAVAILABLE = 14
+PROMPT = list(range(20))
+# Node and workers count a silence of this long.
+SHORT = {"heartbeat_timeout_ms": 300}
+# What a step takes on a device that has to compute something, in seconds.
+SLOW_STEP_S = 0.002
+# Longer than SHORT: the node counts silence in real time.
+WARM_UP_S = 1.0
+
+
+def fence(workers: Workers, worker: Worker) -> int:
+    """As after a silence; returns the epoch that is over."""
+    epoch = worker.epoch.number
+    workers.kvnode.pool.ledger.fence(epoch)
+    return epoch
+
+
+async def returned(worker: Worker, old: int) -> None:
+    await until("the new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
+
+
+async def lost(answer: Answer) -> None:
+    """Its end says: try elsewhere."""
+    await asyncio.wait_for(answer.over.wait(), 10)
+    assert answer.last is not None
+    assert answer.last.error is not None
+    assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
+
+
+def slow_steps(workers: Workers) -> None:
+    """A stream of 900 tokens lasts longer than what happens beside it."""
+    workers.decode_backend.before_step = lambda batch: time.sleep(SLOW_STEP_S)
+
+
+async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        slow_steps(workers)
+        worker = workers.decode.worker
+        ticket = await workers.ticket(PROMPT)
+        answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
+        await until("a token and the commits", lambda: answer.token_ids and len(workers.kvnode.pool.ledger.tree) >= 5)
+        old = fence(workers, worker)
+        await lost(answer)
+        received = list(answer.token_ids)
+        assert received == greedy(PROMPT, len(received))
+        await returned(worker, old)
+        assert workers.decode_backend.bound == 1, "the pool was bound again"
+        assert worker.attachment.epoch == old, "the attachment stands"
+        other = await workers.ticket(PROMPT)
+        assert other.pinned_blocks == 4, "what it had committed is found"
+        again = await connection.submit(submit_of(2, other, PROMPT, 30))
+        await asyncio.wait_for(again.over.wait(), 10)
+        assert again.token_ids == greedy(PROMPT, 30)
+        assert answer.token_ids == received, "an old epoch's stream emitted again"
+        await workers.release(ticket, other)
+        await workers.quiet()
+        assert (await workers.node.status()).quarantined_blocks == 0
+        # Once more: what was first attached is still what ends it all.
+        await returned(worker, fence(workers, worker))
+        await workers.decode.stop(0.0)
+        await until("the worker's end at the node", lambda: len(workers.kvnode.pool.ledger.holders) == 2)
+        await workers.quiet()
+
+
+async def test_a_fenced_prefill_worker_comes_back_too() -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 8}) as workers:
+        tokens = list(range(41))
+        ticket = await workers.ticket(tokens)
+        workers.prefill_backend.gate.clear()
+        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
+        await until("the span", lambda: workers.prefill.worker.epoch.listeners)
+        old = fence(workers, workers.prefill.worker)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        workers.prefill_backend.gate.set()
+        await returned(workers.prefill.worker, old)
+        span = workers.span(ticket, tokens, (16, 24))
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
+        assert [ack.end_tokens for ack in acks] == [16, 40]
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_it_says_drained_only_when_its_step_has_ended() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        worker, ticket = workers.decode.worker, await workers.ticket(PROMPT)
+        workers.decode_backend.gate.clear()
+        answer = await connection.submit(submit_of(1, ticket, PROMPT))
+        await until("a step at the gate", workers.decode_backend.waiting.is_set)
+        old = fence(workers, worker)
+        await lost(answer)
+        # The step may still store: nothing of it is free, and nobody else is let in.
+        late = await connection.submit(submit_of(2, ticket, PROMPT))
+        await lost(late)
+        books = await workers.node.status()
+        assert worker.epoch.over
+        assert (tuple(books.fenced_components), books.quarantined_blocks) == (("decode-0",), 6)
+        await workers.node.check_integrity()
+        workers.decode_backend.gate.set()
+        await returned(worker, old)
+        assert (await workers.node.status()).quarantined_blocks == 0
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_it_leaves_the_registry_and_enters_it_again() -> None:
+    with running_redis() as redis:
+        registry = Registry(redis.url, 5000)
+        # What it does not take out itself would stay for a minute.
+        flags = {"redis_url": redis.url, "heartbeat_timeout_ms": 60_000}
+        async with running_workers(decode=flags) as workers:
+
+            async def known() -> bool:
+                return "decode-0" in {component.component_id for component in await registry.components()}
+
+            async def unknown() -> bool:
+                return not await known()
+
+            await until("its record", known)
+            workers.decode_backend.gate.clear()
+            ticket = await workers.ticket(PROMPT)
+            async with connected(workers) as connection:
+                await connection.submit(submit_of(1, ticket, PROMPT))
+                await until("a step at the gate", workers.decode_backend.waiting.is_set)
+                fence(workers, workers.decode.worker)
+                await until("the end of its record", unknown)
+                workers.decode_backend.gate.set()
+                await until("its record again", known)
+            await workers.release(ticket)
+            await workers.quiet()
+        await registry.aclose()
+
+
+async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that was paused and has not asked yet: it may be fenced."""
+    async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
+        slow_steps(workers)
+        worker, asking = workers.decode.worker, asyncio.Event()
+        real = worker.node.heartbeat
+
+        async def unanswered(epoch: int, **options: Any) -> HeartbeatReply:
+            await asking.wait()
+            return await real(epoch, **options)
+
+        ticket = await workers.ticket(PROMPT)
+        answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
+        await until("a token", lambda: answer.token_ids)
+        monkeypatch.setattr(worker.node, "heartbeat", unanswered)
+        await until("the lease's end", lambda: worker.epoch.held_back)
+        # Everything has arrived that was sent before.
+        await loop_turns()
+        received = len(answer.token_ids)
+        # The stream has slots for so many steps, even if the first outcome that is held back asks for more.
+        await until("more outcomes", lambda: worker.epoch.held_back >= 3)
+        await loop_turns()
+        assert len(answer.token_ids) == received
+        asking.set()
+        await asyncio.wait_for(answer.over.wait(), 20)
+        assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or sent twice"
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+def test_a_lease_is_over_before_the_node_can_fence() -> None:
+    now = [100.0]
+    lease = Lease(5.0, lambda: now[0])
+    assert not lease.held(), "nobody has acknowledged anything yet"
+    lease.renew(99.0)
+    assert lease.held()
+    now[0] = 104.1
+    assert not lease.held(), "the node may have received it as early as it was begun"
+
+
+class SlowNode:
+    """Answers the first heartbeat late: we were paused meanwhile, say. ``now`` is the worker's clock."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.beats = 0
+
+    async def heartbeat(self, epoch: int) -> HeartbeatReply:
+        self.beats += 1
+        if self.beats == 1:
+            self.now += 0.3
+        return HeartbeatReply(fenced=False, recall_blocks=0)
+
+
+async def test_an_answer_to_an_old_question_renews_nothing() -> None:
+    node, held, failures = SlowNode(), list[bool](), list[object]()
+    lease = Lease(0.2, lambda: node.now)
+    heartbeat = Heartbeats(
+        WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
+        node,  # type: ignore[arg-type]
+        1,
+        lease,
+        describe=lambda: ComponentRecord(component_id="w", role="decode", address=""),
+        on_lost=failures.append,
+        on_fail=failures.append,
+        on_renewed=lambda: held.append(lease.held()),
+        on_recall=failures.append,
+    )
+    beating = asyncio.create_task(heartbeat.run())
+    await until("two answers", lambda: len(held) >= 2)
+    beating.cancel()
+    assert held[:2] == [False, True]
+    assert not failures
+
+
+async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        worker, answered, go_on = workers.decode.worker, asyncio.Event(), asyncio.Event()
+        real = worker.node.adopt
+
+        async def late(epoch: int, ticket_id: int, lease_blocks: int, **options: Any) -> Any:
+            adopted = await real(epoch, ticket_id, lease_blocks, **options)
+            answered.set()
+            await go_on.wait()
+            return adopted
+
+        monkeypatch.setattr(worker.node, "adopt", late)
+        # Short: one call leases all it needs.
+        ticket = await workers.ticket(PROMPT[:3])
+        answer = await connection.submit(submit_of(1, ticket, PROMPT[:3]))
+        await answered.wait()
+        await returned(worker, fence(workers, worker))
+        go_on.set()
+        await lost(answer)
+        again = await connection.submit(submit_of(2, ticket, PROMPT[:3], 10))
+        await asyncio.wait_for(again.over.wait(), 10)
+        assert again.token_ids == greedy(PROMPT[:3], 10)
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows which slots it moved. Not fenced yet, the worker is silent until it is."""
+    async with running_workers(node=SHORT, decode=SHORT) as workers, connected(workers) as connection:
+        worker = workers.decode.worker
+        old, real = worker.epoch.number, worker.node.commit
+
+        async def unanswered(epoch: int, runs: Any, **options: Any) -> Any:
+            await real(epoch, runs, **options)
+            raise DeadlineExceeded("no answer in time")
+
+        monkeypatch.setattr(worker.node, "commit", unanswered)
+        ticket = await workers.ticket(PROMPT)
+        answer = await connection.submit(submit_of(1, ticket, PROMPT))
+        await lost(answer)
+        monkeypatch.undo()
+        await returned(worker, old)
+        worker.check_open()
+        # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
+        other = await workers.ticket(PROMPT)
+        again = await connection.submit(submit_of(2, other, PROMPT))
+        await asyncio.wait_for(again.over.wait(), 10)
+        assert again.token_ids == greedy(PROMPT, 8)
+        await workers.release(ticket, other)
+        await workers.quiet()
+
+
+async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_epoch, "REATTACH_RETRY_S", 0.01)
+    async with running_workers() as workers:
+        asked = []
+
+        async def refused(epoch: int) -> int:
+            asked.append(epoch)
+            raise Unavailable("not now")
+
+        monkeypatch.setattr(workers.decode.worker.node, "reattach", refused)
+        old = fence(workers, workers.decode.worker)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
+        assert "no new epoch" in reason
+        assert asked == [old] * worker_epoch.MAX_REATTACH_TRIES
+        with pytest.raises(Unavailable):
+            workers.decode.worker.check_open()
+
+
+async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers:
+        worker = workers.decode.worker
+
+        async def never(epoch: int) -> int:
+            return await asyncio.Future()
+
+        monkeypatch.setattr(worker.node, "reattach", never)
+        fence(workers, worker)
+        await until("the fence to be noticed", lambda: worker.epoch.over)
+        await asyncio.wait_for(workers.decode.stop(0.0), 5)
+        await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
+        await workers.node.check_integrity()
+
+
+async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits for memory at the node makes a decode worker return slots of its stock while a stream runs."""
+    async with running_workers() as workers, connected(workers) as connection:
+        slow_steps(workers)
+        pool, returned, recalls = workers.kvnode.pool, list[int](), list[int]()
+        give_back, heartbeat = pool.give_back, pool.heartbeat
+
+        def record_slots(epoch: int, slots: Sequence[int]) -> None:
+            give_back(epoch, slots)
+            returned.extend(slots)
+
+        def record_recall(epoch: int) -> HeartbeatReply:
+            reply = heartbeat(epoch)
+            if reply.recall_blocks and epoch == workers.decode.worker.epoch.number:
+                recalls.append(reply.recall_blocks)
+            return reply
+
+        monkeypatch.setattr(pool, "give_back", record_slots)
+        monkeypatch.setattr(pool, "heartbeat", record_recall)
+        answers = []
+        for key in (1, 2, 3, 4):
+            prompt = [key, *PROMPT]
+            ticket = await workers.ticket(prompt)
+            answers.append(await connection.submit(submit_of(key, ticket, prompt, 900)))
+            await until("the first token", lambda: answers[-1].token_ids)
+            await workers.release(ticket)
+        # Slots of streams that end go to the stock, and the stock keeps them for others as long as nobody recalls them.
+        workers.decode_backend.gate.clear()
+        for key in (2, 3, 4):
+            await connection.cancel(key)
+        assert not returned
+        waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
+        await until("a heartbeat's answer with a recall that has arrived", lambda: len(recalls) >= 2)
+        workers.decode_backend.gate.set()
+        await until("slots of the stock", lambda: returned)
+        assert answers[0].last is None, "the stream still runs"
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await connection.cancel(1)
+        await workers.quiet()
+
+
+class SlowToWarm(FakeBackend):
+    """What it pays before its first step takes longer than a silence may last."""
+
+    def warm_up(self, max_tokens: int) -> None:
+        time.sleep(WARM_UP_S)
+
+
+async def test_a_worker_that_warms_up_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence counts from its first sign of life: it is neither fenced nor killed before it has begun."""
+    async with running_workers(node=SHORT, decode=SHORT, prefill=SHORT, backend=SlowToWarm) as workers:
+        pool, beats = workers.kvnode.pool, Counter[int]()
+        heartbeat = pool.heartbeat
+
+        def counted(epoch: int) -> HeartbeatReply:
+            beats[epoch] += 1
+            return heartbeat(epoch)
+
+        monkeypatch.setattr(pool, "heartbeat", counted)
+        epochs = [component.worker.attachment.epoch for component in (workers.prefill, workers.decode)]
+        await until("several heartbeats of each", lambda: all(beats[epoch] >= 4 for epoch in epochs))
+        assert not workers.kvnode.status().fenced_components
+        for component in (workers.prefill, workers.decode):
+            assert component.worker.epoch.number == component.worker.attachment.epoch
+        await workers.quiet()

@@ -1,0 +1,81 @@
+"""A worker's life around its streams: the node's end, the registry, stopping. Fencing: test_fencing.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pillion.config import DecodeFlags
+from pillion.decode_service.decode_server import start_decode
+from pillion.errors import ConfigError
+from pillion.kvstore.index.registry import Registry
+from testbed.conditions import until
+from testbed.redis import running_redis
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
+from tests.support.workers import BLOCK, connected, running_workers, submit_of
+
+UNAVAILABLE = 14
+PROMPT = list(range(20))
+
+
+async def test_the_nodes_end_is_the_workers_end() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        ticket = await workers.ticket(PROMPT)
+        answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
+        await until("a token", lambda: answer.token_ids)
+        await workers.kvnode.stop(0.0)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
+        assert "KV node" in reason
+        assert "KV node" in await asyncio.wait_for(workers.prefill.wait_failed(), 10)
+        await asyncio.wait_for(answer.over.wait(), 10)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
+
+
+async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
+        answer = await connection.submit(submit_of(1, tickets[0], PROMPT, 12))
+        await until("the stream", lambda: workers.decode.worker.epoch.listeners)
+        stopping = asyncio.create_task(workers.decode.stop(10.0))
+        await until("the stop to be noticed", lambda: workers.decode.worker.draining)
+        late = await connection.submit(submit_of(2, tickets[1], PROMPT))
+        await asyncio.wait_for(late.over.wait(), 10)
+        assert late.last is not None
+        assert late.last.error is not None
+        assert late.last.error.code == UNAVAILABLE
+        workers.decode_backend.gate.set()
+        await stopping
+        assert answer.token_ids == greedy(PROMPT, 12)
+        assert answer.last is not None
+        assert answer.last.error is None
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_the_registry_shows_the_worker_until_it_leaves() -> None:
+    with running_redis() as redis:
+        url = redis.url
+        async with running_workers(decode={"redis_url": url, "served_model_name": "shown"}) as workers:
+            registry = Registry(url, 5000)
+            (record,) = await until("the worker's record", registry.components)
+            assert record.component_id == "decode-0"
+            assert (record.role, record.model, record.address) == ("decode", "shown", workers.decode.address)
+            assert (record.node_id, record.vocab_size, record.block_size_tokens) == ("kvnode-0", VOCAB_SIZE, BLOCK)
+            assert record.max_model_len_tokens == 1024
+            assert bytes.fromhex(record.namespace) == workers.decode.worker.model.namespace()
+            await workers.decode.stop(0.0)
+            assert await registry.components() == []
+            await registry.aclose()
+
+
+async def test_a_worker_with_another_layout_is_refused_at_start() -> None:
+    async with running_workers() as workers:
+        flags = DecodeFlags(
+            attach_socket=str(workers.folder / "a.sock"), listen=f"unix:{workers.folder}/e.sock", block_size=8
+        )
+        with pytest.raises(ConfigError):
+            await start_decode(flags, backend_factory=factory(FakeBackend(8)))

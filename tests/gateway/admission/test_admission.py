@@ -1,0 +1,278 @@
+"""Bounds in all and for each tenant, turns, and what becomes of those who wait when something happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.links.cluster import Cluster
+from pillion.wire.registry import ComponentRecord
+from testbed.conditions import loop_turns
+
+A, B = Tenant(name="a"), Tenant(name="b")
+
+
+def refused(error: pytest.ExceptionInfo[Overloaded]) -> str:
+    (quota,) = error.value.quotas
+    return quota.subject
+
+
+async def turn(
+    admission: Admission, permit: AdmissionPermit, priority: int = 0, timeout_s: float | None = None
+) -> None:
+    now = time.monotonic()
+    await admission.turn(permit, "m", priority, now, None if timeout_s is None else now + timeout_s)
+
+
+async def settle() -> None:
+    await loop_turns(5)
+
+
+def test_bounds_in_all_and_for_each_tenant() -> None:
+    admission = Admission(8, 100)
+    mine = [admission.enter(A) for _ in range(4)]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(A)
+    assert refused(caught) == "a/max_inflight_requests"
+    theirs = [admission.enter(B) for _ in range(2)]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(B)
+    assert refused(caught) == "b/max_inflight_requests"
+    # Whoever floods, the next tenant finds room, as long as there is any.
+    theirs += [admission.enter(Tenant(name=name)) for name in "cd"]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter(Tenant(name="e"))
+    assert refused(caught) == "max_inflight_requests"
+    admission.weigh(mine[0], 40)
+    with pytest.raises(Overloaded) as caught:
+        admission.weigh(mine[1], 11)
+    assert refused(caught) == "a/max_inflight_tokens"
+    # One prompt of a tenant is always let in, as long as the gateway itself has room.
+    admission.weigh(theirs[0], 60)
+    with pytest.raises(Overloaded) as caught:
+        admission.weigh(theirs[1], 1)
+    assert refused(caught) == "max_inflight_tokens"
+    for permit in mine + theirs:
+        admission.leave(permit)
+    assert (admission.requests, admission.tokens, admission.running) == (0, 0, 0)
+    admission.enter(A)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]) -> None:
+    """Whatever comes and goes: the newcomer gets in, and those that flood go on to get theirs."""
+    admission = Admission(40, 4000)
+    inside: dict[str, list[AdmissionPermit]] = {name: [] for name in "abc"}
+    for name, goes in events:
+        if goes and inside[name]:
+            admission.leave(inside[name].pop())
+            continue
+        with contextlib.suppress(Overloaded):
+            while True:
+                inside[name].append(admission.enter(Tenant(name=name)))
+                admission.weigh(inside[name][-1], 100)
+    permit = admission.enter(Tenant(name="d"))
+    admission.weigh(permit, 100)
+    admission.leave(permit)
+    for permit in itertools.chain(*inside.values()):
+        admission.leave(permit)
+    assert (admission.requests, admission.tokens) == (0, 0)
+    assert not admission.requests_of
+    assert not admission.tokens_of
+
+
+def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
+    admission = Admission(8, 100)
+    small = Tenant(name="small", max_inflight_requests=2, max_inflight_tokens=5)
+    permits = [admission.enter(small) for _ in range(2)]
+    with pytest.raises(Overloaded):
+        admission.enter(small)
+    admission.weigh(permits[0], 4)
+    with pytest.raises(Overloaded):
+        admission.weigh(permits[1], 2)
+    with pytest.raises(InvalidRequest):
+        admission.enter(small, 3)
+    for _ in range(6):
+        admission.enter(OPEN)
+
+
+async def test_turns_are_by_rank_and_fair() -> None:
+    admission, order = Admission(100, 1000, lambda model: 1), []
+
+    async def one(name: str, tenant: Tenant, priority: int) -> None:
+        permit = admission.enter(tenant)
+        admission.weigh(permit, 10)
+        await turn(admission, permit, priority)
+        order.append(name)
+        await loop_turns(1)
+        admission.leave(permit, 5)
+
+    first = admission.enter(A)
+    await turn(admission, first)
+    asked = [("a1", A, 0), ("a2", A, 0), ("a3", A, -3), ("b1", B, 0), ("b2", B, 50)]
+    tasks = [asyncio.create_task(one(*arguments)) for arguments in asked]
+    await settle()
+    assert (admission.waiting, admission.running) == (5, 1)
+    admission.leave(first)
+    await asyncio.gather(*tasks)
+    assert [name for name in order if name.startswith("a")] == ["a3", "a1", "a2"]
+    assert order[:4] in (["a3", "b1", "a1", "b2"], ["b1", "a3", "b2", "a1"])
+    assert (admission.requests, admission.tokens, admission.running, admission.waiting) == (0, 0, 0, 0)
+
+
+async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
+    admission = Admission(10, 1000, lambda model: 1)
+    running, waits, stays = (admission.enter(A) for _ in range(3))
+    await turn(admission, running)
+    task = asyncio.create_task(turn(admission, waits))
+    other = asyncio.create_task(turn(admission, stays))
+    await settle()
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+    assert admission.waiting == 1
+    admission.leave(waits)
+    admission.leave(running)
+    await other
+    admission.leave(stays)
+    assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> None:
+    admission = Admission(10, 1000, lambda model: 1)
+    running, waits, stays = (admission.enter(A) for _ in range(3))
+    await turn(admission, running)
+    task, other = asyncio.create_task(turn(admission, waits)), asyncio.create_task(turn(admission, stays))
+    await settle()
+    # In both orders: the cancel after the grant, and before it.
+    admission.leave(running)
+    task.cancel()
+    await settle()
+    assert task.cancelled()
+    admission.leave(waits)
+    await other
+    third, fourth = (admission.enter(A) for _ in range(2))
+    task, other = asyncio.create_task(turn(admission, third)), asyncio.create_task(turn(admission, fourth))
+    await settle()
+    task.cancel()
+    admission.leave(stays)
+    await settle()
+    admission.leave(third)
+    await other
+    admission.leave(fourth)
+    assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
+
+
+async def test_a_request_with_many_answers_is_let_in_alone() -> None:
+    admission = Admission(10, 1000, lambda model: 2)
+    many = admission.enter(A, 4)
+    await turn(admission, many)
+    one = admission.enter(A)
+    task = asyncio.create_task(turn(admission, one))
+    await settle()
+    assert admission.waiting == 1
+    admission.leave(many)
+    await task
+    admission.leave(one)
+
+
+async def test_more_slots_are_seen_with_the_next_event() -> None:
+    slots = [1]
+    admission = Admission(10, 1000, lambda model: slots[0])
+    permits = [admission.enter(A) for _ in range(4)]
+    tasks = [asyncio.create_task(turn(admission, permit)) for permit in permits]
+    await settle()
+    assert admission.running == 1
+    slots[0] = 0
+    admission.leave(permits[0])
+    await asyncio.gather(*tasks)
+    assert admission.running == 3
+
+
+async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    admission = Admission(100, 1000, lambda model: 1)
+    monkeypatch.setattr("pillion.gateway.admission.admission.time.monotonic", lambda: clock[0])
+    permits = [admission.enter(A) for _ in range(8)]
+    for permit in permits:
+        admission.weigh(permit, 10)
+    tasks = [asyncio.create_task(admission.turn(permit, "m", 0, clock[0], None)) for permit in permits]
+    await settle()
+    for permit in permits[:5]:
+        clock[0] += 2.0
+        admission.leave(permit)
+        await settle()
+    # One runs and two wait: the third slot comes free after about six seconds.
+    late = admission.enter(A)
+    with pytest.raises(Overloaded) as caught:
+        await admission.turn(late, "m", 0, clock[0], clock[0] + 5.0)
+    assert refused(caught) == "deadline"
+    assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
+    # Another tenant is the next one.
+    other = admission.enter(B)
+    task = asyncio.create_task(admission.turn(other, "m", 0, clock[0], clock[0] + 5.0))
+    await settle()
+    assert not task.done()
+    admission.leave(permits[5])
+    await task
+    for waiting in tasks:
+        waiting.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_deadline_that_passes_in_the_queue() -> None:
+    admission = Admission(10, 1000, lambda model: 1)
+    running, waits = admission.enter(A), admission.enter(A)
+    await turn(admission, running)
+    with pytest.raises(DeadlineExceeded):
+        await turn(admission, waits, timeout_s=0.01)
+    assert admission.waiting == 0
+
+
+async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
+    slots, order = TenantSlots(2), []
+
+    async def job(tenant: Tenant) -> None:
+        async with slots.of(tenant):
+            order.append(tenant.name)
+            await loop_turns(1)
+
+    tasks = [asyncio.create_task(job(A)) for _ in range(20)]
+    tasks.append(asyncio.create_task(job(B)))
+    await asyncio.gather(*tasks)
+    assert order.index("b") == 2
+    kept, forgotten = slots.of(A), slots.of(B)
+    slots.keep({"a"})
+    assert slots.of(A) is kept
+    assert slots.of(B) is not forgotten
+
+
+async def test_workers_are_given_their_slots_and_some_more() -> None:
+    cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
+    assert cluster.request_slots("") == 0
+    worker = ComponentRecord(
+        component_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256
+    )
+    cluster.view.update([worker], 0.0)
+    assert cluster.request_slots("") == 100
+    small = replace(worker, component_id="d1", running_requests=0, free_seqs=4)
+    # Two gateways share the slots of one worker, and what is more: evenly, but for what the other one does not use.
+    me, other = (
+        ComponentRecord(component_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h")
+    )
+    for running, granted in ((50, 10), (10, 10), (3, 17), (0, 20)):
+        cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
+        assert cluster.request_slots("") == granted
+    # One that does not report its slots might have many.
+    cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
+    assert cluster.request_slots("") == 0

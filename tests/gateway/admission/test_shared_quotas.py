@@ -1,0 +1,244 @@
+"""Quotas over several gateways: Redis counts as the class does, one count for all, and the local one without Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import Overloaded, Unavailable
+from pillion.gateway.admission.quotas import Bucket
+from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.kvstore.index.redis_keys import buckets_of
+from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
+from testbed.conditions import until
+from testbed.redis import RedisServer, running_redis
+
+LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with running_redis() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def forgotten(server: RedisServer) -> None:
+    server.command("FLUSHALL")
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+# ---- the script and the class do the same ----------------------------------------------------------------------------
+
+steps = st.tuples(
+    st.floats(0, 90).map(lambda pause: round(pause, 3)),
+    st.sampled_from([1, 3, 60, 1000]),
+    st.one_of(st.none(), st.integers(0, 1500)),
+    st.integers(-200, 400),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@example(draws=[(0.0, 1, None, 5), (0.0, 1000, None, 1), (0.3, 1, 0, 1)])
+@given(st.lists(steps, max_size=25))
+def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:
+    """Whatever is asked, told and when, and whatever the rate becomes: the same answers, to the millisecond."""
+    clock = "local function now_ms() return tonumber(ARGV[4]) end\n"
+    script = (LUA / "common.lua").read_text() + clock + (LUA / "take_tokens.lua").read_text().replace("#ARGV / 3", "1")
+    bucket: Bucket | None = None
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        client.delete("bucket")
+        at_s = 1000.0
+        for pause_s, size, wanted, told in draws:
+            at_s += pause_s
+            answer = client.eval(
+                script, 1, "bucket", size, told, -1 if wanted is None else wanted, f"{at_s * 1000:.0f}"
+            )
+            bucket = Bucket(size, at_s) if bucket is None else bucket
+            bucket = bucket if bucket.per_minute == size else bucket.resized(size, at_s)
+            bucket.take(told, at_s)
+            wait_s = 0.0 if wanted is None else bucket.wait_s(wanted, at_s)
+            if wanted is not None and not wait_s:
+                bucket.take(wanted, at_s)
+            assert answer[0] == (1 if wait_s else 0)
+            assert answer[1] == pytest.approx(wait_s * 1000, abs=1.01)
+
+
+async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server: RedisServer) -> None:
+    buckets = SharedBuckets(server.url)
+    try:
+        assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 90)]) is None
+        # The first is taken from, the second is short: ten are left, and it gets 100 a minute.
+        short = await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 40)])
+        assert short is not None
+        assert short.place == 1
+        assert 17_000 < short.wait_ms <= 18_000
+        assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).place == 0
+        # Others have their own; no quota is no bucket; what is only told is taken without a question.
+        assert await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0, 0, 10**9)]) is None
+        assert await buckets.take("b", [BucketDemand(2, 5, None), BucketDemand(0)]) is None
+        assert (await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0)])) == Shortage(
+            0, pytest.approx(150_000, abs=1000)
+        )
+        left_ms = server.command("PTTL", buckets_of("a"))
+        assert 50_000 < left_ms <= 61_000
+        assert await buckets.take("c", [BucketDemand(60, 0, 1)]) is None
+        assert 1000 < server.command("PTTL", buckets_of("c")) <= 2001
+        # What somebody else has put there, or half of a bucket, is no count.
+        server.command("SET", buckets_of("d"), "x")
+        assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
+        server.command("HSET", buckets_of("d"), "1", "no bucket")
+        assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
+    finally:
+        await buckets.aclose()
+
+
+# ---- one count for all gateways --------------------------------------------------------------------------------------
+
+
+async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisServer) -> None:
+    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    tenant = Tenant(name="acme", requests_per_minute=3, tokens_per_minute=100)
+    try:
+        for quotas in (one, two):
+            quotas.take_request(tenant, now())
+            await quotas.confirm(tenant, 40, now())
+        # Here 60 are left, everywhere 20.
+        one.take_request(tenant, now())
+        with pytest.raises(Overloaded) as caught:
+            await one.confirm(tenant, 50, now())
+        assert [quota.subject for quota in caught.value.quotas] == ["acme/tokens_per_minute"]
+        assert 15_000 < caught.value.retry_after_ms <= 18_000
+        # That was the third request; a fourth is let in here and refused by the count of all.
+        two.take_request(tenant, now())
+        with pytest.raises(Overloaded) as caught:
+            await two.confirm(tenant, 1, now())
+        assert [quota.subject for quota in caught.value.quotas] == ["acme/requests_per_minute"]
+        # What was refused was not taken, here neither.
+        two.take_request(tenant, now())
+        two.take_request(tenant, now())
+        with pytest.raises(Overloaded):
+            two.take_request(tenant, now())
+        await one.confirm(Tenant(name="acme", tokens_per_minute=100), 20, now())
+    finally:
+        await one.aclose()
+        await two.aclose()
+
+
+async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
+    one, two = (SharedQuotas(SharedBuckets(server.url)) for _ in range(2))
+    tenant = Tenant(name="acme", tokens_per_minute=100)
+    try:
+        await one.confirm(tenant, 10, now())
+        one.spend(tenant, 80, now())
+        one.spend(tenant, 60, now())
+
+        async def refused() -> bool:
+            try:
+                await two.confirm(tenant, 1, now())
+            except Overloaded as error:
+                return error.retry_after_ms > 20_000
+            return False
+
+        await until("the reports of both answers to be counted", refused)
+        # A prompt that was not served comes back.
+        one.spend(tenant, -150, now())
+
+        async def served() -> bool:
+            with contextlib.suppress(Overloaded):
+                await two.confirm(tenant, 50, now())
+                return True
+            return False
+
+        await until("the prompt that came back to be counted", served)
+    finally:
+        await one.aclose()
+        await two.aclose()
+
+
+async def test_the_last_answers_are_told_at_the_end(server: RedisServer) -> None:
+    quotas, tenant = SharedQuotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
+    quotas.spend(tenant, 30, now())
+    await quotas.aclose()
+    buckets = SharedBuckets(server.url)
+    assert (await buckets.take("acme", [BucketDemand(0), BucketDemand(10, 0, 1)])).place == 1
+    await buckets.aclose()
+
+
+async def test_who_has_no_quota_costs_no_call(server: RedisServer) -> None:
+    quotas = SharedQuotas(SharedBuckets(server.url))
+    quotas.take_request(OPEN, now())
+    await quotas.confirm(OPEN, 10**9, now())
+    await quotas.confirm(OPEN, None, now())
+    quotas.spend(OPEN, 10**9, now())
+    await quotas.aclose()
+    assert server.command("KEYS", "*") == []
+
+
+# ---- without Redis ---------------------------------------------------------------------------------------------------
+
+
+async def test_without_redis_the_local_count_decides(caplog: pytest.LogCaptureFixture) -> None:
+    tenant = Tenant(name="acme", requests_per_minute=4, tokens_per_minute=100)
+    with running_redis() as redis_server:
+        quotas, other = (SharedQuotas(SharedBuckets(redis_server.url)) for _ in range(2))
+        await other.confirm(tenant, 60, now())
+        await quotas.confirm(tenant, 10, now())
+        with redis_server.stopped(), caplog.at_level(logging.WARNING, "pillion.gateway"):
+            # 30 are left over all, 90 by the local count.
+            for _ in range(2):
+                quotas.take_request(tenant, now())
+                await quotas.confirm(tenant, 40, now())
+            assert caplog.text.count("counted by this gateway alone") == 1
+            with pytest.raises(Overloaded, match="tokens_per_minute"):
+                await quotas.confirm(tenant, 40, now())
+            quotas.spend(tenant, 5, now())
+
+        async def together() -> bool:
+            buckets = SharedBuckets(redis_server.url)
+            try:
+                return (await buckets.take("acme", [BucketDemand(4, 0, 0), BucketDemand(100, 0, 100)])) is not None
+            except Unavailable:
+                return False
+            finally:
+                await buckets.aclose()
+
+        await until("the quota of both gateways to be used up in Redis", together)
+        # It decides again as soon as it answers.
+        free = Tenant(name="acme", tokens_per_minute=1000)
+
+        async def asked_again() -> bool:
+            await quotas.confirm(free, 1, now())
+            return quotas.redis_answers
+
+        await until("a call that the breaker lets through", asked_again)
+        redis_server.kill()
+        await quotas.confirm(free, 1, now())
+        assert not quotas.redis_answers
+        await quotas.aclose()
+        await other.aclose()
+
+
+async def test_a_gateway_without_redis_counts_for_itself() -> None:
+    quotas, tenant = SharedQuotas(), Tenant(name="acme", requests_per_minute=1, tokens_per_minute=10)
+    quotas.take_request(tenant, 0.0)
+    await quotas.confirm(tenant, 10, 0.0)
+    await quotas.confirm(tenant, None, 0.0)
+    quotas.spend(tenant, 5, 0.0)
+    with pytest.raises(Overloaded):
+        quotas.take_request(tenant, 0.0)
+    quotas.keep(())
+    quotas.take_request(tenant, 0.0)
+    await quotas.aclose()

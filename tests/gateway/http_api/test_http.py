@@ -1,0 +1,262 @@
+"""The HTTP port over real sockets, with scripted peers: pages, errors, ids, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pillion import errors
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
+from pillion.gateway.http_api.http_errors import from_pillion
+from testbed.conditions import until
+from tests.support.fake_components import FINGERPRINT, MAX_LEN, running_fake_cluster
+from tests.support.http import call, connected, request_bytes, send
+
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "toy", "prompt": "hi"}
+
+
+async def test_pages() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        health, version = await call(address, "/health"), await call(address, "/version")
+        assert (health.status, health.json) == (200, {"status": "ok"})
+        assert version.json["version"]
+        models = (await call(address, "/v1/models")).json
+        (model,) = models["data"]
+        assert (models["object"], model["id"], model["object"], model["max_model_len"]) == (
+            "list",
+            "toy",
+            "model",
+            MAX_LEN,
+        )
+        assert (await call(address, "/v1/models/toy")).json == model
+        for path in ("/v1/models/other", "/v1/models/a/b"):
+            missing = await call(address, path)
+            assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        head = await call(address, "/health", method="HEAD")
+        assert (head.status, head.body) == (200, b"")
+
+
+async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        for path in ("/", "/v1", "/v1/completions/", "/v1/embeddings", "/%00"):
+            reply = await call(address, path)
+            assert (reply.status, reply.error["code"]) == (404, "not_found")
+        for path, method in (("/v1/completions", "GET"), ("/v1/chat/completions", "PUT"), ("/health", "DELETE")):
+            reply = await call(address, path, method=method)
+            assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+            assert reply.headers["x-request-id"]
+
+
+async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        named = await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})
+        assert named.headers["x-request-id"] == "bench/1:a.b-c_d"
+        assert named.json["id"] == "cmpl-bench/1:a.b-c_d"
+        assert fakes.decode.submits[-1].request_id == "bench/1:a.b-c_d"
+        # It is a label: the same one again is another request.
+        assert (await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})).status == 200
+        made = [(await call(address, "/v1/completions", TEXT)).headers["x-request-id"] for _ in range(2)]
+        assert len(set(made)) == 2
+        for bad in ("x" * 129, "a b", "ä", "a;b"):
+            refused = await call(address, "/v1/completions", TEXT, {"X-Request-Id": bad})
+            assert (refused.status, refused.error["param"]) == (400, "X-Request-Id")
+            assert refused.headers["x-request-id"].startswith("req-")
+        wrong = await call(address, "/v1/completions", {"model": "toy"}, {"X-Request-Id": "w"})
+        assert (wrong.status, wrong.headers["x-request-id"]) == (400, "w")
+
+
+async def test_bodies_are_bounded_before_they_are_read() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        # Announced: nothing of it needs to be sent.
+        async with connected(address) as (reader, writer):
+            head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": str(MAX_BODY_BYTES + 1)})
+            writer.write(head)
+            assert (await reader.readline()).split()[1] == b"413"
+        # Not announced: as soon as it is too much.
+        async with connected(address) as (reader, writer):
+            head = request_bytes("POST", "/v1/completions", b"").replace(
+                b"Content-Length: 0", b"Transfer-Encoding: chunked"
+            )
+            writer.write(head)
+            chunk = b"%x\r\n" % 2**20 + b" " * 2**20 + b"\r\n"
+            for _ in range(MAX_BODY_BYTES // 2**20 + 1):
+                writer.write(chunk)
+            assert (await reader.readline()).split()[1] == b"413"
+        large = {"model": "toy", "prompt": "x" * (MAX_BODY_BYTES - 100)}
+        assert (await call(address, "/v1/completions", large)).status == 400
+        long_header = await call(address, "/v1/completions", TEXT, {"X-Filler": "x" * 100_000})
+        assert (long_header.status, long_header.headers["connection"]) == (431, "close")
+        async with connected(address) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nX-Filler: " + b"x" * 40_000)
+            assert (await reader.readline()).split()[1] == b"400"
+        assert (await call(address, "/v1/completions", TEXT)).status == 200
+
+
+async def test_only_json_is_taken() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        for headers in ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Content-Encoding": "gzip"}):
+            assert (await call(address, "/v1/completions", TEXT, headers)).status == 415
+        charset = {"Content-Type": "application/JSON; charset=utf-8"}
+        assert (await call(address, "/v1/completions", TEXT, charset)).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'\xef\xbb\xbf{"prompt": "x"}',
+        b'{"prompt": "x"} {}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": 1' + b"0" * 6000 + b"}",
+        b'{"prompt": "x", "logit_bias": {"1' + b"0" * 5000 + b'": 1}}',
+        b'{"prompt": [1' + b"0" * 30 + b"]}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "x", "metadata": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+        b'{"prompt": "x", "stream": "true"}',
+        b'{"prompt": "x", "n": true}',
+        b'{"prompt": "x", "n": 1.5}',
+    ],
+    ids=lambda body: body[:40].decode("latin-1"),
+)
+async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, fakes) -> None:
+    reply = await call(fakes.gateway.http_address, "/v1/completions", body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert (await call(fakes.gateway.http_address, "/v1/completions", TEXT)).status == 200
+
+
+@pytest.fixture
+async def fakes():
+    async with running_fake_cluster() as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequest("x"), 400, "invalid_value"),
+        (errors.Unauthenticated("x"), 401, "invalid_api_key"),
+        (errors.PermissionDenied("x"), 403, "permission_denied"),
+        (errors.NotFound("x"), 404, "not_found"),
+        (errors.Conflict("x"), 409, "conflict"),
+        (errors.Overloaded("x"), 429, "rate_limit_exceeded"),
+        (errors.Cancelled("x"), 499, "cancelled"),
+        (errors.Internal("x"), 500, "internal_error"),
+        (errors.Unavailable("x"), 503, "unavailable"),
+        (errors.DeadlineExceeded("x"), 504, "deadline_exceeded"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_its_status(error: errors.PillionError, status: int, code: str) -> None:
+    answer = from_pillion(error, {})
+    assert (answer.status, answer.code) == (status, code)
+    expected = {429: {b"retry-after", b"retry-after-ms"}, 503: {b"retry-after", b"retry-after-ms"}}
+    assert {name for name, _ in answer.headers()} == (expected | {401: {b"www-authenticate"}}).get(status, set())
+
+
+def test_no_error_is_forgotten() -> None:
+    assert {from_pillion(kind("x"), {}).status for kind in errors.BY_CODE.values()} >= {
+        400,
+        401,
+        403,
+        404,
+        409,
+        429,
+        503,
+    }
+
+
+def test_waits_are_told_in_whole_seconds_and_in_milliseconds() -> None:
+    headers = dict(from_pillion(errors.Overloaded("x", 1500), {}).headers())
+    assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
+
+
+def test_fields_are_named_as_the_client_spelled_them() -> None:
+    error = InvalidRequest.of(FieldViolation("sampling.stop[2]", "empty"), FieldViolation("text", "long"))
+    answer = from_pillion(error, {"text": "prompt"})
+    assert (answer.param, answer.message) == ("stop[2]", "stop[2]: empty; prompt: long")
+
+
+async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
+    async with running_fake_cluster(max_inflight_requests=1) as fakes:
+        address = fakes.gateway.http_address
+        fakes.decode.gate.clear()
+        first = asyncio.create_task(call(address, "/v1/completions", TEXT))
+        await until("a submit", lambda: fakes.decode.submits)
+        full = await call(address, "/v1/chat/completions", CHAT)
+        assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded")
+        assert (full.headers["retry-after"], full.headers["retry-after-ms"]) == ("1", "1000")
+        fakes.decode.gate.set()
+        assert (await first).status == 200
+        await fakes.settled()
+    async with running_fake_cluster(roles="kvnode") as fakes:
+        address = fakes.gateway.http_address
+        assert (await call(address, "/health")).status == 503
+        assert (await call(address, "/v1/models")).json["data"] == []
+        gone = await call(address, "/v1/completions", TEXT)
+        assert (gone.status, gone.error["type"], gone.headers["retry-after"]) == (503, "server_error", "1")
+        await fakes.settled()
+
+
+async def test_tokens_there_and_back() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        text = "Größe 北京"
+        tokenized = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "return_token_strs": True})).json
+        assert tokenized["count"] == len(tokenized["tokens"]) == len(text.encode())
+        assert (tokenized["max_model_len"], tokenized["token_strs"][0]) == (MAX_LEN, "G")
+        assert tokenized["token_strs"][2] == "bytes:\\xc3"
+        back = await call(address, "/detokenize", {"model": "toy", "tokens": tokenized["tokens"]})
+        assert back.json == {"prompt": text}
+        bare = (await call(address, "/tokenize", {"model": "toy", "prompt": text, "add_special_tokens": False})).json
+        assert bare["tokens"] == tokenized["tokens"], "this tokenizer adds none"
+        chat = (await call(address, "/tokenize", {"messages": CHAT["messages"]})).json
+        await call(address, "/v1/chat/completions", CHAT)
+        assert chat["tokens"] == fakes.decode.submits[-1].token_ids
+        assert chat["token_strs"] is None
+        assert (await call(address, "/detokenize", {"tokens": []})).json == {"prompt": ""}
+        wrong = {
+            "/tokenize": [{}, {"prompt": "x", **CHAT}, {"prompt": "x", "add_special_tokens": 1}, {"prompt": 5}],
+            "/detokenize": [{}, {"tokens": [259]}, {"tokens": [-1]}, {"tokens": ["a"]}, {"tokens": "a"}],
+        }
+        for path, bodies in wrong.items():
+            for body in bodies:
+                assert (await call(address, path, body)).status == 400, body
+
+
+async def test_pipelined_and_repeated_requests_on_one_connection() -> None:
+    async with running_fake_cluster() as fakes:
+        body = json.dumps(TEXT).encode()
+        one = request_bytes("POST", "/v1/completions", body, {"Connection": "keep-alive"})
+        last = request_bytes("POST", "/v1/completions", body)
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            writer.write(one + one + last)
+            answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200 OK") == 3
+        assert answers.count(f"fp_{FINGERPRINT[:10]}".encode()) == 3
+        await fakes.settled()
+
+
+async def test_garbage_on_the_wire_is_answered_or_dropped(fakes) -> None:
+    address = fakes.gateway.http_address
+    for raw in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
+        assert (await send(address, raw)).status == 400
+    assert (await call(address, "/health")).status == 200

@@ -1,0 +1,224 @@
+"""Every field of OpenAI's requests, one by one: it does something, or it is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, ChatBody, CompletionBody, unsupported_fields
+from pillion.gateway.http_api.openai_requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_PROMPTS,
+    chat_request,
+    completion_request,
+)
+from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
+from pillion.types import ChatMessage, SamplingParams
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 7,
+    "min_p": 0.125,
+    "seed": -(2**63),
+    "max_tokens": 9,
+    "min_tokens": 3,
+    "n": 2,
+    "best_of": 4,
+    "ignore_eos": True,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -2,
+    "frequency_penalty": 2,
+}
+
+
+def complete(**fields: Any):
+    return completion_request(json.dumps({"prompt": "x", **fields}).encode(), "r")
+
+
+def chat(**fields: Any):
+    return chat_request(json.dumps({"messages": MESSAGES, **fields}).encode(), "r")
+
+
+def refusal(read, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_fields_arrive(read, name: str) -> None:
+    before, after = read().requests[0].sampling, read(**{name: SAMPLING[name]}).requests[0].sampling
+    assert getattr(after, name) == SAMPLING[name]
+    assert after != before
+    assert refusal(read, **{name: "x"}).param == name
+    assert getattr(read(**{name: None}).requests[0].sampling, name) == getattr(before, name)
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_the_others_arrive(read) -> None:
+    request = read(model="m", cache_salt="s", priority=-5, user="me").requests[0]
+    assert (request.model, request.cache_salt, request.priority, request.request_id) == ("m", "s", -5, "r")
+    sampling = read(stop="a", stop_token_ids=[5], logit_bias={"7": -1, "8": 0.5}).requests[0].sampling
+    assert (sampling.stop, sampling.stop_token_ids, sampling.logit_bias) == (("a",), (5,), {7: -1.0, 8: 0.5})
+    assert read(stop=["a", "b"]).requests[0].sampling.stop == ("a", "b")
+    assert read(stop=None, logit_bias=None, stop_token_ids=None).requests[0] == read().requests[0]
+    assert refusal(read, user="u" * 513).param == "user"
+
+
+def test_what_nobody_said_is_nobodys() -> None:
+    assert chat().requests[0].sampling == SamplingParams()
+    assert complete().requests[0].sampling == SamplingParams(max_tokens=DEFAULT_COMPLETION_TOKENS)
+    assert complete(min_tokens=40).requests[0].sampling.max_tokens == 40
+    assert not any((chat().stream, chat().include_usage, chat().logprobs, complete().echo))
+
+
+def test_lengths_and_logprobs_of_a_conversation() -> None:
+    assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
+    assert chat(max_completion_tokens=5, max_tokens=5).requests[0].sampling.max_tokens == 5
+    assert refusal(chat, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
+    assert chat(max_tokens=5).names.get("sampling.max_tokens") is None
+    assert chat(max_completion_tokens=5).names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(logprobs=True).requests[0].sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
+    assert chat(logprobs=False).requests[0].sampling.logprobs is None
+    assert refusal(chat, top_logprobs=3).param == "top_logprobs"
+    assert refusal(chat, logprobs=3).param == "logprobs"
+
+
+def test_echo_and_logprobs_of_a_completion() -> None:
+    assert complete(logprobs=3).requests[0].sampling.logprobs == 3
+    assert complete(echo=True).echo
+    assert refusal(complete, echo=True, logprobs=1).param == "logprobs"
+    assert refusal(complete, logprobs=True).param == "logprobs"
+    assert refusal(complete, suffix="tail").param == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("text", ["text"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2, 3], [(1, 2, 3)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+    ],
+    ids=str,
+)
+def test_prompts(prompt: Any, read: list[Any]) -> None:
+    requests = complete(prompt=prompt).requests
+    assert [request.token_ids or request.text for request in requests] == read
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, [], [1, "a"], [[1], "a"], [[]], ["a", ""], [1.5], [True], [[["a"]]]], ids=str
+)
+def test_wrong_prompts(prompt: Any) -> None:
+    assert refusal(complete, prompt=prompt).param.startswith("prompt")
+
+
+def test_too_many_of_anything_is_refused() -> None:
+    assert "at most" in refusal(complete, prompt=["a"] * (MAX_PROMPTS + 1)).message
+    assert "more than" in refusal(complete, prompt=[[1]] * (MAX_PROMPTS + 1)).message
+    assert "more than" in refusal(complete, prompt=[1] * (MAX_PROMPT_IDS + 1)).message
+    assert refusal(chat, messages=MESSAGES * (MAX_MESSAGES + 1)).param == "messages"
+    assert refusal(complete, stop=["x" * 200] * 500).param == "stop"
+    assert refusal(complete, stop_token_ids=list(range(5000))).param == "stop_token_ids"
+    assert refusal(complete, logit_bias={str(n): 1 for n in range(20_000)}).param == "logit_bias"
+
+
+def test_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    received = {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": None, "annotations": []}
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}, received]
+    assert chat(messages=messages).requests[0].messages == (
+        ChatMessage("system", "be brief"),
+        ChatMessage("user", "a\nb"),
+        ChatMessage("assistant", "ok"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": 5, "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "messages[0].name"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0].type",
+        ),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, "messages[0].content[0].cache"),
+        ("hello", "messages[0]"),
+    ],
+    ids=str,
+)
+def test_wrong_messages(message: Any, param: str) -> None:
+    assert refusal(chat, messages=[message]).param == param
+
+
+def test_no_messages() -> None:
+    assert refusal(chat, messages=[]).param == "messages"
+    assert refusal(chat, messages=None).param == "messages"
+    assert refusal(chat, messages="hi").param == "messages"
+
+
+def test_stream_options() -> None:
+    assert chat(stream=True).stream
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
+    chat(stream=True, stream_options={"include_obfuscation": False})
+    chat(stream=False, stream_options=None)
+    assert refusal(chat, stream_options={"include_usage": True}).param == "stream_options"
+    assert refusal(chat, stream=True, stream_options={"x": 1}).param == "stream_options.x"
+    obfuscated = refusal(chat, stream=True, stream_options={"include_obfuscation": True})
+    assert obfuscated.param == "stream_options.include_obfuscation"
+
+
+def undone(kind: type[Any]) -> tuple[str, ...]:
+    return unsupported_fields(READ_AS[kind])
+
+
+@pytest.mark.parametrize("name", undone(ChatBody))
+def test_what_a_conversation_cannot_have(name: str) -> None:
+    check_undone(chat, name)
+
+
+@pytest.mark.parametrize("name", undone(CompletionBody))
+def test_what_a_completion_cannot_have(name: str) -> None:
+    check_undone(complete, name)
+
+
+def check_undone(read, name: str) -> None:
+    """Null and what asks for nothing pass; everything else is refused, by name and with OpenAI's code."""
+    for harmless in (None, *HARMLESS.get(name, ())):
+        assert read(**{name: harmless}).requests == read().requests
+    for wanted in ("auto!", 17, 0, [1], {"type": "json_object"}, "x" * 10_000):
+        error = refusal(read, **{name: wanted})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_unknown_fields_are_refused_by_name(read) -> None:
+    error = refusal(read, temprature=1)
+    assert (error.param, error.code) == ("temprature", "unknown_parameter")
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    for read, name in ((completion_request, "prompt"), (chat_request, "messages")):
+        with pytest.raises(ApiError) as caught:
+            read(b"{}", "r")
+        assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")

@@ -1,0 +1,146 @@
+"""What strangers may cost: connections that ask nothing, messages that swell, bodies by the thousand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.http_api import http_call
+from pillion.gateway.http_api.http_call import HttpCall
+from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, running_fake_cluster
+from tests.support.http import call, connected, request_bytes
+from tests.support.loop_clock import turn_clock
+
+KEY = "plk-" + "k" * 43
+TIMEOUT_S = 20.0
+TEXT = {"prompt": "x"}
+
+
+@contextlib.asynccontextmanager
+async def guarded(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeCluster]:
+    path = folder / "keys.toml"
+    path.write_text(f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(KEY)}"\n')
+    monkeypatch.setenv("PILLION_API_KEY", KEY)
+    async with running_fake_cluster("abc", api_keys=str(path)) as fakes:
+        yield fakes
+
+
+async def closed(reader: asyncio.StreamReader) -> None:
+    """Returns when the server has closed the connection."""
+    with contextlib.suppress(ConnectionError):
+        while await asyncio.wait_for(reader.read(2**16), TIMEOUT_S):
+            pass
+
+
+async def test_a_strangers_message_is_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal comes before any message was sent."""
+    async with guarded(tmp_path, monkeypatch) as fakes, open_channel(fakes.gateway.grpc_address) as channel:
+        for name in ("Generate", "ListModels", "GetStatus"):
+            path = f"/pillion.v1.Gateway/{name}"
+            silent = channel.stream_unary(path)(timeout=TIMEOUT_S)
+            assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED, name
+            large = channel.unary_unary(path)(b"\xff" * (MAX_MESSAGE_BYTES - 10), timeout=TIMEOUT_S)
+            assert await large.code() is grpc.StatusCode.UNAUTHENTICATED, name
+
+
+async def test_a_message_that_swells_is_refused_as_it_came() -> None:
+    """gRPC would decompress it, and look at its size then."""
+    message = b"\xfa\x06\x80\x80\x80\x20" + bytes(2**26)
+    options = [("grpc.max_send_message_length", -1)]
+    async with running_fake_cluster("abc") as fakes:
+        for packing in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+            address = fakes.gateway.grpc_address
+            async with grpc.aio.insecure_channel(address, options=options, compression=packing) as channel:
+                asked = channel.unary_unary("/pillion.v1.Gateway/ListModels")(message, timeout=TIMEOUT_S)
+                assert await asked.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await fakes.client.models()
+
+
+async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.HEAD_TIMEOUT_S", 0.3)
+    async with running_fake_cluster("abc") as fakes:
+        address = fakes.gateway.http_address
+        whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
+        for sent in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+            async with connected(address) as (reader, writer):
+                writer.write(sent)
+                await closed(reader)
+        # The same behind a request that was good; an answer may take longer than that.
+        async with connected(address) as (reader, writer):
+            fakes.decode.gate.clear()
+            writer.write(whole)
+            await until("a submit", lambda: fakes.decode.submits)
+            await turn_clock(0.5)
+            fakes.decode.gate.set()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"GET / HT")
+            await closed(reader)
+        # And who waits between two requests is not cut by it.
+        async with connected(address) as (reader, writer):
+            for _ in range(2):
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
+                await turn_clock(0.5)
+        await fakes.settled()
+
+
+async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.STALL_TIMEOUT_S", 0.3)
+    async with running_fake_cluster("abc") as fakes:
+        connections = fakes.gateway.http.connections
+        async with connected(fakes.gateway.http_address) as (reader, writer):
+            await until("a connection", lambda: connections)
+            (connection,) = connections
+            # As its transport says when what is written stays there; in time, and then not.
+            connection.pause_writing()
+            connection.resume_writing()
+            await turn_clock(0.5)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
+            connection.pause_writing()
+            await closed(reader)
+
+
+async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.SPARE_CONNECTIONS", 2)
+    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
+        address = fakes.gateway.http_address
+        http = fakes.gateway.http
+        for _ in range(5):
+            await stack.enter_async_context(connected(address))
+        await until("five connections", lambda: len(http.connections) == 5)
+        assert (await call(address, "/health")).status == 503
+        await stack.enter_async_context(connected(address))
+        await until("six connections", lambda: len(http.connections) == 6)
+        reader, _ = await stack.enter_async_context(connected(address))
+        await closed(reader)
+        await stack.aclose()
+        await until("all connections to end", lambda: not http.connections)
+        assert (await call(address, "/health")).status == 200
+
+
+async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_call, "MAX_BODIES_BYTES", 100_000)
+    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
+        address = fakes.gateway.http_address
+        head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": "500000"})
+        first = (await stack.enter_async_context(connected(address)))[1]
+        first.write(head + b" " * 60_000)
+        await until("60,000 bytes of bodies", lambda: HttpCall.bodies_bytes >= 60_000)
+        reader, second = await stack.enter_async_context(connected(address))
+        second.write(head + b" " * 60_000)
+        assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 429 ")
+        # What comes in one piece is served.
+        assert (await call(address, "/v1/completions", TEXT)).status == 200
+        await stack.aclose()
+        await until("no body to be read any more", lambda: not HttpCall.bodies_bytes)
+        await fakes.settled()

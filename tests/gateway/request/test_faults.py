@@ -1,0 +1,377 @@
+"""Parts lost, clients gone, time over: an answer goes on whole or ends clearly, and nothing stays held (I1, I6, I8)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
+from pillion.errors import Conflict, Internal, NotFound
+from pillion.gateway.links.cluster import Served
+from pillion.gateway.request import component_calls as calls
+from pillion.gateway.request import request_machine as machine
+from pillion.gateway.request import runner
+from testbed.conditions import until
+from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster
+
+PROMPT = "What is the capital of France?"
+SCRIPT = "Paris, naturally — 巴黎. " * 3
+
+
+async def read(stream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def whole(fakes: FakeCluster, deltas: list[Delta], replays: int) -> None:
+    """Every token once, in order, and the books right."""
+    assert text_of(deltas) == line_text(fakes)
+    assert [one for delta in deltas for one in delta.token_ids] == list(fakes.decode.script)
+    last = deltas[-1]
+    assert last.finish_reason is FinishReason.STOP
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (30, len(fakes.decode.script))
+    timings = last.timings
+    assert timings.replays == replays
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 30
+
+
+def line_text(fakes: FakeCluster) -> str:
+    from testbed.toy_tokenizer import byte_tokenizer
+
+    return byte_tokenizer().decode(list(fakes.decode.script))
+
+
+# ---- parts lost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [1, 7, 20, 60])
+async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.break_after = after
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        first, second = fakes.decode.submits
+        assert (first.attempt, second.attempt) == (1, 2)
+        assert second.sampling == first.sampling
+        assert tuple(second.token_ids) == (*first.token_ids, *fakes.decode.script[: after - 1])
+        assert second.prompt_tokens == 30
+        assert [opened.resume for opened in fakes.node.opened] == [False, True]
+        await fakes.settled()
+
+
+async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.break_after = 300
+        answers = await asyncio.gather(*(read(fakes.client.generate(PROMPT)) for _ in range(12)))
+        for deltas in answers:
+            assert text_of(deltas) == line_text(fakes)
+        assert sum(deltas[-1].timings.replays for deltas in answers) >= 1
+        await fakes.settled()
+
+
+async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        served, looks = fakes.gateway.cluster.served, 0
+
+        def counted(*model: str) -> Served:
+            nonlocal looks
+            looks += 1
+            return served(*model)
+
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
+        await fakes.servers["decode"].stop(0)
+        monkeypatch.setattr(fakes.gateway.cluster, "served", counted)
+        await until("three looks for a worker", lambda: looks >= 3)
+        assert not reading.done()
+        await start_decode_again(fakes)
+        whole(fakes, await reading, replays=1)
+        await fakes.settled()
+
+
+async def start_decode_again(fakes: FakeCluster) -> None:
+    from pillion.net import rpc
+    from pillion.v1 import decode_pb2_grpc
+
+    def add(server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(fakes.decode, server)
+
+    fakes.servers["decode"].server = (
+        await rpc.start_server(f"unix:{fakes.folder}/decode.sock", [("pillion.v1.Decode", add)])
+    ).server
+
+
+async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MAX_COMPONENT_WAIT_S", 0.2)
+    async with running_fake_cluster(SCRIPT) as fakes:
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
+        await fakes.servers["decode"].stop(0)
+        with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives"):
+            await reading
+        await fakes.settled()
+
+
+async def test_another_decode_worker_takes_over() -> None:
+    from pillion.net import rpc
+    from pillion.v1 import decode_pb2_grpc
+
+    async with running_fake_cluster(SCRIPT) as fakes:
+        other = FakeDecode("")
+        other.prefill = fakes.prefill
+        other.script = fakes.decode.script
+        address = f"unix:{fakes.folder}/other.sock"
+        server = await rpc.start_server(
+            address, [("pillion.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(other, s))]
+        )
+        try:
+            await fakes.registry.heartbeat(record("decode-1", "decode", address))
+            await until("a connection to the other decode worker", lambda: other.connections)
+            # Ties spread: both workers get streams, and the one that lives on gets those of the other.
+            reading = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(6)]
+            await until("six submits at both workers", lambda: len(fakes.decode.submits) + len(other.submits) == 6)
+            assert (len(fakes.decode.submits), len(other.submits)) == (3, 3)
+            await fakes.servers["decode"].stop(0)
+            answers = await asyncio.gather(*reading)
+            assert {text_of(deltas) for deltas in answers} == {line_text(fakes)}
+            assert {deltas[-1].timings.decode_worker for deltas in answers} == {"decode-1"}
+            await fakes.settled()
+        finally:
+            await server.stop(0)
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+@pytest.mark.parametrize(
+    "error", [Unavailable("gone"), NotFound("no such ticket"), Overloaded("queue full"), Internal("bug")]
+)
+async def test_a_lost_span_is_planned_again(chunks: int, error: PillionError) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.prefill.failures = [(chunks, error)]
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=1)
+        assert deltas[-1].timings.prefilled_tokens == 8 * chunks
+        assert deltas[-1].timings.plan_reason.startswith("co-located")
+        await fakes.settled()
+
+
+async def test_a_prefill_worker_that_is_not_there_at_all() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        await fakes.servers["prefill"].stop(0)
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        # The next request knows.
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("code", [NotFound.code, Conflict.code, Unavailable.code])
+async def test_a_ticket_that_the_worker_does_not_find_is_opened_again(code: int) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.refusals = [(code, True)]
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        assert len({submit.ticket_id for submit in fakes.decode.submits}) == 2
+        await fakes.settled()
+
+
+async def test_a_refusal_for_good_is_told_with_its_status() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.refusals = [(Overloaded.code, False)]
+        with pytest.raises(Overloaded, match="refused by the script"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
+
+
+async def test_attempts_are_bounded() -> None:
+    async with running_fake_cluster(SCRIPT, max_attempts=3) as fakes:
+        fakes.decode.refusals = [(NotFound.code, True)] * 9
+        with pytest.raises(Unavailable, match="given up after 3 attempts; the last one: refused by the script"):
+            await read(fakes.client.generate(PROMPT))
+        assert len(fakes.decode.submits) == 3
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("error", [Unavailable("restarting"), Conflict("no worker has attached"), NotFound("epoch")])
+async def test_a_node_that_refuses_a_ticket_is_asked_again(error: PillionError) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.failures = [error]
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        await fakes.settled()
+
+
+async def test_a_full_node_is_told() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.failures = [Overloaded("the prompt can never fit")]
+        with pytest.raises(Overloaded, match="never fit"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
+
+
+async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_ADMISSION_WAIT_S", 0.2)
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.gate.clear()
+        with pytest.raises(Overloaded, match="no KV memory came free at kv-0"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
+        await until("the ticket to be forgotten", lambda: fakes.node.forgotten)
+
+
+async def test_a_node_that_restarts_gets_a_new_session() -> None:
+    from pillion.net import rpc
+    from pillion.v1 import kvnode_pb2_grpc
+
+    async with running_fake_cluster(SCRIPT) as fakes:
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        await fakes.servers["kvnode"].stop(0)
+        with pytest.raises(Unavailable, match="no KV node lives"):
+            await read(fakes.client.generate(PROMPT))
+
+        def add(server) -> None:
+            kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)
+
+        again = await rpc.start_server(f"unix:{fakes.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
+        fakes.servers["kvnode"].server = again.server
+        await until("a model to be served", fakes.client.models)
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        assert len({opened.epoch for opened in fakes.node.opened}) == 2
+        await fakes.settled()
+
+
+async def test_service_goes_on_while_redis_is_away() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        with fakes.redis.stopped():
+            whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+            assert not (await fakes.client.status()).index_available
+            await fakes.settled()
+
+
+async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
+        fakes.decode.gate.clear()
+        with pytest.raises(Unavailable, match="given up after 2 attempts; the last one: nothing was heard"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
+        assert len(fakes.decode.cancelled) == 2
+
+
+# ---- clients gone, time over --------------------------------------------------------------------------------------
+
+
+async def stuck(fakes: FakeCluster, stage: str) -> None:
+    """Lets the next request get as far as ``stage`` and no further."""
+    {"ticket": fakes.node, "prefill": fakes.prefill, "decode": fakes.decode}[stage].gate.clear()
+
+
+def reached(fakes: FakeCluster, stage: str) -> bool:
+    return bool({"ticket": fakes.node.waiting, "prefill": fakes.prefill.running, "decode": fakes.decode.streams}[stage])
+
+
+@pytest.mark.parametrize("stage", ["ticket", "prefill", "decode"])
+async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        await stuck(fakes, stage)
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("the stage to be reached", lambda: reached(fakes, stage))
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await fakes.settled()
+        # A stream that waits for its prompt's blocks is one, too.
+        assert len(fakes.decode.cancelled) == (stage != "ticket")
+        assert bool(fakes.node.forgotten) == (stage == "ticket")
+
+
+async def test_leaving_the_iteration_mid_stream_cancels() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        stream = fakes.client.generate(PROMPT)
+        async for delta in stream:
+            if delta.text:
+                break
+        await stream.aclose()
+        await fakes.settled()
+        assert len(fakes.decode.cancelled) == 1
+
+
+async def test_a_client_that_vanishes_cancels() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.gate.clear()
+        readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(5)]
+        await until("five streams", lambda: len(fakes.decode.streams) == 5)
+        await fakes.client.close()
+        outcomes = await asyncio.gather(*readings, return_exceptions=True)
+        assert all(isinstance(outcome, Cancelled | asyncio.CancelledError) for outcome in outcomes)
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("stage", ["ticket", "prefill", "decode"])
+async def test_deadlines_travel_and_free_everything(stage: str) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        await stuck(fakes, stage)
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await read(fakes.client.generate(PROMPT, timeout_s=0.5))
+        assert time.monotonic() - begun >= 0.4
+        await fakes.settled()
+        if stage == "decode":
+            assert 0 < fakes.decode.submits[0].timeout_ms <= 500
+
+
+async def test_the_gateway_keeps_the_deadline_itself() -> None:
+    from pillion.types import GenerateRequest
+
+    async with running_fake_cluster(SCRIPT) as fakes:
+        await stuck(fakes, "decode")
+        generation = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.3)
+        with pytest.raises(DeadlineExceeded, match="the request's deadline passed"):
+            await read(generation)
+        await fakes.settled()
+        with pytest.raises(DeadlineExceeded, match="while it was tokenized"):
+            await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.0)
+        await fakes.settled()
+
+
+async def test_a_stopping_gateway_frees_everything() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.gate.clear()
+        readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(3)]
+        await until("three streams", lambda: len(fakes.decode.streams) == 3)
+        await fakes.gateway.stop(0.1)
+        outcomes = await asyncio.gather(*readings, return_exceptions=True)
+        assert all(isinstance(outcome, PillionError) for outcome in outcomes)
+        await until("everything to be released", lambda: not fakes.node.held and not fakes.decode.streams)
+
+
+async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.gate.clear()
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr("pillion.gateway.tokens.answer_text.AnswerText.push", broken)
+        fakes.decode.gate.set()
+        with pytest.raises(Internal, match="the gateway's log"):
+            await reading
+        await fakes.settled()
+        monkeypatch.undo()
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        await fakes.settled()
+
+
+async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        core = fakes.gateway.gateway
+        from pillion.types import GenerateRequest
+
+        generation = await core.generate(GenerateRequest(text=PROMPT))
+        await until("the end of the request", lambda: generation.ended)
+        (delta,) = [delta async for delta in generation]
+        assert delta.text == line_text(fakes)
+        assert delta.token_ids == fakes.decode.script
+        assert delta.usage is not None
+        await fakes.settled()

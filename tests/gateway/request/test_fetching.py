@@ -1,0 +1,201 @@
+"""What the index knows and the ticket has not is fetched first; whatever comes of that, the answer is the same (I1)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from pillion import DeadlineExceeded
+from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.links import cluster as links
+from pillion.gateway.planning.planner import FetchPlan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.request_machine import RequestState
+from pillion.kvstore.client import node_client as client
+from testbed.conditions import until
+from tests.gateway.request.test_faults import PROMPT, SCRIPT, read, whole
+from tests.gateway.request.test_request import hold, kinds, machine, planned
+from tests.support.fake_components import FakeCluster, knows, running_fake_cluster
+
+BOTH = "kvnode prefill decode far-kvnode"
+
+# ---- the machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("brought", "cached"), [(5, 20), (4, 16), (2, 8), (0, 8), (99, 20)])
+def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> None:
+    m = machine(arrived=1.0)
+    m.handle(planned(1, 21, 2, far=9), 1.0)
+    (fetch,) = m.handle(ev.TicketGranted(1, hold(), 2), 1.5)
+    assert isinstance(fetch, ev.Fetch)
+    assert (fetch.hold, fetch.wanted, m.state) == (hold(), FetchPlan(5, ("kv-1",)), RequestState.FETCHING)
+    after, *rest = m.handle(ev.BlocksFetched(1, brought), 2.0)
+    last = [after, *rest][-1]
+    assert isinstance(after, ev.TicketAction)
+    assert isinstance(last, ev.SubmitDecode)
+    assert last.awaited_blocks == (0 if cached == 20 else 5)
+    assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunSpan", "SubmitDecode"])
+    assert (after.plan.cached_tokens, m.usage().cached_tokens, m.timings(2.0).admission_ms) == (cached, cached, 500.0)
+    assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
+
+
+def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
+    m = machine()
+    m.handle(planned(1, 21, far=5), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    assert kinds(m.handle(ev.AttemptSilent(1), 2.0)) == ["StopWork", "ReleaseTicket", "LookUp"]
+    m.handle(planned(2, 21, far=5), 2.0)
+    m.handle(ev.TicketGranted(2, hold(2), 0), 2.0)
+    assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
+    assert kinds(m.handle(ev.BlocksFetched(2, 1), 3.0)) == ["RunSpan", "SubmitDecode"]
+    assert m.usage().cached_tokens == 4
+
+
+# ---- the service -------------------------------------------------------------------------------------------------
+
+
+def cached_of(fakes: FakeCluster, deltas: list) -> int:
+    """What the books say was found, once they add up."""
+    last = deltas[-1]
+    assert last.usage.cached_tokens == last.timings.cached_tokens
+    started = [span.start_tokens for span in fakes.prefill.spans] or [28]
+    assert started == [last.usage.cached_tokens]
+    return last.usage.cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("brings", "cached"),
+    [(6, 24), (4, 16), (2, 8), (0, 8), (99, 24), (Unavailable("the source is gone"), 8), (Conflict("fenced"), 8),
+     (NotFound("no such ticket"), 8), (Overloaded("too many fetches"), 8)],
+)  # fmt: skip
+async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | PillionError, cached: int) -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned, fakes.node.brings = 2, [brings]
+        knows(fakes, kv_0=2, kv_1=6)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert cached_of(fakes, deltas) == cached
+        (opened,), (fetch,) = fakes.node.opened, fakes.node.fetches
+        assert (fetch.epoch, fetch.block_hashes) == (opened.epoch, opened.block_hashes[: 6 * 32])
+        assert list(fetch.source_node_ids) == ["kv-1"]
+        assert 0 < fetch.timeout_ms <= links.MAX_FETCH_S * 1000
+        assert fakes.prefill.spans[0].ticket_id == fetch.ticket_id == fakes.decode.submits[0].ticket_id
+        assert not fakes.far_node.opened
+        await fakes.settled()
+
+
+async def test_when_all_is_fetched_nobody_prefills() -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        knows(fakes, kv_1=9)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert (cached_of(fakes, deltas), deltas[-1].timings.tail_tokens) == (28, 2)
+        assert not fakes.prefill.spans
+        await fakes.settled()
+
+
+async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.pinned = 1
+        # A node that nobody sees is no source either.
+        knows(fakes, kv_0=5, kv_7=7)
+        deltas = await read(fakes.client.generate(PROMPT))
+        assert cached_of(fakes, deltas) == 20
+        (fetch,) = fakes.node.fetches
+        assert (list(fetch.source_node_ids), len(fetch.block_hashes)) == ([], 5 * 32)
+        await fakes.settled()
+
+
+async def test_what_is_pinned_already_is_not_fetched() -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned = 3
+        knows(fakes, kv_0=3, kv_1=2)
+        assert cached_of(fakes, await read(fakes.client.generate(PROMPT))) == 12
+        assert not fakes.node.fetches
+        await fakes.settled()
+
+
+async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_FETCH_S", 0.1)
+    monkeypatch.setattr(client, "PREFETCH_GRACE_S", 0.1)
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.pinned = 1
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
+        deltas = await read(fakes.client.generate(PROMPT))
+        whole(fakes, deltas, replays=0)
+        assert cached_of(fakes, deltas) == 4
+        assert [fetch.timeout_ms for fetch in fakes.node.fetches] == [100]
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
+        await until("a fetch under way", lambda: fakes.node.fetching)
+        if end == "cancel":
+            reading.cancel()
+        (outcome,) = await asyncio.gather(reading, return_exceptions=True)
+        assert isinstance(outcome, DeadlineExceeded if end == "deadline" else asyncio.CancelledError)
+        await fakes.settled()
+        assert not fakes.prefill.spans
+        assert not fakes.decode.submits
+
+
+async def test_a_node_lost_while_it_fetches() -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_1=6)
+        # Workers that lost their node do not find its tickets.
+        fakes.decode.refusals = [(NotFound.code, True)]
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a fetch under way", lambda: fakes.node.fetching)
+        fakes.node.fetch_gate.set()
+        await fakes.servers["kvnode"].stop(0)
+        await until("a submit", lambda: fakes.decode.submits)
+        await start_node_again(fakes)
+        deltas = await reading
+        whole(fakes, deltas, replays=1)
+        assert len({opened.epoch for opened in fakes.node.opened}) == 2
+        await fakes.settled()
+
+
+async def start_node_again(fakes: FakeCluster) -> None:
+    from pillion.net import rpc
+    from pillion.v1 import kvnode_pb2_grpc
+
+    def add(server) -> None:
+        kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)
+
+    again = await rpc.start_server(f"unix:{fakes.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
+    fakes.servers["kvnode"].server = again.server
+
+
+async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.brings = [3, Unavailable("gone")]
+        knows(fakes, kv_1=6)
+        for _ in range(2):
+            await read(fakes.client.generate(PROMPT, max_tokens=1))
+        await fakes.settled()
+    spans = exporter.get_finished_spans()
+    roots = {span.context.span_id for span in spans if span.name == "generate toy"}
+    good, bad = (span for span in spans if span.name == "kv.fetch")
+    assert {good.parent.span_id, bad.parent.span_id} == roots
+    assert good.attributes == {
+        "pillion.node": "kv-0",
+        "pillion.sources": ("kv-1",),
+        "pillion.fetched_blocks": 3,
+        "pillion.restored_blocks": 0,
+    }
+    assert bad.attributes["error.type"] == "Unavailable"

@@ -1,0 +1,343 @@
+"""The request state machine, event by event: what each state does, and what every end frees."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.planner import make_plan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request import request_machine as module
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from pillion.types import FinishReason, TokenLogprob
+from pillion.v1.decode_pb2 import DecodeTimings
+from pillion.v1.prefill_pb2 import ChunkAck
+from pillion.wire.registry import ComponentRecord
+
+PARTS = tuple(
+    ComponentRecord(component_id=f"{role}-0", role=role, address="x", node_id="kv-0")
+    for role in ("kvnode", "prefill", "decode")
+)
+REMOTE = tuple(replace(one, node_id="kv-1") if one.role == "prefill" else one for one in PARTS)
+FAR = ComponentRecord(component_id="kv-1", role="kvnode", address="x", node_id="kv-1")
+EOS = 7
+GONE = Unavailable("gone")
+
+
+def planned(
+    attempt: int,
+    tokens: int,
+    hits: int = 0,
+    policy: str = "disaggregated",
+    avoid=frozenset(),
+    far: int = 0,
+    components=PARTS,
+) -> ev.PlanMade:
+    """On kv-0, whatever the index knows of kv-1."""
+    snapshot = ClusterSnapshot(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
+                      components=(*components, FAR),
+                      policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
+    return ev.PlanMade(attempt, make_plan(snapshot))
+
+
+def machine(prompt: int = 21, max_tokens: int = 5, attempts: int = 4, arrived: float = 0.0) -> RequestMachine:
+    return RequestMachine(tuple(range(100, 100 + prompt)), max_tokens, frozenset({EOS}), attempts, arrived)
+
+
+def ack(n: int, end: int) -> ChunkAck:
+    return ChunkAck(chunk_index=n, end_tokens=end, queue_ms=0, compute_ms=1)
+
+
+def hold(number: int = 1) -> ev.TicketHold:
+    return ev.TicketHold("kv-0", 5, number)
+
+
+def kinds(actions) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.SubmitDecode:
+    """Through plan and ticket, everything cached."""
+    m.handle(planned(attempt, len(m.tokens()), 99), now)
+    (submit,) = m.handle(ev.TicketGranted(attempt, hold(attempt), 99), now)
+    assert isinstance(submit, ev.SubmitDecode)
+    return submit
+
+
+# ---- the ordinary way --------------------------------------------------------------------------------------------
+
+
+def test_a_whole_life() -> None:
+    m = machine(arrived=10.0)
+    (look_up,) = m.start()
+    assert look_up == ev.LookUp(1, m.prompt, frozenset(), 0)
+    (opened,) = m.handle(planned(1, 21), 10.1)
+    assert isinstance(opened, ev.OpenTicket)
+    assert opened.plan.total_blocks == 6
+    span, submit = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
+    assert isinstance(span, ev.RunSpan)
+    assert isinstance(submit, ev.SubmitDecode)
+    assert (submit.token_ids, submit.awaited_blocks) == (m.prompt, 5)
+    assert (span.plan.cached_tokens, span.plan.split_tokens, span.plan.chunks) == (4, 20, (8, 8))
+    assert m.handle(ev.ChunkAcked(1, ack(0, 12)), 10.4) == []
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 10.5) == []
+    assert m.handle(ev.SpanEnded(1, 20), 10.5) == []
+    assert m.handle(ev.TokensSampled(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
+    assert m.handle(ev.TokensSampled(1, (3,)), 10.8) == [ev.Emit((3,))]
+    done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2)
+    assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, done), 11.0) == [
+        ev.ReleaseTicket(hold()), ev.Finish(FinishReason.STOP),
+    ]  # fmt: skip
+    timings, usage = m.timings(99.0), m.usage()
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (21, 4, 3)
+    assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (4, 16, 1)
+    assert (timings.prefill_chunks, timings.tail_steps, timings.preemptions) == (2, 1, 2)
+    times = (timings.admission_ms, timings.prefill_ms, timings.decode_queue_ms, timings.time_to_first_token_ms)
+    assert (*times, timings.total_ms) == pytest.approx((200, 300, 3, 700, 1000))
+    assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
+
+
+def test_the_ticket_is_handed_over_once() -> None:
+    m = machine()
+    to_decoding(m)
+    assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.handle(ev.TicketAdopted(1), 2.0) == []
+    assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0) == [ev.Finish(FinishReason.STOP)]
+
+
+def test_everything_cached_needs_no_prefill() -> None:
+    m = machine()
+    submit = to_decoding(m)
+    assert (submit.plan.split_tokens, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_worker) == (20, 1, "")
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.TokensSampled(1, (1, 2)), 2.0)
+    released, look_up = m.handle(ev.DecodeLost(1, GONE, True), 3.0)
+    assert released == ev.ReleaseTicket(hold(1))
+    assert look_up == ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert m.handle(ev.TokensSampled(1, (3,)), 3.0) == []
+    assert m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 3.0) == []
+    submit = to_decoding(m, 2, 4.0)
+    assert submit.token_ids == (*m.prompt, 1, 2)
+    assert m.handle(ev.TokensSampled(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
+    # Usage and timings speak of the client's prompt, whatever the replay found.
+    m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
+    timings = m.timings(6.0)
+    assert (timings.replays, m.usage().completion_tokens, m.usage().cached_tokens) == (1, 5, 20)
+    assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 21
+
+
+@pytest.mark.parametrize(("last", "reason"), [((1, EOS), FinishReason.STOP), ((1, 2, 3, 4, 5), FinishReason.LENGTH)])
+def test_a_worker_lost_behind_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.TokensSampled(1, last), 2.0)
+    assert m.handle(ev.DecodeLost(1, GONE, True), 3.0)[-1] == ev.Finish(reason)
+
+
+def test_a_lost_span_is_replanned_without_its_worker() -> None:
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    m.handle(ev.ChunkAcked(1, ack(0, 8)), 1.0)
+    actions = m.handle(ev.SpanLost(1, GONE, True), 1.0)
+    assert kinds(actions) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert isinstance(actions[2], ev.LookUp)
+    assert actions[2].avoid == frozenset({"prefill-0"})
+    assert plan_is_colocated(m, actions[2])
+
+
+def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
+    m.handle(planned(look_up.attempt, len(look_up.token_ids), 2, avoid=look_up.avoid), 2.0)
+    return kinds(m.handle(ev.TicketGranted(look_up.attempt, hold(2), 2), 2.0)) == ["SubmitDecode"]
+
+
+@pytest.mark.parametrize(("ended", "split"), [(0, 4), (12, 12), (15, 12), (20, 20), (99, 20)])
+def test_what_a_span_leaves_is_the_decode_workers(ended: int, split: int) -> None:
+    m = machine()
+    m.handle(planned(1, 21, components=REMOTE), 1.0)
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan"]
+    (submit,) = m.handle(ev.SpanEnded(1, ended), 1.0)
+    assert isinstance(submit, ev.SubmitDecode)
+    assert (submit.plan.cached_tokens, submit.plan.split_tokens, sum(submit.plan.chunks)) == (4, split, split - 4)
+    assert ("ended" in submit.plan.reason) == (split < 20)
+    assert (m.usage().cached_tokens, submit.token_ids, submit.awaited_blocks) == (4, m.prompt, 0)
+
+
+def prefilling() -> RequestMachine:
+    """A span of two chunks and its stream are under way, the first chunk is acknowledged."""
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan", "SubmitDecode"]
+    m.handle(ev.ChunkAcked(1, ack(0, 12)), 1.5)
+    return m
+
+
+@pytest.mark.parametrize(
+    ("late", "left"),
+    [(ev.ChunkAcked(1, ack(1, 20)), ["CancelDecode", "StopWork"]), (ev.SpanEnded(1, 20), ["CancelDecode"]),
+     (ev.SpanLost(1, GONE, True), ["CancelDecode"])],
+)  # fmt: skip
+def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late: ev.Event, left: list[str]) -> None:
+    m = prefilling()
+    assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
+    assert m.state is RequestState.DECODING
+    assert m.handle(late, 2.5) == []
+    timings = m.timings(3.0)
+    assert (timings.prefilled_tokens, timings.prefill_chunks, timings.prefill_ms) == (16, 2, 1000)
+    assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == [*left, "Fail"]
+
+
+def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
+    m = prefilling()
+    actions = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
+    assert isinstance(actions[2], ev.LookUp)
+    assert actions[2].avoid == frozenset({"decode-0"})
+
+
+def test_a_span_that_ends_early_leaves_nobody_waiting() -> None:
+    m = prefilling()
+    assert kinds(m.handle(ev.SpanEnded(1, 12), 2.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+
+
+def test_attempts_are_bounded() -> None:
+    m = machine(attempts=2)
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 1.0)
+    to_decoding(m, 2)
+    *_, last = m.handle(ev.DecodeLost(2, NotFound("no such ticket"), True), 1.0)
+    assert isinstance(last, ev.Fail)
+    assert last.error.message == "given up after 2 attempts; the last one: no such ticket"
+
+
+@pytest.mark.parametrize("error", [Overloaded("line is full"), InvalidRequest("defect")])
+def test_what_cannot_help_is_not_tried_again(error: PillionError) -> None:
+    m = machine()
+    m.handle(planned(1, 21), 1.0)
+    assert m.handle(ev.TicketLost(1, error, False), 1.0) == [ev.StopWork(1), ev.Fail(error)]
+
+
+def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
+    fresh = machine()
+    fresh.start()
+    assert fresh.handle(ev.PlanFailed(1, GONE), 0.0) == [ev.StopWork(1), ev.Fail(GONE)]
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 10.0)
+    (again,) = m.handle(ev.PlanFailed(2, GONE), 20.0)
+    assert isinstance(again, ev.LookUp)
+    assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
+    last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_COMPONENT_WAIT_S)
+    assert last == [ev.StopWork(2), ev.Fail(GONE)]
+
+
+def test_silence_counts_as_loss() -> None:
+    m = machine()
+    to_decoding(m)
+    assert kinds(m.handle(ev.AttemptSilent(1), 9.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert m.handle(ev.AttemptSilent(1), 9.0) == []
+
+
+# ---- further answers ---------------------------------------------------------------------------------------------
+
+
+def follower(max_tokens: int = 5) -> RequestMachine:
+    return RequestMachine(tuple(range(100, 121)), max_tokens, frozenset({EOS}), 4, 0.0, follows=True)
+
+
+def test_a_follower_has_no_work_of_its_own_until_it_is_lost_behind_the_first_token() -> None:
+    m = follower()
+    assert m.start() == []
+    assert m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0) == []
+    assert m.handle(ev.LeaderStarted(), 1.0) == []
+    assert m.handle(ev.TokensSampled(1, (1, 2)), 1.0) == [ev.Emit((1, 2))]
+    assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == [
+        ev.LookUp(2, (*m.prompt, 1, 2), frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    ]
+    assert to_decoding(m, 2).token_ids == (*m.prompt, 1, 2)
+
+
+def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
+    m = follower()
+    m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    assert m.handle(ev.DecodeLost(1, GONE, True), 1.0) == []
+    assert m.handle(ev.AttemptSilent(1), 1.0) == []
+    # The stream of an attempt that came to nothing is cancelled, and what it still says is dropped.
+    assert m.handle(ev.LeaderRetried(2), 1.0) == [ev.CancelDecode(1)]
+    assert m.handle(ev.LeaderRetried(2), 1.0) == []
+    assert m.handle(ev.TokensSampled(1, (8,)), 1.0) == m.handle(ev.TokensSampled(2, (8,)), 1.0) == []
+    m.handle(ev.LeaderSubmitted(2, planned(2, 21).plan), 1.0)
+    assert (m.state, m.handle(ev.TokensSampled(2, (9,)), 1.0), m.state) == (
+        RequestState.FOLLOWING,
+        [ev.Emit((9,))],
+        RequestState.DECODING,
+    )
+    # From now on the first answer's fate is not its own.
+    assert m.handle(ev.LeaderRetried(3), 1.0) == m.handle(ev.LeaderSubmitted(3, planned(3, 21).plan), 1.0) == []
+    assert m.attempt == 2
+
+
+def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
+    m = follower()
+    m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    m.handle(ev.DecodeLost(1, GONE, True), 1.0)
+    assert kinds(m.handle(ev.LeaderStarted(), 2.0)) == ["LookUp"]
+    other = follower()
+    other.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    full = Overloaded("full")
+    other.handle(ev.DecodeLost(1, full, False), 1.0)
+    assert other.handle(ev.LeaderStarted(), 2.0)[-1] == ev.Fail(full)
+
+
+def test_log_probabilities_go_with_their_tokens() -> None:
+    m = machine(max_tokens=2)
+    to_decoding(m)
+    logprobs = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
+    assert m.handle(ev.TokensSampled(1, (1, 2, 3), None, logprobs), 1.0) == [ev.Emit((1, 2), logprobs[:2])]
+
+
+# ---- ends --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
+    m = machine()
+    to_decoding(m)
+    m.handle(ev.TokensSampled(1, (1, 2, 3)), 2.0)
+    assert kinds(m.handle(ev.StopStringFound(2), 2.0)) == ["CancelDecode", "ReleaseTicket", "Finish"]
+    assert m.usage().completion_tokens == 2
+
+
+@pytest.mark.parametrize("event", [ev.RequestCancelled(), ev.DeadlinePassed()])
+@pytest.mark.parametrize("state", RequestState)
+def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestState) -> None:
+    m = machine()
+    m.start()
+    expected = {RequestState.FOLLOWING: ["CancelDecode", "Fail"], RequestState.PLANNING: ["StopWork", "Fail"],
+                RequestState.PINNING: ["StopWork", "Fail"],
+                RequestState.FETCHING: ["StopWork", "ReleaseTicket", "Fail"],
+                RequestState.PREFILLING: ["CancelDecode", "StopWork", "ReleaseTicket", "Fail"],
+                RequestState.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], RequestState.DONE: []}  # fmt: skip
+    if state is RequestState.FOLLOWING:
+        m = follower()
+        m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
+    if state is not RequestState.PLANNING:
+        m.handle(planned(1, 21, 1 if state is RequestState.FETCHING else 0), 1.0)
+    if state in (RequestState.FETCHING, RequestState.PREFILLING):
+        m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
+    if state in (RequestState.DECODING, RequestState.DONE):
+        m.handle(ev.TicketGranted(1, hold(), 99), 1.0)
+    if state is RequestState.DONE:
+        m.handle(ev.StopStringFound(0), 1.0)
+    assert m.state is state
+    assert kinds(m.handle(event, 2.0)) == expected[state]
+    # A ticket on its way when the request ended is let go of when it arrives.
+    assert m.handle(ev.TicketGranted(1, hold(9), 3), 3.0) == [ev.ReleaseTicket(hold(9))]

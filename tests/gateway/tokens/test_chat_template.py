@@ -1,0 +1,135 @@
+"""Templates run in a box: what they can do is render text, quickly, of bounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+
+import psutil
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pillion.errors import InvalidRequest, Overloaded
+from pillion.gateway.tokens import chat_template as module
+from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.types import ChatMessage
+from testbed.conditions import loop_turns
+from testbed.toy_tokenizer import TEMPLATE
+
+MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))
+SPECIALS = {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+FRIENDLY = [
+    TEMPLATE,
+    "{% for m in messages %}\n    {% if loop.first %}\n  {{ m | tojson }}\n  {% endif %}\n{% endfor %}",
+    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content | trim }}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% if tools is none and not documents %}plain{% endif %}{{ {'é': [1, 2]} | tojson(indent=2) }}",
+    "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+    "{{ messages[0].nothing is defined }}{{ bos_token + eos_token }}",
+]
+
+HOSTILE = {
+    "nested loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+    "one endless multiplication": "{{ 10 ** (10 ** 9) }}",
+    "one endless string": "{{ 'a' * (10 ** 11) }}",
+    "quiet memory": "{% set x = 'abcdefgh' * 10 ** 8 %}{% set y = [x, x + x, x + x + x + x + x] %}{{ y | length }}",
+    "endless output": "{% for a in range(90000) %}{% for b in range(900) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "changing what it is given": "{{ messages.append(1) }}",
+    "no template at all": "{% if %}",
+    "an endless range": "{% for a in range(10 ** 12) %}{% endfor %}",
+}
+
+
+@pytest.fixture
+async def template():
+    made = []
+
+    def make(source: str) -> ChatTemplate:
+        made.append(ChatTemplate(source, SPECIALS))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.aclose()
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize("source", FRIENDLY)
+async def test_renders_as_transformers_does(template, source: str) -> None:
+    chat = [{"role": m.role, "content": m.content} for m in MESSAGES]
+    expected = render_jinja_template([chat], chat_template=source, add_generation_prompt=True, **SPECIALS)[0][0]
+    assert await template(source).render(MESSAGES) == expected
+
+
+async def test_strftime_now(template) -> None:
+    year = str(datetime.date.today().year)
+    assert await template("{{ strftime_now('%Y') }}").render(MESSAGES) == year
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+async def test_a_hostile_template_is_stopped_and_the_next_one_works(
+    template, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENDER_CPU_S", 0.3)
+    box = template(source)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="chat template") as failure:
+            await box.render(MESSAGES)
+        assert failure.value.violations[0].field == "messages"
+        assert len(failure.value.message) < 2000
+    assert await template(TEMPLATE).render(MESSAGES[:1]) == "<bos>[system] Be brief.\n[assistant] "
+
+
+async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only the time: a quick template meets them too."""
+    monkeypatch.setattr(module, "RENDER_CPU_S", 30.0)
+    with pytest.raises(InvalidRequest, match="MemoryError"):
+        await template("{{ ('x' * (2 ** 30)) | length }}").render(MESSAGES)
+    monkeypatch.setattr(module, "MAX_RENDERED_CHARS", 50)
+    with pytest.raises(InvalidRequest, match="wrote more than 50 characters"):
+        await template("{% for a in range(6) %}{{ 'x' * 10 }}{% endfor %}").render(MESSAGES)
+    assert await template("{{ 'x' * 50 }}").render(MESSAGES) == "x" * 50
+
+
+async def test_a_template_may_refuse_in_its_own_words(template) -> None:
+    box = template("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
+    with pytest.raises(InvalidRequest, match="refuses this conversation: one at a time"):
+        await box.render(MESSAGES)
+    assert await box.render(MESSAGES[:1]) == "ok"
+
+
+async def test_no_template_is_said_clearly(template) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await template("").render(MESSAGES)
+
+
+async def test_the_line_is_bounded(template, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_RENDERS", 3)
+    box = template(TEMPLATE)
+    answers = await asyncio.gather(*(box.render(MESSAGES) for _ in range(5)), return_exceptions=True)
+    assert sorted(type(a).__name__ for a in answers) == ["Overloaded", "Overloaded", "str", "str", "str"]
+    assert isinstance(answers[3], Overloaded)
+
+
+async def test_a_caller_who_leaves_does_not_garble_the_next_answer(template) -> None:
+    box = template(TEMPLATE)
+    await box.render(MESSAGES)
+    for turns in (1, 20, 200):
+        leaving = asyncio.create_task(box.render((ChatMessage("user", "leaving" * 1000),)))
+        await loop_turns(turns)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert await box.render((ChatMessage("user", "stays"),)) == "<bos>[user] stays\n[assistant] "
+
+
+async def test_a_killed_process_is_replaced(template) -> None:
+    box = template(TEMPLATE)
+    await box.render(MESSAGES)
+    (child,) = psutil.Process().children()
+    child.kill()
+    with pytest.raises(InvalidRequest):
+        await box.render(MESSAGES)
+    assert "[assistant]" in await box.render(MESSAGES)

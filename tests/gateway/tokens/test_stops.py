@@ -1,0 +1,84 @@
+"""Stop strings, wherever the pieces are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.gateway.tokens.answer_text import AnswerText
+from pillion.gateway.tokens.detokenizer import new_detokenizer
+from pillion.gateway.tokens.stops import StopMatcher
+from testbed.toy_tokenizer import byte_tokenizer
+
+CODEC = byte_tokenizer()
+letters = st.text("abc", max_size=30)
+stops_strategy = st.lists(st.text("abc", min_size=1, max_size=5), max_size=3)
+
+
+def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Reads letter by letter: the first end of any stop string ends it; of those, the longest."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@given(letters, stops_strategy, st.lists(st.integers(0, 6), max_size=30))
+@settings(max_examples=500)
+def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+    matcher, got, rest = StopMatcher(stops), "", text
+    final, stopped = expected(text, stops)
+    for size in [*cuts, len(text)]:
+        piece, rest = rest[:size], rest[size:]
+        got += matcher.push(piece)
+        assert final.startswith(got), "text behind a stop string, or part of one, leaked"
+        held = 0 if matcher.stopped else len(text) - len(rest) - len(got)
+        assert held < max(map(len, stops), default=1)
+    if not matcher.stopped:
+        got += matcher.flush()
+    assert (got, matcher.stopped) == (final, stopped)
+
+
+def test_what_looks_like_a_stop_is_let_go() -> None:
+    matcher = StopMatcher(["</s>"])
+    assert [matcher.push(p) for p in ("a<", "/", "b", "</s")] == ["a", "", "</b", ""]
+    assert matcher.flush() == "</s"
+
+
+def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] = frozenset()) -> tuple[str, int, bool]:
+    answer, got, ids = AnswerText(new_detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
+    for at in range(0, len(ids), step):
+        piece = answer.push(ids[at : at + step])
+        got += piece.text
+        if answer.stopped:
+            assert len(piece.token_ids) <= step
+            break
+    return got + answer.flush(), answer.completion_tokens, answer.stopped
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
+def test_an_answer_does_not_depend_on_batches(step: int) -> None:
+    assert run("größer als€STOP danach", ("€STOP",), step) == ("größer als", 19, True)
+    assert run("größer als€STO", ("€STOP",), step)[0] == "größer als€STO"
+
+
+def test_a_stop_string_that_ends_with_the_flush() -> None:
+    codec_ids = CODEC.encode("ab😀").ids[:-1]
+    answer = AnswerText(new_detokenizer(CODEC), ("b\ufffd",), frozenset())
+    text = answer.push(codec_ids).text
+    assert text == "a"
+    assert answer.flush() == ""
+    assert answer.stopped
+
+
+def test_a_stop_id_is_a_token_and_no_text() -> None:
+    dot = CODEC.encode(".").ids[0]
+    assert run("one.", (), 1, frozenset({dot})) == ("one", 4, False)
+
+
+def test_flush_happens_once() -> None:
+    answer = AnswerText(new_detokenizer(CODEC), ("xyz",), frozenset())
+    assert answer.push(CODEC.encode("ax").ids).text == "a"
+    assert [answer.flush(), answer.flush()] == ["x", ""]

@@ -1,0 +1,127 @@
+"""Text to ids: special tokens as configured, never two BOS, templates found where models keep them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import threading
+import time
+
+import pytest
+
+from pillion.errors import ConfigError, Overloaded
+from pillion.gateway.tokens import tokenizer as module
+from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
+from testbed.conditions import loop_turns, until
+from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
+
+BOS, EOS = 256, 257
+
+
+def test_a_tokenizer_that_adds_no_bos_adds_none(tmp_path: pathlib.Path) -> None:
+    tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer()))
+    assert not tokenizer.adds_bos
+    assert BOS not in tokenizer.encode_text("hi")
+    # What the client or the template wrote stands.
+    assert tokenizer.encode_text("<bos><bos>hi")[:2] == (BOS, BOS)
+    assert tokenizer.encode_chat("<bos>hi")[0] == BOS
+
+
+@pytest.mark.parametrize("text", ["hi", "<bos>hi", "<bos><bos>hi"])
+def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> None:
+    tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, with_bos(byte_tokenizer())))
+    for ids in (tokenizer.encode_text(text), tokenizer.encode_chat(text)):
+        assert ids[0] == BOS
+        assert ids.count(BOS) == 1
+        assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.encode_bare(text).count(BOS) == text.count("<bos>"), "only what stands there"
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_configuration_has_the_last_word_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
+    codec = byte_tokenizer() if adds else with_bos(byte_tokenizer())
+    tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, codec, add_bos_token=adds))
+    assert tokenizer.encode_chat("hi").count(BOS) == adds
+    assert tokenizer.encode_text("hi").count(BOS) == adds
+
+
+def test_truncation_of_the_file_is_ignored(tmp_path: pathlib.Path) -> None:
+    codec = byte_tokenizer()
+    codec.enable_truncation(4)
+    codec.enable_padding(length=64)
+    assert len(ModelTokenizer.load(write_tokenizer(tmp_path, codec)).encode_text("0123456789")) == 10
+
+
+def test_where_templates_live(tmp_path: pathlib.Path) -> None:
+    beside = write_tokenizer(tmp_path / "a", byte_tokenizer(), template="beside", chat_template="inside")
+    assert ModelTokenizer.load(beside).chat_template == "beside"
+    inside = write_tokenizer(tmp_path / "b", byte_tokenizer(), template="", chat_template="inside")
+    assert ModelTokenizer.load(inside).chat_template == "inside"
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    named = write_tokenizer(tmp_path / "c", byte_tokenizer(), template="", chat_template=several)
+    assert ModelTokenizer.load(named).chat_template == "d"
+    none = write_tokenizer(tmp_path / "d", byte_tokenizer(), template="")
+    assert ModelTokenizer.load(none).chat_template == ""
+
+
+def test_special_tokens_are_read_in_both_spellings(tmp_path: pathlib.Path) -> None:
+    tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer(), pad_token=None))
+    assert tokenizer.specials == {"bos_token": "<bos>", "eos_token": "<eos>"}
+
+
+def test_broken_folders_are_one_line(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        ModelTokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ModelTokenizer.load(tmp_path)
+    folder = write_tokenizer(tmp_path / "x", byte_tokenizer(), template="a" * (module.MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(ConfigError, match="larger than"):
+        ModelTokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        ModelTokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps([1]))
+
+
+async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path) -> None:
+    tokenizer, pool = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer())), TokenizerPool()
+    try:
+        for encode in (tokenizer.encode_text, tokenizer.encode_chat):
+            began = heard = time.monotonic()
+            longest_s = 0.0
+            work = asyncio.create_task(pool.run(encode, "hello world " * 50_000))
+            while not work.done():
+                await loop_turns(1)
+                longest_s, heard = max(longest_s, time.monotonic() - heard), time.monotonic()
+            assert len(await work) == 600_000
+            assert longest_s < (heard - began) / 2
+    finally:
+        pool.close()
+
+
+async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED_JOBS", 2)
+    pool, gate = TokenizerPool(), threading.Event()
+    try:
+        running = threading.Semaphore(0)
+
+        def job() -> bool:
+            running.release()
+            return gate.wait(10)
+
+        first, second = (asyncio.create_task(pool.run(job)) for _ in range(2))
+        for _ in range(2):
+            await until("a job to run", lambda: running.acquire(blocking=False))
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(Overloaded, match="wait to be tokenized"):
+            await pool.run(str)
+        gate.set()
+        assert await second is True
+        await until("both jobs to be over", lambda: pool.jobs == 0)
+        assert await pool.run(str, 5) == "5"
+    finally:
+        gate.set()
+        pool.close()

@@ -1,0 +1,287 @@
+"""The command as a user meets it: light to start, one line for every mistake, and children that get every flag."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+
+import pytest
+
+from pillion._version import VERSION
+from pillion.cli.app import cli, component_command, with_model
+from pillion.cli.talk import given, pool_use, show, show_each, status_table, summary
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.supervisor import component_process
+from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
+from tests.support.processes import started
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+def pillion(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command, with a fresh environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pillion", *argv],
+        stdin=subprocess.DEVNULL,
+        env=clean | {"COLUMNS": "200"} | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def test_importing_the_command_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; import pillion.cli.app, pillion.supervisor.component_process, pillion.supervisor.local_cluster;"
+        "print([name for name in ('torch', 'transformers', 'numpy', 'rich', 'redis', 'starlette', 'engine')"
+        " if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("module", ["pillion", "pillion.client.client", "pillion.offline.llm"])
+def test_the_sdk_imports_nothing_of_the_operators(module: str) -> None:
+    """Not even when its late names are used: `pillion.Client` and `pillion.LLM` are classes of these modules."""
+    operators = {"cli", "supervisor", "top", "loadgen"}
+    script = (
+        f"import sys; import {module};"
+        f"print([name for name in sys.modules if name.startswith('pillion.') and name.split('.')[1] in {operators}])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_lists_every_command() -> None:
+    done = pillion("--help")
+    assert done.returncode == 0
+    for name in ("serve", "gateway", "prefill", "decode", "kvnode", "generate", "chat", "status", "demo", "version"):
+        assert f"\n  {name} " in done.stdout
+    assert pillion("version").stdout.startswith(f"pillion {VERSION} ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "complaint"),
+    [
+        (["serve", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
+        (["serve", "--block-size", "0"], 2, "--block-size 0 is less than 1"),
+        (["serve", "a", "--model", "b"], 2, "give the model once"),
+        (["serve", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["serve", "--config", "/nowhere.toml"], 2, "No such file"),
+        (["decode", "/nowhere/at/all", "--attach-socket", "/nowhere/a.sock"], 2, "/nowhere/at/all"),
+        (["frobnicate"], 2, "No such command"),
+        (["generate", "Once", "--logit-bias", "5"], 2, "'5' is not ID=VALUE"),
+        (["generate", "Once", "--logit-bias", "a=1"], 2, "'a=1' is not ID=VALUE"),
+        (["chat", "--n", "2"], 2, "No such option"),
+        (["status", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+        (["generate", "Once", "--target", "127.0.0.1:1"], 1, "127.0.0.1:1"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
+)
+def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, complaint: str) -> None:
+    done = pillion(*argv)
+    assert done.returncode == status
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("pillion: ")
+    assert complaint in last
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
+    from testbed.tiny_model import save_model
+
+    model = str(save_model(tmp_path / "tiny"))
+    done = pillion("serve", model, "--kv-pool-bytes", "1MiB", PILLION_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]
+    assert "kvnode" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "flag", "model"), [(None, "", "demo"), (None, "b", "b"), ("a", "", "a"), ("a", "from env", "a")]
+)
+def test_the_model_is_an_argument_a_flag_or_the_demo(argument: str | None, flag: str, model: str) -> None:
+    assert with_model(ServeFlags, {"model_argument": argument, "model": flag}).model == model
+
+
+def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    component_process.require_server_packages()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(ConfigError, match=r"servers need torch: pip install 'pillion\[server\]'") as caught:
+        component_process.require_server_packages()
+    assert "\n" not in caught.value.message
+
+
+def test_component_failures_and_signals(tmp_path: pathlib.Path) -> None:
+    """A component's exit status: 0 after SIGTERM, 1 when it failed by itself, 2 where it cannot be configured."""
+    script = """
+import asyncio, sys
+from pillion.supervisor import component_process
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError
+from pillion.observability.metrics import Meters
+class FakeComponent:
+    address = "here"
+    meters = Meters()
+    async def stop(self, grace_s=2.0): print("stopped", flush=True)
+    async def wait_failed(self):
+        if sys.argv[1] == "fails": return "the node went away"
+        await asyncio.Event().wait()
+async def start(flags):
+    if sys.argv[1] == "refuses": raise ConfigError("no")
+    print("up", flush=True)
+    return FakeComponent()
+import types
+sys.modules["fake"] = types.SimpleNamespace(start=start)
+component_process.ROLES["kvnode"] = ("fake", "start")
+sys.argv[1:2] = [sys.argv[1]]
+from pillion.cli.app import main
+mode = sys.argv[1]
+main(["kvnode"])
+"""
+
+    def start(mode: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        pipe = subprocess.PIPE
+        return started([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
+
+    with start("fails") as failing:
+        out, err = failing.communicate(timeout=30)
+    assert (failing.returncode, out) == (1, "up\nstopped\n")
+    assert "kvnode-0 stops: the node went away" in err
+    with start("refuses") as refusing:
+        out, err = refusing.communicate(timeout=30)
+    assert (refusing.returncode, err) == (2, "pillion: no\n")
+    with start("lives") as living:
+        assert living.stdout is not None
+        assert living.stdout.readline() == "up\n"
+        living.terminate()
+        out, _ = living.communicate(timeout=30)
+    assert (living.returncode, out) == (0, "stopped\n")
+
+
+def test_sampling_options_are_the_fields_of_the_client() -> None:
+    argv = [
+        *("--max-tokens", "9", "--min-tokens", "2", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"),
+        *("--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "-1", "--frequency-penalty", "0.25"),
+        *("--logit-bias", "5=-2.5", "--logit-bias", "7=1", "--seed", "-3", "--stop", "a", "--stop", "b"),
+        *("--stop-token-id", "4", "--stop-token-id", "6", "--ignore-eos"),
+        *("--logprobs", "0", "--priority", "-5", "--n", "2", "--best-of", "3"),
+    ]
+    with cli.commands["generate"].make_context("generate", ["Once", *argv]) as ctx:
+        sampling = {name: value for name, value in ctx.params.items() if name not in ("prompt", "target")}
+    assert given(sampling) == {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.25,
+        "logit_bias": {5: -2.5, 7: 1.0},
+        "seed": -3,
+        "stop": ("a", "b"),
+        "stop_token_ids": (4, 6),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "priority": -5,
+        "n": 2,
+        "best_of": 3,
+    }
+    fields = {name for name in given(sampling) if name != "priority"}
+    assert fields <= set(SamplingParams.__dataclass_fields__)
+    with cli.commands["chat"].make_context("chat", []) as ctx:
+        assert given({name: value for name, value in ctx.params.items() if name not in ("system", "target")}) == {}
+
+
+def test_several_answers_are_shown_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    end = FinishReason.LENGTH
+    show_each(
+        [
+            Delta("r", "blue", index=1),
+            Delta("r", "re", index=0),
+            Delta("r", " sky", finish_reason=end, index=1),
+            Delta("r", "d", finish_reason=end, index=0, logprobs=(TokenLogprob(3, -0.5),)),
+            Delta("r", "", finish_reason=end, index=2),
+        ]
+    )
+    assert capsys.readouterr().out == (
+        "--- answer 1 ---\nred\n   token   logprob\n       3    -0.500\n"
+        "--- answer 2 ---\nblue sky\n--- answer 3 ---\n\n"
+    )
+
+
+def test_log_probabilities_follow_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = TokenLogprob(12345, -0.25, (12345, 8), (-0.25, -10.5))
+    assert show([Delta("r", "one "), Delta("r", "two", logprobs=(asked, TokenLogprob(7, -1.0)))]) == "one two"
+    assert capsys.readouterr().out == (
+        "one two\n   token   logprob\n   12345    -0.250   | 12345 -0.250  8 -10.500\n       7    -1.000\n"
+    )
+    show([Delta("r", "x")])
+    assert capsys.readouterr().out == "x\n"
+
+
+def test_status_as_a_table() -> None:
+    from rich.console import Console
+
+    node = ComponentStatus(
+        component_id="kvnode-0",
+        role="kvnode",
+        total_blocks=100,
+        free_blocks=75,
+        leased_blocks=5,
+        committed_blocks=20,
+        heartbeat_age_ms=12,
+    )
+    worker = ComponentStatus(
+        component_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16, kernels="cpu/x"
+    )
+    status = ClusterStatus(
+        version="1",
+        components=(node, worker),
+        active_requests=2,
+        prompt_tokens=200,
+        cached_tokens=50,
+        completion_tokens=9,
+        index_available=False,
+    )
+    console = Console(width=160, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(status_table(status))
+    text = console.export_text()
+    assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
+    assert "12 ms ago" in text
+    assert "cpu/x" in text
+    assert pool_use(worker, 16) == ""
+    assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
+    assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")
+    assert "Redis does not answer" in summary(status)
+
+
+def test_a_component_command_is_made_of_its_flags() -> None:
+    assert component_command.__doc__
+    assert {"attach_socket", "kv_pool_bytes"} <= {p.name for p in cli.commands["kvnode"].params}
+    assert "model_argument" not in {p.name for p in cli.commands["kvnode"].params}
+
+
+def test_temporary_folders_are_short_enough_for_sockets() -> None:
+    from pillion.supervisor.runtime_dir import MAX_SOCKET_PATH_BYTES, RuntimeDir
+
+    runtime = RuntimeDir.create()
+    try:
+        assert len(str(runtime.path / "prefill-63.sock")) <= MAX_SOCKET_PATH_BYTES
+        assert runtime.path.parent in {pathlib.Path(p) for p in (tempfile.gettempdir(), "/tmp")} | {
+            pathlib.Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))
+        }
+    finally:
+        runtime.remove()

@@ -1,0 +1,331 @@
+"""How clients connect: TLS, keys, retries, idle streams, sizes, and what errors bring back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from pillion import (
+    AsyncClient,
+    Client,
+    ConfigError,
+    InvalidRequest,
+    Overloaded,
+    PillionError,
+    QuotaViolation,
+    Unauthenticated,
+    Unavailable,
+)
+from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
+from pillion.net import rpc
+from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from testbed.conditions import until
+from tests.support.fake_components import running_fake_cluster
+
+# Real time, because gRPC's own clock sends the pings: six of them, one more than a server with its defaults allows.
+IDLE_S = 6.5
+CONFIG = """
+[req]
+distinguished_name = name
+[name]
+[server]
+subjectAltName = IP:127.0.0.1
+[client]
+extendedKeyUsage = clientAuth
+"""
+
+
+class Scripted(gateway_pb2_grpc.GatewayServicer):
+    """Raises ``errors``, one a call, each behind ``before`` messages; then answers with ``count`` messages."""
+
+    def __init__(
+        self, *errors: Exception, before: int = 0, count: int = 1, pause_s: float = 0.0, text: str = "x"
+    ) -> None:
+        self.errors = list(errors)
+        self.before, self.count, self.pause_s, self.text = before, count, pause_s, text
+        self.calls: list[dict[str, Any]] = []
+
+    def _called(self, context: Any) -> None:
+        self.calls.append(dict(context.invocation_metadata()))
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[gateway_pb2.GenerateResponse]:  # noqa: N802
+        self._called(context)
+        for n in range(self.before if self.errors else self.count):
+            await asyncio.sleep(self.pause_s if n else 0)
+            yield gateway_pb2.GenerateResponse(text=self.text)
+        if self.errors:
+            raise self.errors.pop(0)
+
+    async def ListModels(self, request: Any, context: Any) -> gateway_pb2.ListModelsResponse:  # noqa: N802
+        self._called(context)
+        if self.errors:
+            raise self.errors.pop(0)
+        return gateway_pb2.ListModelsResponse()
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: Any, listen: str = "127.0.0.1:0", **options: Any) -> AsyncIterator[str]:
+    add = gateway_pb2_grpc.add_GatewayServicer_to_server
+    server = await rpc.start_server(listen, [("pillion.v1.Gateway", lambda s: add(servicer, s))], **options)
+    try:
+        yield server.address
+    finally:
+        await server.stop(0)
+
+
+async def texts(client: AsyncClient, **options: Any) -> list[str]:
+    return [delta.text async for delta in client.generate("x", **options)]
+
+
+# ---- TLS and keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    folder = tmp_path_factory.mktemp("certs")
+    (folder / "config").write_text(CONFIG)
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-config", "config")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test ca", "-days", "2")
+    for name in ("server", "client"):
+        openssl("req", "-new", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        issue = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2")
+        openssl(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            *issue,
+            "-out",
+            f"{name}.pem",
+            "-extfile",
+            "config",
+            "-extensions",
+            name,
+        )
+    return folder
+
+
+def server_credentials(certs: pathlib.Path, *, mutual: bool) -> grpc.ServerCredentials:
+    pair = [((certs / "server.key").read_bytes(), (certs / "server.pem").read_bytes())]
+    ca = (certs / "ca.pem").read_bytes() if mutual else None
+    return grpc.ssl_server_credentials(pair, ca, require_client_auth=mutual)
+
+
+async def test_tls_by_scheme_and_by_option(certs: pathlib.Path) -> None:
+    servicer = Scripted()
+    async with serving(servicer, credentials=server_credentials(certs, mutual=False)) as address:
+        for target, options in [
+            (f"grpcs://{address}", {"ca": certs / "ca.pem"}),
+            (address, {"tls": True, "ca": (certs / "ca.pem").read_bytes()}),
+            (address, {"ca": str(certs / "ca.pem")}),
+        ]:
+            async with AsyncClient(target, **options) as client:
+                assert await texts(client) == ["x"]
+        with Client(f"grpcs://{address}", ca=certs / "ca.pem") as blocking:
+            assert await asyncio.to_thread(lambda: [d.text for d in blocking.generate("x")]) == ["x"]
+        # The system's authorities do not know it, and plain text is not understood.
+        for options in ({"tls": True}, {}):
+            async with AsyncClient(address, **options) as stranger:
+                with pytest.raises(Unavailable):
+                    await texts(stranger, timeout_s=20)
+        assert len(servicer.calls) == 4
+
+
+async def test_mutual_tls(certs: pathlib.Path) -> None:
+    async with serving(Scripted(), credentials=server_credentials(certs, mutual=True)) as address:
+        own = {"cert": certs / "client.pem", "key": certs / "client.key"}
+        async with AsyncClient(f"grpcs://{address}", ca=certs / "ca.pem", **own) as client:
+            assert await texts(client) == ["x"]
+        async with AsyncClient(f"grpcs://{address}", ca=certs / "ca.pem") as nobody:
+            with pytest.raises(Unavailable):
+                await texts(nobody, timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "complaint"),
+    [
+        ("grpc://h:1", {"tls": True}, "grpc://h:1 is plain text"),
+        ("h:1", {"cert": b"x"}, "cert and key belong together"),
+        ("h:1", {"ca": "/nowhere/ca.pem"}, "ca: /nowhere/ca.pem: No such file"),
+        ("h:1", {"api_key": "two\nlines"}, "printable ASCII"),
+        ("h:1", {"api_key": " spaced"}, "printable ASCII"),
+    ],
+)
+def test_options_that_cannot_work(target: str, options: dict, complaint: str) -> None:
+    for cls in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match=complaint):
+            cls(target, **options)
+
+
+def test_schemes_are_no_part_of_the_target() -> None:
+    assert (connect("grpc://h:1").target, connect("grpcs://h:1").target) == ("h:1", "h:1")
+    assert connect("grpc://h:1").credentials is None
+    assert connect("grpcs://h:1").credentials is not None
+    assert connect("unix:/x").target == "unix:/x"
+    assert connect("dns:///h:1").target == "dns:///h:1"
+
+
+async def test_the_api_key_goes_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    servicer = Scripted()
+    async with serving(servicer) as address:
+        for key, variable, expected in [("k-1", "k-2", "Bearer k-1"), ("", "k-2", "Bearer k-2"), ("", "", None)]:
+            monkeypatch.setenv("PILLION_API_KEY", variable)
+            async with AsyncClient(address, api_key=key) as client:
+                await texts(client)
+                await client.models()
+            assert [call.get("authorization") for call in servicer.calls[-2:]] == [expected] * 2
+
+
+# ---- errors, retries ------------------------------------------------------------------------------------------------
+
+
+async def test_details_of_errors_come_back() -> None:
+    quotas = (QuotaViolation("tokens_per_minute", "3 over"),)
+    errors = [Overloaded("full", 1500, quotas), Unauthenticated("no key")]
+    async with serving(Scripted(*errors)) as address:
+        with Client(address) as client:
+
+            def fail() -> PillionError:
+                with pytest.raises(PillionError) as caught:
+                    list(client.generate("x"))
+                return caught.value
+
+            full = await asyncio.to_thread(fail)
+            assert isinstance(full, Overloaded)
+            assert (full.message, full.retry_after_ms, full.quotas) == ("full", 1500, quotas)
+            assert isinstance(await asyncio.to_thread(fail), Unauthenticated)
+
+
+async def test_the_gateway_names_the_bound_that_was_met() -> None:
+    async with running_fake_cluster("The answer.", max_inflight_requests=1) as fakes:
+        fakes.decode.gate.clear()
+        first = asyncio.create_task(texts(fakes.client))
+        await until("the first request", lambda: fakes.gateway.gateway.active_requests)
+        with pytest.raises(Overloaded) as caught:
+            await texts(fakes.client)
+        assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
+        assert caught.value.retry_after_ms == 1000
+        fakes.decode.gate.set()
+        assert "".join(await first) == "The answer."
+        with pytest.raises(InvalidRequest) as wrong:
+            await texts(fakes.client, top_p=7)
+        assert [violation.field for violation in wrong.value.violations] == ["sampling.top_p"]
+
+
+async def test_what_may_be_retried_is_retried() -> None:
+    soon = [Unavailable("stopping", 1) for _ in range(RETRY_ATTEMPTS - 1)]
+    servicer = Scripted(*soon)
+    async with serving(servicer) as address, AsyncClient(address) as client:
+        assert await texts(client) == ["x"]
+        assert len(servicer.calls) == RETRY_ATTEMPTS
+        servicer.errors = list(soon)
+        assert await client.models() == []
+        assert len(servicer.calls) == 2 * RETRY_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("error", "before"),
+    [(Unavailable("looked for long"), 0), (Overloaded("full", 1), 0), (Unavailable("in the middle", 1), 1)],
+    ids=["the gateway has tried", "load", "something was received"],
+)
+async def test_what_may_not_be_retried_is_not(error: PillionError, before: int) -> None:
+    servicer = Scripted(error, error, before=before)
+    async with serving(servicer) as address, AsyncClient(address) as client:
+        stream = client.generate("x")
+        assert [(await anext(stream)).text for _ in range(before)] == ["x"] * before
+        with pytest.raises(type(error), match=error.message):
+            await anext(stream)
+        assert len(servicer.calls) == 1
+
+
+async def test_a_client_finds_a_server_that_came_back() -> None:
+    async with serving(Scripted()) as address:
+        client = AsyncClient(address)
+        assert await texts(client) == ["x"]
+    with pytest.raises(Unavailable):
+        await texts(client)
+
+    async def answered() -> bool:
+        with contextlib.suppress(Unavailable):
+            assert await texts(client) == ["x"]
+            return True
+        return False
+
+    async with serving(Scripted(), address):
+        await until("an answer", answered)
+        await client.close()
+
+
+def test_the_service_config_names_real_methods() -> None:
+    (entry,) = json.loads(service_config())["methodConfig"]
+    methods = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].methods_by_name
+    assert {name["method"] for name in entry["name"]} <= set(methods)
+    assert entry["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+
+
+# ---- idle streams, sizes --------------------------------------------------------------------------------------------
+
+
+def test_servers_allow_the_pings_that_clients_send() -> None:
+    client, server = dict(rpc.client_options()), dict(rpc.server_options())
+    assert client["grpc.keepalive_time_ms"] > server["grpc.http2.min_ping_interval_without_data_ms"]
+    for options in (client, server):
+        assert options["grpc.keepalive_permit_without_calls"] == 1
+        assert options["grpc.http2.max_pings_without_data"] == 0
+
+
+async def test_an_idle_stream_survives_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ping a second (gRPC sends no more) and no data: a server with gRPC's own five minutes ends it at the fifth."""
+    monkeypatch.setattr(rpc, "KEEPALIVE_TIME_MS", 100)
+
+    started = asyncio.Event()
+
+    async def idle(allowed_ms: int) -> list[str]:
+        monkeypatch.setattr(rpc, "MIN_PING_INTERVAL_MS", allowed_ms)
+        async with serving(Scripted(count=2, pause_s=IDLE_S)) as address, AsyncClient(address) as client:
+            started.set()
+            return await texts(client)
+
+    allowed = asyncio.create_task(idle(50))
+    await started.wait()
+    forbidden = asyncio.create_task(idle(300_000))
+    assert await allowed == ["x", "x"]
+    with pytest.raises(Unavailable, match="Too many pings"):
+        await forbidden
+
+
+async def test_sizes_of_messages_are_options() -> None:
+    big = 5 * 2**20
+    async with serving(Scripted(text="y" * big), max_message_bytes=2**20) as address, AsyncClient(address) as client:
+        with pytest.raises(Overloaded, match="larger than max"):
+            _ = [delta async for delta in client.generate("x" * 2**21)]
+        with pytest.raises(Overloaded, match="larger than max"):
+            await texts(client)
+    async with serving(Scripted(text="y" * big)) as address:
+        async with AsyncClient(address, max_message_bytes=2**20) as client:
+            with pytest.raises(Overloaded, match="larger than max"):
+                await texts(client)
+        async with AsyncClient(address) as client:
+            assert await texts(client) == ["y" * big]
+
+
+async def test_the_gateways_flag() -> None:
+    async with running_fake_cluster("The answer.", max_message_bytes=64 * 1024) as fakes:
+        with pytest.raises(Overloaded, match="larger than max"):
+            await texts(fakes.client, stop=["x" * 70_000])
+        assert "".join(await texts(fakes.client)) == "The answer."

@@ -1,0 +1,189 @@
+"""Cells against numpy, the page against Prometheus's own parser, the push against a real OTLP receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pillion.errors import ConfigError
+from pillion.observability import metric_catalog as names
+from pillion.observability import telemetry
+from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
+from pillion.observability.metrics_export import Exports, MetricsPage, push_wanted
+from pillion.observability.metrics_prometheus import prometheus_name, sample_names
+from testbed.otlp import collecting
+
+QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
+
+
+def samples(meters: Meters, *, vllm_names: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """What Prometheus reads off the page, the process's own figures left out."""
+    text = generate_latest(MetricsPage(meters.collect, vllm_names=vllm_names).registry()).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.startswith("process_")
+    }
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.005, 0.02, 0.0201, 1.0, 9.0]), st.integers(1, 4)), max_size=30))
+def test_a_distribution_is_a_histogram(observed: list[tuple[float, int]]) -> None:
+    cell = Meters().distribution(names.ITL, "demo")
+    for value, times in observed:
+        cell.observe(value, times)
+    values = np.repeat([value for value, _ in observed] or [0.0], [times for _, times in observed] or [0])
+    # numpy's bins are closed on the left, Prometheus's on the right.
+    expected = np.histogram(-values, np.array([-math.inf, *(-bound for bound in reversed(names.ITL_BOUNDS)), math.inf]))
+    assert cell.counts == expected[0][::-1].tolist()
+    assert cell.total == pytest.approx(values.sum())
+
+
+def test_the_page_reads_as_it_was_counted() -> None:
+    meters = Meters()
+    meters.counter(names.GENERATED_TOKENS, "demo").add(7)
+    meters.counter(names.GENERATED_TOKENS, 'a "model"\n').add(1)
+    for value in (0.004, 0.03, 0.03, 99.0):
+        meters.distribution(names.ITL, "demo").observe(value)
+    meters.watch(lambda: [(names.KV_USAGE, (), 0.25)])
+    found = samples(meters)
+    assert found["pillion_generated_tokens_total", (("gen_ai_request_model", "demo"),)] == 7
+    assert found["pillion_generated_tokens_total", (("gen_ai_request_model", 'a "model"\n'),)] == 1
+    assert found["pillion_kv_usage_ratio", ()] == 0.25
+    name, model = "pillion_inter_token_latency_seconds", ("gen_ai_request_model", "demo")
+    assert found[f"{name}_count", (model,)] == 4
+    assert found[f"{name}_sum", (model,)] == pytest.approx(99.064)
+    assert found[f"{name}_bucket", (model, ("le", "0.03"))] == 3
+    assert found[f"{name}_bucket", (model, ("le", "+Inf"))] == 4
+
+
+def test_what_is_counted_has_the_names_of_the_catalog() -> None:
+    assert len({metric.name for metric in names.CATALOG}) == len(names.CATALOG)
+    assert sample_names(names.KV_EVICTED) == ("pillion_kv_evicted_blocks_total",)
+    assert sample_names(names.KV_FETCH_BYTES) == ("pillion_kv_fetched_bytes_total",)
+    assert sample_names(names.TTFT)[0] == "gen_ai_server_time_to_first_token_seconds_bucket"
+    assert prometheus_name(names.KV_BLOCK_BYTES) == "pillion_kv_block_size_bytes"
+    for metric in names.CATALOG:
+        assert metric.help.endswith("."), metric.name
+        assert list(metric.bounds) == sorted(set(metric.bounds)), metric.name
+        assert bool(metric.bounds) == (metric.kind == "histogram"), metric.name
+
+
+def test_labels_are_bounded() -> None:
+    meters = Meters()
+    for number in range(MAX_CELLS + 50):
+        meters.counter(names.GENERATED_TOKENS, f"model-{number}").add()
+        meters.distribution(names.ITL, f"model-{number}").observe(0.01)
+    for cells in meters.collect().values():
+        assert len(cells) == MAX_CELLS + 1
+        rest = cells[(OTHER,)]
+        assert (rest.count if isinstance(rest, Snapshot) else rest) == 50
+
+
+def test_books_that_cannot_be_read_hide_nothing_else() -> None:
+    def broken() -> Iterator[Reading]:
+        yield names.KV_DISK_BLOCKS, (), 3
+        raise RuntimeError("the books burnt")
+
+    meters = Meters()
+    meters.watch(broken)
+    meters.watch(lambda: [(names.KV_FENCED, (), 1)])
+    assert meters.collect() == {names.KV_DISK_BLOCKS: {(): 3}, names.KV_FENCED: {(): 1}}
+
+
+def test_vllm_names_say_the_same() -> None:
+    meters = Meters()
+    for source, tokens in (("pool", 30), ("fetched", 10), ("restored", 2), ("prefill", 50), ("tail", 8)):
+        meters.counter(names.PROMPT_TOKENS, "demo", source).add(tokens)
+    for operation in ("chat", "text_completion"):
+        meters.distribution(names.TTFT, operation, "demo").observe(0.3)
+    meters.counter(names.REQUESTS, "demo", "stop").add(5)
+    meters.counter(names.REQUESTS, "demo", "UNAVAILABLE").add(1)
+    meters.watch(lambda: [(names.SEQUENCES, ("running",), 3), (names.SEQUENCES, ("waiting",), 2)])
+    model = ("model_name", "demo")
+    assert not any(name.startswith("vllm") for name, _ in samples(meters))
+    found = {key: value for key, value in samples(meters, vllm_names=True).items() if key[0].startswith("vllm")}
+    assert found["vllm:prompt_tokens_total", (model,)] == 100
+    assert found["vllm:prefix_cache_queries_total", (model,)] == 100
+    assert found["vllm:prefix_cache_hits_total", (model,)] == 42
+    assert found["vllm:num_requests_running", ()] == 3
+    assert found["vllm:num_requests_waiting", ()] == 2
+    # Of both kinds of operation, which vLLM does not tell apart.
+    assert found["vllm:time_to_first_token_seconds_count", (model,)] == 2
+    assert found["vllm:time_to_first_token_seconds_bucket", (("le", "0.5"), model)] == 2
+    assert found["vllm:request_success_total", (("finished_reason", "stop"), model)] == 5
+    assert ("vllm:request_success_total", (("finished_reason", "UNAVAILABLE"), model)) not in found
+
+
+async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -> None:
+    meters, page = Meters(), {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": True}
+    exports = Exports(meters, "decode-7", "decode", **page)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ConfigError, match="the metrics page cannot listen"):
+            Exports(Meters(), "decode-8", "decode", **page)  # type: ignore[arg-type]
+        url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        assert 'component="decode-7"' in text
+        assert "process_resident_memory_bytes" in text
+    finally:
+        await asyncio.to_thread(exports.close)
+        await asyncio.to_thread(exports.close)
+
+
+async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    meters = Meters()
+    meters.counter(names.GENERATED_TOKENS, "demo").add(5)
+    for value in (0.004, 0.03):
+        meters.distribution(names.ITL, "demo").observe(value)
+    with collecting() as received:
+        for name, value in received.environ().items():
+            monkeypatch.setenv(name, value)
+        assert push_wanted()
+        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False)
+        # What is left goes out at the end.
+        await asyncio.to_thread(exports.close)
+    (resource,) = received.metrics
+    assert resource["service.name"] == "pillion-gateway"
+    assert resource["service.instance.id"] == "gateway-1"
+    found: dict[str, Any] = received.metrics[resource]
+    tokens = found["pillion.generated_tokens"].sum
+    assert tokens.is_monotonic
+    assert tokens.data_points[0].as_int == 5
+    latency = found["pillion.inter_token_latency"].histogram.data_points[0]
+    assert (latency.count, latency.min, latency.max) == (2, 0.004, 0.03)
+    assert list(latency.explicit_bounds) == list(names.ITL_BOUNDS)
+    assert latency.attributes[0].key == names.MODEL
+
+
+def test_the_push_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_METRICS_EXPORTER"):
+        monkeypatch.delenv(name, raising=False)
+    assert not push_wanted()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
+    assert push_wanted()
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    assert not push_wanted()
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "way"), [("", "", "grpc"), ("http/protobuf", "", "http"), ("http/protobuf", "grpc", "grpc")]
+)
+def test_the_environment_picks_the_protocol_of_each_signal(
+    monkeypatch: pytest.MonkeyPatch, shared: str, own: str, way: str
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", shared)
+    for signal in ("TRACES", "METRICS"):
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", own)
+        made = telemetry.exporter(signal)
+        assert type(made).__module__.startswith(f"opentelemetry.exporter.otlp.proto.{way}.")
+        made.shutdown()

@@ -1,0 +1,195 @@
+"""How an LLM ends: in every way, and with nothing left behind. Each case is a program of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from testbed.tiny_model import save_model
+from tests.support.processes import started
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+HEAD = """
+import asyncio, gc, os, signal, sys, threading
+import psutil
+from pillion import LLM, Cancelled, SamplingParams, Unavailable
+from testbed.conditions import wait_for
+
+process = psutil.Process()
+
+def held():
+    gc.collect()
+    threads = sorted(t.name for t in threading.enumerate() if not t.name.startswith("tqdm"))
+    return process.num_fds(), threads, len(process.children(recursive=True))
+
+def made(length=4096):
+    options = {"dtype": "float32", "max_model_len": length, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
+    return LLM(sys.argv[1], **options)
+
+TALK = [{"role": "user", "content": "x"}]
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+def run(model: pathlib.Path, body: str, code: int = 0) -> tuple[str, str]:
+    """Output of a program; its temporary folder is empty behind it, and so is its process group."""
+    with tempfile.TemporaryDirectory(prefix="pl-") as folder:
+        command, environ = [sys.executable, "-c", HEAD + body, str(model)], {**os.environ, "TMPDIR": folder}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with started(command, cwd=ROOT, env=environ, start_new_session=True, **pipes) as process:
+            out, err = process.communicate(timeout=100)
+        assert process.returncode == code, err
+        assert os.listdir(folder) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return out, err
+
+
+def test_close_gives_everything_back(model: pathlib.Path) -> None:
+    out, err = run(
+        model,
+        """
+made().close()  # what is made once per process
+before = held()
+with made() as llm:
+    llm.chat(TALK, SHORT, use_tqdm=False)
+    assert held()[2] == 1 and len(held()[1]) > 3, held()
+assert held() == before, (held(), before)
+llm.close()
+for call in (llm.generate, llm.chat):
+    try:
+        call(TALK if call == llm.chat else "x")
+    except Unavailable as error:
+        print(error)
+llm = made()
+llm.generate("x", SHORT, use_tqdm=False)
+del llm
+wait_for(f"all but {before} to be given back", lambda: held() == before)
+""",
+    )
+    assert (out, err) == ("this LLM is closed\n" * 2, "")
+
+
+def test_it_ends_with_the_interpreter(model: pathlib.Path) -> None:
+    """Two of them, one in the middle of a call on a daemon's thread, in a program that has a loop of its own."""
+    out, err = run(
+        model,
+        """
+first, second = made(), made()
+def ask():
+    try:
+        second.generate(["x"] * 9, LONG, use_tqdm=False)
+    except Cancelled:
+        pass
+threading.Thread(target=ask, daemon=True).start()
+async def main():
+    first.chat(TALK, SHORT, use_tqdm=False)
+    await asyncio.to_thread(first.generate, ["y"] * 9, SHORT, use_tqdm=False)
+asyncio.run(main())
+wait_for("the second call", lambda: second.status().active_requests)
+print("end")
+""",
+    )
+    assert (out, err) == ("end\n", "")
+
+
+def test_ctrl_c_cancels_the_call_and_the_next_one_works(model: pathlib.Path) -> None:
+    out, _ = run(
+        model,
+        """
+llm = made()
+def interrupt():
+    wait_for("the call", lambda: llm.status().active_requests == 9)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    llm.generate(["x"] * 9, LONG)
+except KeyboardInterrupt:
+    print("interrupted")
+wait_for("the requests' end", lambda: not llm.status().active_requests)
+assert llm.status().completion_tokens < 9 * 4000, "they ran to their ends"
+print(len(llm.generate("x", SHORT, use_tqdm=False)[0].outputs[0].token_ids))
+""",
+    )
+    assert out == "interrupted\n4\n"
+
+
+def test_close_cancels_calls_of_other_threads(model: pathlib.Path) -> None:
+    out, err = run(
+        model,
+        """
+llm = made()
+def close():
+    wait_for("the call", lambda: llm.status().active_requests == 9)
+    llm.close()
+threading.Thread(target=close).start()
+try:
+    llm.generate(["x"] * 9, LONG, use_tqdm=False)
+except Cancelled as error:
+    print(error)
+""",
+    )
+    assert (out, err) == ("the LLM was closed\n", "")
+
+
+def test_a_forked_child_lets_it_alone(model: pathlib.Path) -> None:
+    out, _ = run(
+        model,
+        """
+llm = made()
+pid = os.fork()
+if not pid:
+    try:
+        llm.generate("x", SHORT, use_tqdm=False)
+    except Unavailable as error:
+        print(error, flush=True)
+    llm.close()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+print(len(llm.generate("x", SHORT, use_tqdm=False)))
+""",
+    )
+    assert out == "an LLM cannot be used in a forked process\n1\n"
+
+
+def test_killed_it_leaves_a_folder_that_the_next_start_removes(model: pathlib.Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="pl-") as folder:
+        environ = {**os.environ, "TMPDIR": folder}
+        body = HEAD + "llm = made()\nprint('up', flush=True)\n"
+        command = [sys.executable, "-c", body + "signal.pause()\n", str(model)]
+        with started(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+        assert len(os.listdir(folder)) == 1
+        subprocess.run([sys.executable, "-c", body, str(model)], cwd=ROOT, env=environ, check=True, capture_output=True)
+        assert os.listdir(folder) == []
+
+
+def test_without_the_servers_it_says_so() -> None:
+    """``pip install pillion`` without its ``server`` extra brings the code of the servers, but nothing they need."""
+    body = """
+import sys
+from importlib.machinery import PathFinder
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] in sys.argv[1:] else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
+import pillion
+try:
+    pillion.LLM("demo")
+except pillion.ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", body, "torch"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "pip install 'pillion[server]'" in done.stdout, done.stdout + done.stderr

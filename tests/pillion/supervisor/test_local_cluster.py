@@ -1,0 +1,124 @@
+"""The processes of a local cluster: settled flags, order, cores, environment."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import pytest
+
+from pillion.cli.flags import env_name
+from pillion.config import ServeFlags
+from pillion.engine.backends.devices import resolved
+from pillion.errors import ConfigError
+from pillion.supervisor import local_cluster as cluster
+from pillion.supervisor.child_process import child_environ
+from pillion.supervisor.local_cluster import process_specs, threads_per_worker
+
+
+def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
+    flags = resolved(ServeFlags(model="m"))
+    assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
+    assert "--kv-device=cuda" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    flags = resolved(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
+    assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
+    flags = resolved(ServeFlags(model="m", device="cpu"))
+    assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
+    assert "--kv-device=cpu" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"device": "cuda"}, "--device cuda: no NVIDIA GPU can be used here"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU"),
+        ({"load_format": "dummy"}, "--load-format dummy needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 0)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        resolved(ServeFlags(**flags))
+
+
+def on_cpu(**flags: Any) -> ServeFlags:
+    """The settled flags of a cluster on a machine without a GPU."""
+    return resolved(ServeFlags(device="cpu", **flags))
+
+
+def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "usable_cores", lambda: 8)
+    monkeypatch.setenv("PILLION_BLOCK_SIZE", "99")
+    flags = on_cpu(model="m", prefill_workers=2, decode_workers=1, grpc_port=1234, max_num_seqs=7)
+    folder = pathlib.Path("/run/x")
+    specs = process_specs(flags, folder, pathlib.Path("/bin/redis-server"))
+    assert [(s.component_id, s.level) for s in specs] == [
+        ("redis", 0),
+        ("kvnode-0", 1),
+        ("prefill-0", 2),
+        ("prefill-1", 2),
+        ("decode-0", 2),
+        ("gateway-0", 3),
+    ]
+    decode, gateway = specs[4], specs[5]
+    assert decode.argv[1:5] == ("-m", "pillion", "decode", "--component-id=decode-0")
+    assert {"--max-num-seqs=7", "--listen=unix:/run/x/decode-0.sock", "--cpu-threads=2"} <= set(decode.argv)
+    assert decode.environ["OMP_NUM_THREADS"] == "2"
+    assert "OMP_NUM_THREADS" not in gateway.environ or "OMP_NUM_THREADS" in os.environ
+    assert gateway.argv[1:4] == ("-m", "pillion", "gateway")
+    assert {"--grpc-port=1234", "--probe-listen=unix:/run/x/gateway-0.sock", "--no-share-ports"} <= set(gateway.argv)
+    for spec in specs:
+        assert spec.environ[env_name("redis_url")] == "unix:///run/x/redis.sock"
+        assert env_name("block_size") not in spec.environ
+
+
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [
+        ({"cpu_threads": 2, "cpu_affinity": "0-3"}, "0,1", "2,3"),
+        ({"cpu_affinity": "0-3"}, "0,1", "2,3"),
+        ({"cpu_affinity": "0-3", "split_policy": "colocated"}, "0,1,2,3", "0,1,2,3"),
+        ({}, "", ""),
+    ],
+)
+def test_workers_get_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], prefill: str, decode: str
+) -> None:
+    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    specs = process_specs(on_cpu(model="m", **flags), pathlib.Path("/run/x"), None)
+    by_name = {spec.component_id: spec.argv for spec in specs}
+    assert f"--cpu-affinity={prefill}" in by_name["prefill-0"]
+    assert f"--cpu-affinity={decode}" in by_name["decode-0"]
+
+
+def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
+        process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
+
+
+def test_a_redis_password_is_not_on_a_command_line() -> None:
+    flags = on_cpu(redis_url="rediss://:secret@host:6379/0")
+    specs = process_specs(flags, pathlib.Path("/run/x"), None)
+    assert "redis" not in [spec.component_id for spec in specs]
+    for spec in specs:
+        assert "secret" not in " ".join(spec.argv)
+        assert "secret" in spec.environ[env_name("redis_url")]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (8, 4), (64, 32)])
+def test_workers_share_the_cores(cores: int, threads: int) -> None:
+    assert threads_per_worker(on_cpu(), cores) == threads
+
+
+def test_the_environment_keeps_libraries_quiet() -> None:
+    environ = child_environ({"PATH": "p", "PILLION_DTYPE": "x"}, "redis://")
+    assert environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
+    assert "PILLION_DTYPE" not in environ

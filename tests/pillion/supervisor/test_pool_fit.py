@@ -1,0 +1,57 @@
+"""The least pool that works, and the one-line errors of pools that do not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.supervisor import pool_fit as fit
+from pillion.supervisor.pool_fit import PoolFit, fit_pool, human_bytes
+
+POOL = ServeFlags(kv_pool_bytes=2**30, block_size=16, decode_reserve_percent=10)
+
+
+def fitted(flags: ServeFlags) -> PoolFit:
+    """The pool of blocks of 256 KiB, for a model of 8,192 tokens and one decode worker."""
+    return fit_pool(flags, 2**18, 8192, 1)
+
+
+def test_the_pool_in_blocks_and_tokens() -> None:
+    made = fitted(POOL)
+    assert (made.total_blocks, made.total_tokens, made.request_blocks) == (4096, 65536, 513)
+    assert made.describe() == "4,096 blocks of 16 tokens = 65,536 tokens (1 GiB, 256 KiB a block)"
+
+
+@pytest.mark.parametrize("reserve", [0, 10, 50, 90])
+def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
+    small = replace(POOL, kv_pool_bytes=2**26, decode_reserve_percent=reserve)
+    with pytest.raises(ConfigError) as caught:
+        fitted(small)
+    assert "\n" not in caught.value.message
+    found = re.search(r"at least (\d+) bytes", caught.value.message)
+    assert found
+    enough = int(found[1])
+    made = fitted(replace(small, kv_pool_bytes=enough))
+    assert made.total_blocks >= made.needed_blocks
+    with pytest.raises(ConfigError):
+        fitted(replace(small, kv_pool_bytes=int(enough * 0.9)))
+
+
+def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "machine_bytes", lambda: 2**29)
+    with pytest.raises(ConfigError, match="more than this machine's memory, 512 MiB"):
+        fitted(POOL)
+
+
+def test_bytes_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "1.5 GiB",
+        "2 TiB",
+    ]

@@ -1,0 +1,292 @@
+"""The supervisor over small fake components: order, restarts, giving up, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from pillion.errors import Unavailable
+from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.restarts import Restart, RestartPolicy
+from pillion.supervisor.runtime_dir import RuntimeDir, sweep
+from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from testbed.conditions import until, wait_for
+from tests.support.notices import RecordedNotices
+from tests.support.processes import STAY, started
+
+# Writes its name to a log when it starts and stops; ready once its file exists.
+COMPONENT = (
+    """
+import pathlib, signal, sys
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def note(what):
+    with open(folder / "log", "a") as log: log.write(f"{what} {name}\\n")
+def stop(*_):
+    note("stop"); (folder / name).unlink(); sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+note("start"); (folder / name).touch(); print("hello from", name, flush=True)
+"""
+    + STAY
+)
+DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + (
+    f"(pathlib.Path(sys.argv[1]) / sys.argv[2]).touch(); {STAY}"
+)
+
+
+class SlowFor(RestartPolicy):
+    """Starts one component again later than the others."""
+
+    def __init__(self, component_id: str) -> None:
+        super().__init__()
+        self.component_id = component_id
+
+    def died(self, component_id: str, exit_code: int, now: float) -> Restart:
+        return Restart(1.0 if component_id == self.component_id else 0.01)
+
+
+def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
+    async def probe() -> bool:
+        return (folder / name).exists()
+
+    argv = (sys.executable, "-c", program, str(folder), name)
+    return ProcessSpec(component_id=name, level=level, argv=argv, environ=dict(os.environ), probe=probe)
+
+
+def log_of(folder: pathlib.Path) -> list[str]:
+    return (folder / "log").read_text().splitlines()
+
+
+async def test_components_start_and_stop_level_by_level(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "c", 2), spec(folder, "a", 0), spec(folder, "b", 1)], notices)
+    await supervisor.start()
+    await until("three lines", lambda: len(notices.lines) == 3)
+    await supervisor.stop()
+    assert log_of(folder) == ["start a", "start b", "start c", "stop c", "stop b", "stop a"]
+    assert sorted(notices.lines) == ["a: hello from a", "b: hello from b", "c: hello from c"]
+    assert supervisor.living() == []
+    await supervisor.stop()
+
+
+async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], notices, RestartPolicy(first_delay_ms=10))
+    await supervisor.start()
+    try:
+        first = supervisor.pid_of("a")
+        assert first
+        (folder / "a").unlink()
+        os.kill(first, signal.SIGKILL)
+        await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
+        assert supervisor.pid_of("a") != first
+        assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
+        # Its neighbour was left alone.
+        assert log_of(folder).count("start b") == 1
+    finally:
+        await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
+    needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
+    supervisor = Supervisor([spec(folder, "a"), needy, free], RecordedNotices(), SlowFor("a"))
+    await supervisor.start()
+    try:
+        for name in ("a", "b", "c"):
+            (folder / name).unlink()
+            os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+        await until("b to run again", lambda: log_of(folder).count("start b") == 2)
+        assert log_of(folder)[3:] == ["start c", "start a", "start b"]
+    finally:
+        await supervisor.stop()
+
+
+async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path) -> None:
+    policy = RestartPolicy(max_deaths=3, first_delay_ms=1)
+    supervisor = Supervisor([spec(folder, "a"), spec(folder, "b")], RecordedNotices(), policy)
+    await supervisor.start()
+    failed = asyncio.create_task(supervisor.failed())
+    for count in (1, 2, 3):
+        await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
+        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+    assert await asyncio.wait_for(failed, 10) == "a died 3 times within 60 s"
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) -> None:
+    broken = spec(folder, "b", 1, "import sys; print('the reason', flush=True); sys.exit(3)")
+    notices = RecordedNotices()
+    supervisor = Supervisor([spec(folder, "a"), broken, spec(folder, "c", 2)], notices)
+    with pytest.raises(Unavailable, match="b ended with status 3 before it was ready"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert log_of(folder) == ["start a", "stop a"]
+    assert "b: the reason" in notices.lines
+    assert supervisor.living() == []
+
+
+async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
+    absent = ProcessSpec(component_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
+    supervisor = Supervisor([absent], RecordedNotices())
+    with pytest.raises(Unavailable, match="x cannot be started"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+async def test_a_component_that_never_gets_ready(folder: pathlib.Path) -> None:
+    supervisor = Supervisor([spec(folder, "a", program=STAY)], RecordedNotices(), start_timeout_s=0.2)
+    with pytest.raises(Unavailable, match="a was ended by SIGKILL before it was ready"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_deaf_component_is_killed_after_the_grace(folder: pathlib.Path) -> None:
+    supervisor = Supervisor([spec(folder, "a", program=DEAF)], RecordedNotices(), stop_grace_s=0.2)
+    await supervisor.start()
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_cancelled_start_leaves_nothing(folder: pathlib.Path) -> None:
+    never = spec(folder, "b", 1, STAY)
+    supervisor = Supervisor([spec(folder, "a"), never], RecordedNotices())
+    starting = asyncio.create_task(supervisor.start())
+    await until("b to run", lambda: supervisor.pid_of("b") is not None)
+    starting.cancel()
+    await asyncio.wait({starting})
+    await supervisor.stop()
+    assert supervisor.living() == []
+
+
+async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    quiet = dataclasses.replace(spec(folder, "a"), quiet=True)
+    supervisor = Supervisor([quiet], notices, RestartPolicy(first_delay_ms=10_000))
+    await supervisor.start()
+    assert notices.lines == []
+    os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+    await until("the notice", lambda: any("starting it again" in line for line in notices.lines))
+    assert "a: hello from a" in notices.lines
+    await supervisor.stop()
+
+
+async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
+    program = COMPONENT.replace(STAY, "import subprocess; subprocess.run(['sleep', '60'])")
+    supervisor = Supervisor([spec(folder, "a", program=program)], RecordedNotices(), stop_grace_s=0.5)
+    await supervisor.start()
+    parent = psutil.Process(supervisor.pid_of("a"))
+    await until("a grandchild", lambda: parent.children())
+    grandchildren = parent.children()
+    await supervisor.stop()
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, grandchildren, 5)
+    assert gone == grandchildren
+
+
+async def test_output_is_forwarded_in_bounded_lines() -> None:
+    lines: list[str] = []
+    program = f"import sys; sys.stdout.write('x' * {3 * MAX_LINE_BYTES} + '\\nlast\\rline \\xff\\nno end')"
+    child = await ChildProcess.start([sys.executable, "-X", "utf8", "-c", program], dict(os.environ), lines.append)
+    assert await child.wait() == 0
+    assert "".join(lines[:-2]) == "x" * 3 * MAX_LINE_BYTES
+    assert max(map(len, lines)) < 2 * MAX_LINE_BYTES
+    assert lines[-2:] == ["line ÿ", "no end"]
+
+
+def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None:
+    component = f"import os; os.environ[{PARENT_PID_VARIABLE!r}] = str(os.getppid());" + (
+        "from pillion.supervisor.lifeline import tie_to_parent; tie_to_parent(); print('tied', flush=True);" + STAY
+    )
+    script = (
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {component!r}], stdout=subprocess.PIPE);"
+        f"child.stdout.readline(); print(child.pid, flush=True); {STAY}"
+    )
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+    gone, _ = psutil.wait_procs([child], 10)
+    assert gone == [child]
+
+
+def test_an_orphan_does_not_even_begin() -> None:
+    environ = {**os.environ, PARENT_PID_VARIABLE: str(2**22 - 1)}
+    done = subprocess.run([sys.executable, "-m", "pillion", "version"], env=environ, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> None:
+    watcher = (
+        "import os, sys; from pillion.supervisor.lifeline import watch;"
+        f"sys.exit(watch(os.getppid(), [sys.executable, '-c', {STAY!r}]))"
+    )
+    script = (
+        "import subprocess, sys;"
+        f"child = subprocess.Popen([sys.executable, '-c', {watcher!r}]); print(child.pid, flush=True); {STAY}"
+    )
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        watching = psutil.Process(int(parent.stdout.readline()))
+        children = wait_for("the watched program", watching.children)
+    gone, _ = psutil.wait_procs([watching, *children], 10)
+    assert len(gone) == 2
+
+
+def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(folder: pathlib.Path) -> None:
+    script = (
+        "import pathlib; from pillion.supervisor.runtime_dir import RuntimeDir;"
+        f"d = RuntimeDir.create(pathlib.Path({str(folder)!r})); (d.path / 'x').touch(); print(d.path, flush=True);"
+        + STAY
+    )
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = pathlib.Path(other.stdout.readline().strip())
+        assert theirs.stat().st_mode & 0o777 == 0o700
+        assert sweep(folder) == []
+    ours = RuntimeDir.create(folder)
+    assert list(folder.iterdir()) == [ours.path]
+    (folder / "pillion-notes").mkdir()
+    assert sweep(folder) == []
+    ours.remove()
+    ours.remove()
+    assert [path.name for path in folder.iterdir()] == ["pillion-notes"]
+
+
+async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
+    notices, asked, silent = RecordedNotices(), [], []
+
+    async def alive() -> bool:
+        asked.append(len(silent))
+        return not silent
+
+    watched = dataclasses.replace(spec(folder, "a"), alive=alive)
+    supervisor = Supervisor([watched], notices, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
+    await supervisor.start()
+    try:
+        first = supervisor.pid_of("a")
+        await until("answers", lambda: len(asked) > 2 * MAX_SILENCES)
+        assert supervisor.pid_of("a") == first, "it answers"
+        # Silences with an answer between them are no hang, however many they are.
+        for _ in range(3):
+            asked.clear()
+            silent.append(1)
+            await until("silences", lambda: asked.count(1) >= MAX_SILENCES // 2)
+            silent.clear()
+            await until("an answer", lambda: asked[-1] == 0)
+        assert supervisor.pid_of("a") == first
+        silent.extend([1, 1])
+        await until("another process", lambda: supervisor.pid_of("a") not in (None, first))
+        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
+    finally:
+        await supervisor.stop()
+    assert supervisor.living() == []

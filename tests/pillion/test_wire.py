@@ -1,0 +1,230 @@
+"""Converters: what goes in comes out, "not set" stays apart from zero, and neighbours in protocol understand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion._version import PROTOCOL
+from pillion.config import parse_size
+from pillion.errors import (
+    BY_CODE,
+    ConfigError,
+    Conflict,
+    FieldViolation,
+    Internal,
+    InvalidRequest,
+    Overloaded,
+    PillionError,
+    QuotaViolation,
+    Unavailable,
+)
+from pillion.types import (
+    ChatMessage,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
+from pillion.wire.common import check_hello, hello_to_pb
+from pillion.wire.decode import DecodeDelta, batch_from_pb
+from pillion.wire.public import (
+    DeltaWriter,
+    delta_from_pb,
+    delta_to_pb,
+    finish_to_pb,
+    logprob_to_pb,
+    request_from_pb,
+    request_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+)
+from pillion.wire.registry import STEP_COSTS, ComponentRecord
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+TEXT = st.text(max_size=8)
+FLOAT32 = st.floats(width=32, allow_nan=False)
+I32 = st.integers(-(2**31), 2**31 - 1)
+IDS = st.lists(U32, max_size=5).map(tuple)
+
+
+def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
+    """Instances of a dataclass or struct whose fields are all ``known`` or of a plain kind."""
+    kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
+    kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
+    fields = {name: known[name] if name in known else kinds[kind] for name, kind in cls.__annotations__.items()}
+    return st.builds(cls, **fields)
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.none() | FLOAT32,
+    top_p=st.none() | FLOAT32,
+    top_k=st.none() | st.integers(-(2**31), 2**31 - 1),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    max_tokens=st.none() | st.integers(-(2**31), 2**31 - 1),
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+    min_p=st.none() | FLOAT32,
+    repetition_penalty=st.none() | FLOAT32,
+    presence_penalty=st.none() | FLOAT32,
+    frequency_penalty=st.none() | FLOAT32,
+    logit_bias=st.dictionaries(I32, FLOAT32, max_size=3),
+    min_tokens=st.none() | I32,
+    logprobs=st.none() | I32,
+    n=st.none() | I32,
+    best_of=st.none() | I32,
+)
+LOGPROBS = st.lists(
+    st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
+).map(tuple)
+MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
+REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32)
+REASON = st.none() | st.sampled_from(list(FinishReason))
+DELTAS = built(
+    Delta,
+    token_ids=IDS,
+    finish_reason=REASON,
+    usage=st.none() | built(Usage),
+    timings=st.none() | built(Timings),
+    logprobs=LOGPROBS,
+)
+ERRORS = st.builds(decode_pb2.DecodeError, code=st.integers(0, 16), message=TEXT, retryable=st.booleans())
+TIMINGS = st.builds(
+    decode_pb2.DecodeTimings, tail_tokens=U32, tail_steps=U32, queue_ms=st.floats(allow_nan=False), preemptions=U32
+)
+DECODE_DELTAS = st.builds(
+    DecodeDelta,
+    key=U64,
+    token_ids=IDS,
+    finish_reason=REASON,
+    error=st.none() | ERRORS,
+    timings=st.none() | TIMINGS,
+    logprobs=LOGPROBS,
+)
+
+
+@given(REQUESTS)
+def test_requests(request: GenerateRequest) -> None:
+    sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
+    assert request_from_pb(sent) == request
+
+
+@given(DELTAS)
+def test_deltas(delta: Delta) -> None:
+    assert delta_from_pb(delta_to_pb(delta)) == delta
+
+
+@given(st.lists(DELTAS, max_size=4))
+def test_deltas_of_one_stream(deltas: list[Delta]) -> None:
+    writer, deltas_sent = DeltaWriter("r"), [dataclasses.replace(delta, request_id="r") for delta in deltas]
+    sent = [gateway_pb2.GenerateResponse.FromString(writer.to_pb(delta).SerializeToString()) for delta in deltas_sent]
+    assert [delta_from_pb(message) for message in sent] == deltas_sent
+
+
+@given(SAMPLING)
+def test_the_sampling_of_submits(sampling: SamplingParams) -> None:
+    assert sampling_from_pb(sampling_to_pb(sampling)) == sampling
+
+
+@given(st.lists(DECODE_DELTAS, max_size=4))
+def test_batches(deltas: list[DecodeDelta]) -> None:
+    batch = decode_pb2.DecodeBatch(
+        deltas=[
+            decode_pb2.DecodeDelta(
+                key=delta.key,
+                token_ids=delta.token_ids,
+                finish_reason=finish_to_pb(delta.finish_reason),
+                error=delta.error,
+                timings=delta.timings,
+                logprobs=map(logprob_to_pb, delta.logprobs),
+            )
+            for delta in deltas
+        ]
+    )
+    assert batch_from_pb(decode_pb2.DecodeBatch.FromString(batch.SerializeToString())) == deltas
+
+
+COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)
+
+
+@given(built(ComponentRecord, step_cost_s=COSTS))
+def test_part_records(record: ComponentRecord) -> None:
+    newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
+    assert ComponentRecord.from_json(newer) == record
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"component_id":"x"}'])
+def test_what_is_no_part_record(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        ComponentRecord.from_json(text)
+
+
+def test_protocols_of_neighbours() -> None:
+    for protocol in (PROTOCOL, PROTOCOL + 1):
+        assert check_hello(common_pb2.Hello(protocol=protocol, component_id="x")) == "x"
+    for protocol in (0, PROTOCOL + 2):
+        with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
+            check_hello(common_pb2.Hello(protocol=protocol, component_id="x"))
+    assert hello_to_pb("y").protocol == PROTOCOL
+
+
+def test_fields_of_a_newer_version_are_kept() -> None:
+    newer = b"\x9a\x3e\x03new"  # field 995, which nobody knows yet
+    message = gateway_pb2.GenerateRequest.FromString(gateway_pb2.GenerateRequest(text="x").SerializeToString() + newer)
+    assert message.SerializeToString().endswith(newer)
+    assert delta_from_pb(gateway_pb2.GenerateResponse(text="x", finish_reason=99)).finish_reason is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", sorted(BY_CODE.values(), key=lambda cls: cls.code))
+def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
+    import grpc
+
+    from pillion.net.rpc import from_rpc_error, to_status
+
+    violations = (FieldViolation("sampling.top_p", "must be positive"),)
+    quotas = (QuotaViolation("max_inflight_requests", "256 are under way"),)
+    errors = {
+        InvalidRequest: InvalidRequest.of(*violations),
+        Overloaded: Overloaded("full", 1500, quotas),
+        Unavailable: Unavailable("stopping", 1500),
+    }
+    status = to_status(errors.get(cls, cls("words")))
+    metadata = grpc.aio.Metadata(*status.trailing_metadata)
+    back = from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), metadata, status.details))
+    assert type(back) is cls
+    assert back.message == status.details
+    assert getattr(back, "violations", violations) == violations
+    assert getattr(back, "retry_after_ms", 1500) == 1500
+    assert getattr(back, "quotas", quotas) == quotas
+
+
+def test_an_unknown_code_is_internal() -> None:
+    import grpc
+
+    from pillion.net.rpc import from_rpc_error
+
+    empty = grpc.aio.Metadata()
+    assert type(from_rpc_error(grpc.aio.AioRpcError(grpc.StatusCode.DATA_LOSS, empty, empty, "x"))) is Internal
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("32K", 32_000), ("1GiB", 2**30), ("1.5 MiB", 3 * 2**19), ("2_000", 2000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1e3", "1TiBs", "0x10", "1..5"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)

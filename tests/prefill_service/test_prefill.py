@@ -1,0 +1,215 @@
+"""The prefill service over a real node and real gRPC: acknowledgements, hand-off, refusals, cancels."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from pillion.engine.backends.batch import StepBatch
+from pillion.types import FinishReason
+from pillion.v1 import prefill_pb2
+from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from testbed.conditions import until
+from tests.support.fake_backend import greedy
+from tests.support.workers import Workers, connected, running_workers, submit_of
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [(seed * 13 + position * 7) % 97 for position in range(length)]
+
+
+def call_of(workers: Workers, span: RunSpanRequest) -> Any:
+    return workers.prefill_stub.RunSpan(span, timeout=20)
+
+
+async def acks_of(workers: Workers, span: RunSpanRequest) -> list[ChunkAck]:
+    return [message async for message in call_of(workers, span)]
+
+
+async def code_of(workers: Workers, span: RunSpanRequest) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await acks_of(workers, span)
+    return caught.value.code()
+
+
+async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        tokens = prompt(1, 50)
+        ticket = await workers.ticket(tokens)
+        acks = await acks_of(workers, workers.span(ticket, tokens, (16, 16, 8)))
+        assert [(ack.chunk_index, ack.end_tokens) for ack in acks] == [(0, 16), (1, 32), (2, 40)]
+        assert all(ack.queue_ms >= 0 and ack.compute_ms >= 0 for ack in acks)
+        answer = await connection.submit(submit_of(1, ticket, tokens, 9))
+        await asyncio.wait_for(answer.over.wait(), 20)
+        assert answer.token_ids == greedy(tokens, 9)
+        assert answer.last is not None
+        assert answer.last.finish_reason is FinishReason.LENGTH
+        assert answer.last.timings is not None
+        assert answer.last.timings.tail_tokens == 10
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_spans_are_packed_into_the_budget() -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 24}) as workers:
+        workers.prefill_backend.gate.clear()
+        tickets = [await workers.ticket(prompt(seed, 41)) for seed in range(6)]
+        spans = [workers.span(t, prompt(seed, 41), (16, 24)) for seed, t in enumerate(tickets)]
+        running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
+        await until("all spans", lambda: len(workers.prefill.worker.epoch.listeners) == len(spans))
+        workers.prefill_backend.gate.set()
+        for acks in await asyncio.gather(*running):
+            assert [ack.end_tokens for ack in acks] == [16, 40]
+        assert workers.prefill_backend.steps.count(24) >= 9
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 16}) as workers:
+        backend = workers.prefill_backend
+        forward = backend.forward
+
+        def one_step(batch: StepBatch) -> torch.Tensor:
+            """The gate falls behind the first step, so the second one hangs."""
+            logits = forward(batch)
+            backend.gate.clear()
+            return logits
+
+        monkeypatch.setattr(backend, "forward", one_step)
+        tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
+        spans = [workers.span(t, prompt(seed, 17), (16,)) for seed, t in enumerate(tickets)]
+        running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
+        done, waiting = await asyncio.wait(running, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1
+        assert [ack.end_tokens for ack in done.pop().result()] == [16]
+        backend.gate.set()
+        assert [ack.end_tokens for ack in await asyncio.wait_for(waiting.pop(), 10)] == [16]
+        await workers.release(*tickets)
+        backend.gate.set()
+        await workers.quiet()
+
+
+async def test_what_another_attempt_committed_is_acknowledged_at_once() -> None:
+    async with running_workers() as workers:
+        tokens = prompt(1, 41)
+        ticket = await workers.ticket(tokens)
+        span = workers.span(ticket, tokens, (16, 24))
+        call = call_of(workers, span)
+        await call.read()
+        call.cancel()
+        workers.prefill_backend.steps.clear()
+        assert [ack.chunk_index for ack in await acks_of(workers, span)] == [0, 1]
+        assert 16 not in workers.prefill_backend.steps
+        assert [ack.compute_ms for ack in await acks_of(workers, span)] == [0.0, 0.0]
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+@pytest.mark.parametrize("after_acks", [0, 1])
+async def test_cancel_frees_within_one_step(after_acks: int) -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 8}) as workers:
+        tokens = prompt(1, 201)
+        ticket = await workers.ticket(tokens)
+        call = call_of(workers, workers.span(ticket, tokens, (40,) * 5))
+        for _ in range(after_acks):
+            await call.read()
+        call.cancel()
+        await workers.release(ticket)
+        await workers.quiet()
+        assert not workers.prefill.worker.epoch.listeners
+        workers.prefill_backend.steps.clear()
+        other = await workers.ticket(prompt(2, 17))
+        await acks_of(workers, workers.span(other, prompt(2, 17), (16,)))
+        assert workers.prefill_backend.steps == [8, 8], "the cancelled span computes on"
+        await workers.release(other)
+        await workers.quiet()
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "no tokens": {"token_ids": (), "chunk_tokens": ()},
+    "partial block": {"token_ids": (1,) * 6, "chunk_tokens": (6,)},
+    "sums": {"chunk_tokens": (8,)},
+    "partial chunk": {"chunk_tokens": (6, 10)},
+    "empty chunk": {"chunk_tokens": (16, 0)},
+    "start": {"start_tokens": 3},
+    "vocabulary": {"token_ids": (97,) * 16},
+    "too long": {"start_tokens": 1020},
+    "parent": {"parent_hash": b""},
+}
+
+
+async def test_bad_spans_are_refused() -> None:
+    async with running_workers() as workers:
+        tokens = prompt(1, 41)
+        ticket = await workers.ticket(tokens)
+        for name, other in BAD.items():
+            code = await code_of(workers, workers.span(ticket, tokens, (16,), **other))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert len(await acks_of(workers, workers.span(ticket, tokens, (16, 24)))) == 2
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in workers.prefill_stub.RunSpan(prefill_pb2.RunSpanRequest()):
+                pass
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_tickets_that_do_not_fit() -> None:
+    async with running_workers() as workers:
+        tokens = prompt(1, 41)
+        ticket = await workers.ticket(tokens)
+        for other in ({"ticket_id": 4711}, {"start_tokens": 16}):
+            assert await code_of(workers, workers.span(ticket, tokens, (16,), **other)) is grpc.StatusCode.NOT_FOUND
+        await acks_of(workers, workers.span(ticket, tokens, (16,)))
+        wrong = workers.span(ticket, prompt(2, 41), (16, 16))
+        assert await code_of(workers, wrong) is grpc.StatusCode.NOT_FOUND
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_too_many_spans() -> None:
+    async with running_workers(prefill={"max_waiting_spans": 1}) as workers:
+        workers.prefill_backend.gate.clear()
+        tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
+        spans = [workers.span(ticket, prompt(seed, 17), (16,)) for seed, ticket in enumerate(tickets)]
+        first = asyncio.create_task(acks_of(workers, spans[0]))
+        await until("the first span", lambda: workers.prefill.worker.epoch.listeners)
+        assert await code_of(workers, spans[1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        workers.prefill_backend.gate.set()
+        assert len(await first) == 1
+        assert len(await acks_of(workers, spans[1])) == 1
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_a_failing_step_fails_its_spans_and_the_loop_lives_on() -> None:
+    def fail(batch: StepBatch) -> None:
+        workers.prefill_backend.before_step = lambda batch: None
+        raise RuntimeError("the arithmetic broke")
+
+    async with running_workers() as workers:
+        tokens = prompt(1, 41)
+        ticket = await workers.ticket(tokens)
+        workers.prefill_backend.before_step = fail
+        span = workers.span(ticket, tokens, (16, 24))
+        assert await code_of(workers, span) is grpc.StatusCode.INTERNAL
+        assert len(await acks_of(workers, span)) == 2
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_two_spans_of_one_prompt_commit_the_same_blocks() -> None:
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 32}) as workers:
+        tokens = prompt(1, 41)
+        tickets = [await workers.ticket(tokens) for _ in range(3)]
+        spans = [workers.span(ticket, tokens, (8,) * 5) for ticket in tickets]
+        for acks in await asyncio.gather(*(acks_of(workers, span) for span in spans)):
+            assert [ack.end_tokens for ack in acks] == [8, 16, 24, 32, 40]
+        assert (await workers.node.status()).committed_blocks == 10
+        await workers.release(*tickets)
+        await workers.quiet()
