@@ -1,4 +1,4 @@
-"""What a decode worker refuses by itself, whatever its gateway let through."""
+"""A decode worker refuses impossible submits by itself, whatever its gateway let through."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def files_in(folder: pathlib.Path, name: str, ca: str = "") -> TlsFiles:
 
 
 def put(source: pathlib.Path, target: pathlib.Path, *names: str) -> None:
-    """As a secret's update does it: new files under the old names."""
+    """Write new files under the old names, as a secret's update does."""
     for name in names:
         shutil.copy(source / name, target / f"{name}.new")
         os.replace(target / f"{name}.new", target / name)
@@ -257,7 +257,7 @@ async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
 def asked_again(
     context: ssl.SSLContext, address: str, question: bytes, session: ssl.SSLSession | None
 ) -> tuple[bytes, ssl.SSLSession | None]:
-    """What the server says, nothing where it does not want us; and the session to resume."""
+    """Return the server's answer (empty if it refuses the client) and the session to resume."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as plain:
         try:

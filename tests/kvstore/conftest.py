@@ -18,6 +18,6 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def short_folder() -> Iterator[str]:
-    """For Unix sockets, whose paths may have about a hundred bytes."""
+    """Yield a folder with a short path, because a Unix socket's path may have about a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
         yield folder

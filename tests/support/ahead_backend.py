@@ -74,13 +74,13 @@ class AheadBackend(FakeBackend):
         return flight
 
     def landed(self, flight: Launched) -> None:
-        """In the order of launches, each once."""
+        """Record a landing; steps land in the order of their launches, each once."""
         with self._lock:
             assert self.under_way[0] is flight
             del self.under_way[0]
 
     def slots(self) -> set[int]:
-        """What steps under way may read or write."""
+        """Return the slots that in-flight steps may read or write."""
         with self._lock:
             return set().union(*(flight.slots for flight in self.under_way))
 

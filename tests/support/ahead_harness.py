@@ -25,7 +25,7 @@ BROKEN = "broken"
 
 
 def slots_of(batch: StepBatch, copies: tuple[tuple[int, int], ...]) -> set[int]:
-    """What a step may read or write."""
+    """Return the slots that a step may read or write."""
     block_size = BLOCK
     rows = zip(batch.block_tables.tolist(), batch.context_lens.tolist(), strict=True)
     found = {slot for table, length in rows for slot in table[: -(-length // block_size)]}
@@ -67,7 +67,7 @@ class SimulatedDevice:
         return sampled
 
     def slots(self) -> set[int]:
-        """What steps that have not landed use."""
+        """Return the slots that in-flight steps use."""
         return set().union(*(step.slots for step in self._in_flight))
 
     def _catch_up(self, steps: int) -> None:
@@ -83,7 +83,7 @@ class SimulatedDevice:
 
 
 class AheadHarness(SchedulerHarness):
-    """As the step loop does it for a backend that runs ahead.
+    """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead.
 
     ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
     """
@@ -143,7 +143,7 @@ class AheadHarness(SchedulerHarness):
         self.void_rows += len(sampled.token_ids) - reported
 
     def answer(self) -> bool:
-        """As in SchedulerHarness; what the node frees, nobody may still use."""
+        """Answer as SchedulerHarness does, and check that no in-flight step uses a slot that the node frees."""
         answered = super().answer()
         self._check_in_flight()
         return answered
@@ -162,7 +162,7 @@ class AheadHarness(SchedulerHarness):
         return super().commit_order(order)
 
     def _check_in_flight(self) -> None:
-        """What steps under way use is leased to this worker, or committed and held."""
+        """Check that each slot of an in-flight step is leased to this worker, or committed and held."""
         leased = self.ledger.holders[self.worker].leased
         held = {block.slot for block in self.ledger.tree.by_hash.values() if block.holds}
         lost = {slot for slot in self.device.slots() if slot not in leased and slot not in held}

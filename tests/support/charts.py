@@ -162,7 +162,7 @@ def check_restricted(pod: Manifest) -> None:
 
 @functools.cache
 def lint() -> tuple[str, ...]:
-    """What `helm lint --strict` finds, beyond advice."""
+    """Return the findings of `helm lint --strict` that are more than advice."""
     report = helm_python.lint(str(CHART), strict=True)
     advice = 1
     found = [message["error"] for message in report["messages"] if message["severity"] > advice]

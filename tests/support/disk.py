@@ -64,7 +64,7 @@ def file_of(path: Path, name: BlockName) -> Path:
 
 
 def files_in(path: Path) -> list[Path]:
-    """Whole ones and parts."""
+    """Return the names of all files in the folder, whole ones and partly written ones."""
     return list(path.rglob("*.kv*"))
 
 

@@ -66,7 +66,7 @@ def run(pool: Int64, batch: StepBatch) -> npt.NDArray[np.float32]:
 
 
 def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Whole slots, as a backend copies them."""
+    """Copy whole slots, as a backend does."""
     pool[list(targets)] = pool[list(sources)]
 
 

@@ -44,14 +44,14 @@ MAX_LEN = 256
 
 
 def record(component_id: str, role: str, address: str, **more: Any) -> ComponentRecord:
-    """What a part of the toy model says of itself."""
+    """Return the registry record of a component of the toy model."""
     served = {} if role == "kvnode" else {"model": "toy", "fingerprint": FINGERPRINT, "namespace": NAMESPACE}
     fields = {"block_size_tokens": BLOCK, "max_model_len_tokens": MAX_LEN, "node_id": "kv-0"} | served | more
     return ComponentRecord(component_id=component_id, role=role, address=address, **fields)
 
 
 def script_of(text: str) -> tuple[int, ...]:
-    """What a decode worker samples to write ``text`` and end."""
+    """Return the tokens that a decode worker samples to write ``text`` and end."""
     return (*byte_tokenizer().encode(text).ids, EOS)
 
 
@@ -199,8 +199,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.prefill = FakePrefill()
 
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
-        """Of the token at position ``at`` of the answer: falling with the position, exact in 32 bits. ``worth`` of the
-        seed is added, so that answers can be ranked."""
+        """Return the log probability of the answer's token at position ``at``: falling with it, exact in 32 bits.
+
+        ``worth`` of the seed is added, so that answers can be ranked.
+        """
         value, count = self.worth.get(submit.sampling.seed, 0.0) - (at + 1) / 64, submit.sampling.logprobs
         tops = range(token_id, token_id + count)
         return TokenLogprob(token_id, value, tuple(tops), tuple(value - n for n in range(count)))
@@ -294,7 +296,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
 
 def knows(fakes: FakeCluster, **hits: int) -> None:
-    """From now on the index says so, of every prompt: ``kv_0=3`` is three blocks on kv-0."""
+    """Make the index answer so for every prompt from now on: ``kv_0=3`` is three blocks on kv-0."""
     found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
 
     async def longest_prefix(_: bytes) -> list[PrefixHit]:

@@ -34,7 +34,7 @@ EAGER = {"low_watermark_percent": 60, "high_watermark_percent": 80}
 
 
 def content(block_hash: bytes) -> bytes:
-    """What a block of this hash holds, on every node."""
+    """Return the bytes that a block of this hash holds on every node."""
     return random.Random(block_hash).randbytes(BLOCK_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""What transformers says: greedy tokens, and how sure it was of each."""
+"""transformers as the oracle: greedy tokens, and how sure it was of each."""
 
 from __future__ import annotations
 

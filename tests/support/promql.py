@@ -1,4 +1,4 @@
-"""What a PromQL query asks for, checked against what is there: metrics, their labels, and the labels of what comes out.
+"""PromQL queries checked against the catalog: metrics, their labels, and the labels of the resulting series.
 
     text --promql_parser--> tree --labels_of--> names of the result's labels, or QueryError
 
@@ -44,7 +44,7 @@ Samples = Mapping[str, Sample]
 
 
 def labels_of(query: str, samples: Samples) -> frozenset[str]:
-    """Of the series that come out. Raises QueryError."""
+    """Return the labels of the resulting series. Raises QueryError."""
     for macro, value in MACROS.items():
         query = query.replace(macro, value)
     try:

@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 @dataclass
 class SequenceRecord:
-    """What the world heard of one sequence."""
+    """What a test recorded of one sequence."""
 
     prompt: list[int]
     max_tokens: int
@@ -333,7 +333,7 @@ def answer(prompt: list[int], seed: int, count: int, penalized: bool = False) ->
 
 
 def shifts(plan: StepPlan) -> list[int]:
-    """What is added to the choice of each row, as known when the plan is made."""
+    """Return the shift that is added to the choice of each row, as known when the plan is made."""
     found: list[int] = []
     for piece in plan.pieces:
         sequence, end = piece.sequence, piece.start + piece.count
@@ -355,5 +355,5 @@ def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
 
 
 def states(harness: SchedulerHarness) -> Seq[SequenceState]:
-    """Where everybody is, oldest first."""
+    """Return the state of every sequence, oldest first."""
     return [s.state for _, s in sorted(harness.scheduler.sequences.items())]

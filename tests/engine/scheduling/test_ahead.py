@@ -31,7 +31,7 @@ def run_out(harness: AheadHarness) -> None:
 
 
 def planned(harness: AheadHarness, seq_id: int, plan: StepPlan) -> int | None:
-    """Where a sequence's piece starts."""
+    """Return where each sequence's piece starts."""
     return next((piece.start for piece in plan.pieces if piece.sequence.seq_id == seq_id), None)
 
 

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, and that nobody waits for ever."""
+"""The order of sequences: which goes first, which gives way, and that no sequence waits for ever."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_without_a_target_the_budget_follows_nothing() -> None:
 
 
 def test_what_the_planner_is_told_remembers_chunks() -> None:
-    """With or without a target; long after the last chunk the price of a token is still known."""
+    """The planner still knows a token's price long after the last chunk, with a target or without."""
     budget, machine = TokenBudget(256), SimulatedMachine()
     assert budget.cost.weights_s() == ()
     for start in range(0, 4000, 200):

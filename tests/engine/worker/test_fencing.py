@@ -35,7 +35,7 @@ WARM_UP_S = 1.0
 
 
 def fence(workers: Workers, worker: Worker) -> int:
-    """As after a silence; returns the epoch that is over."""
+    """Fence the worker as the node does after a silence, and return the epoch that is over."""
     epoch = worker.epoch.number
     workers.kvnode.pool.ledger.fence(epoch)
     return epoch
@@ -159,7 +159,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
 
 
 async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that was paused and has not asked yet: it may be fenced."""
+    """A process that was paused and has not asked the node yet may be fenced, so it sends nothing."""
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         slow_steps(workers)
         worker, asking = workers.decode.worker, asyncio.Event()
@@ -362,7 +362,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
 
 
 class SlowToWarm(FakeBackend):
-    """What it pays before its first step takes longer than a silence may last."""
+    """A backend whose warm-up takes longer than a worker may be silent."""
 
     def warm_up(self, max_tokens: int) -> None:
         time.sleep(WARM_UP_S)

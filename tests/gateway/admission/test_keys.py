@@ -24,7 +24,7 @@ ENTRY = f'[[key]]\nid = "one"\ntenant = "acme"\nhash = "{HASH}"\n'
 
 
 def write(path: pathlib.Path, text: str) -> str:
-    """As `mv` does it."""
+    """Replace the file in one move, as `mv` does."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)

@@ -78,7 +78,7 @@ async def test_usage_comes_when_it_is_asked_for() -> None:
 
 
 def _rises(counts: list[int], last: int) -> bool:
-    """With each event; by one, or by more where deltas that waited were merged."""
+    """Check that the count rises with each event: by one, or by more where deltas that waited were merged."""
     return counts == sorted(set(counts)) and counts[-1] == last
 
 

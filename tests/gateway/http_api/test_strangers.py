@@ -1,4 +1,4 @@
-"""What strangers may cost: connections that ask nothing, messages that swell, bodies by the thousand."""
+"""The cost of strangers is bounded: connections that ask nothing, messages that swell, bodies by the thousand."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ PROMPT = "What is the capital of France?"
 
 
 async def replays(fakes: FakeCluster, timeout_s: float | None = None) -> int:
-    """Of one whole answer."""
+    """Return the replays of one whole answer."""
     deltas = [delta async for delta in fakes.client.generate(PROMPT, timeout_s=timeout_s)]
     assert "".join(delta.text for delta in deltas) == "The answer."
     return deltas[-1].timings.replays
 
 
 async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that happens before our hello is written, grpc.aio answers the write with an InvalidStateError."""
+    """If the worker ends it before our hello is written, grpc.aio answers the write with an InvalidStateError."""
     async with running_fake_cluster() as fakes:
         link, calls = fakes.gateway.cluster.decode("decode-0"), 0
         hello = decode_link.hello_to_pb
@@ -48,7 +48,7 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill"])
 async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> None:
-    """As when a part comes back at another address before the old connection was found dead."""
+    """A component may come back at another address before its old connection was found dead."""
     async with running_fake_cluster() as fakes:
         peer, cluster = (fakes.node, fakes.prefill)[stage == "prefill"], fakes.gateway.cluster
         peer.gate.clear()

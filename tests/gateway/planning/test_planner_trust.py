@@ -1,4 +1,4 @@
-"""What the planner makes of others: absurd records, workers too good to be true, and gateways it cannot see."""
+"""The planner distrusts: absurd records, workers too good to be true, and gateways that it cannot see."""
 
 from __future__ import annotations
 

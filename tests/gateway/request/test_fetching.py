@@ -1,4 +1,4 @@
-"""What the index knows and the ticket has not is fetched first; whatever comes of that, the answer is the same (I1)."""
+"""Blocks that the index knows and the ticket lacks are fetched first; the answer is the same however that ends (I1)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
 
 
 def cached_of(fakes: FakeCluster, deltas: list) -> int:
-    """What the books say was found, once they add up."""
+    """Return the number of tokens found in the cache, after a check that all counts add up."""
     last = deltas[-1]
     assert last.usage.cached_tokens == last.timings.cached_tokens
     started = [span.start_tokens for span in fakes.prefill.spans] or [28]

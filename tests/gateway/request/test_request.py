@@ -35,7 +35,7 @@ def planned(
     far: int = 0,
     components=PARTS,
 ) -> ev.PlanMade:
-    """On kv-0, whatever the index knows of kv-1."""
+    """Plan the request on kv-0, whatever the index knows of kv-1."""
     snapshot = ClusterSnapshot(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
                       components=(*components, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip

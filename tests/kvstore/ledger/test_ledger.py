@@ -159,7 +159,7 @@ FORKS = {
 
 @pytest.mark.parametrize("run", FORKS.values(), ids=FORKS)
 def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
-    """What would hang a block under a parent that it does not have: the ticket holds 1 2 4, and 1 2 3 5 is cached."""
+    """A fork that puts a block under a foreign parent is refused: the ticket holds 1 2 4, and 1 2 3 5 is cached."""
     cache(ledger, 1, 2, 3, 5)
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 4))

@@ -43,7 +43,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spilled(status: NodeStatus) -> bool:
-    """What the watermarks want out of the pool is below."""
+    """Return whether all blocks that the watermarks want out of the pool are in a lower tier."""
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.host_blocks + status.disk_blocks >= status.spilled_blocks
 
 

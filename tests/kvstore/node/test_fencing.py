@@ -56,7 +56,7 @@ class Fixture:
         return made.epoch
 
     def fence(self, epoch: int) -> None:
-        """As the node does after a silence."""
+        """Fence the worker, as the node does after a silence."""
         self.node.pool.ledger.fence(epoch)
 
     async def books(self) -> NodeStatus:

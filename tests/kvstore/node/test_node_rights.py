@@ -1,4 +1,4 @@
-"""Who may do what at a node, and callers that use a name twice."""
+"""The rights of sessions and workers at a node, and callers that use a name twice."""
 
 from __future__ import annotations
 

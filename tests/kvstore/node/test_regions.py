@@ -107,7 +107,7 @@ def test_bounds_are_met_with_words() -> None:
 
 
 class RegionsModel:
-    """Who lives, who may fill what, and what is full: nothing else is known of the books."""
+    """A model of the regions: which processes live, which may fill a region, and which regions are full."""
 
     def __init__(self) -> None:
         self.living: dict[int, str] = {}

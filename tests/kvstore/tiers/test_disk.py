@@ -47,7 +47,7 @@ def _umask() -> int:
 
 
 async def test_heads_are_named_before_tails(tmp_path: Path) -> None:
-    """In whatever order they were stored or used."""
+    """Heads come before tails in whatever order blocks were stored or used."""
     one, two = chain(6), chain(6, 50)
     mixed = [*one, *two]
     random.Random(3).shuffle(mixed)
@@ -131,7 +131,7 @@ async def test_a_flipped_bit_in_a_header(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("at", [20, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1])
 async def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, at: int) -> None:
-    """In the header as in the payload. The block is counted, removed and told as gone with the next store."""
+    """A flipped bit is found in the header as in the payload: the block is counted, removed and reported as gone."""
     blocks = chain(4)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
@@ -156,7 +156,7 @@ async def test_unverified_bytes_come_as_they_are(tmp_path: Path) -> None:
     "length", [0, 100, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1, HEADER_BYTES + BLOCK_BYTES + 1]
 )
 async def test_files_of_another_length(tmp_path: Path, length: int) -> None:
-    """At the start and when they are read."""
+    """Files of another length are found at the start and when they are read."""
     blocks = chain(2)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)

@@ -112,7 +112,7 @@ async def test_a_file_that_is_read_is_not_used_again(tmp_path: Path, monkeypatch
 
 
 async def test_a_read_outlives_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is cancelled hears of it only when no thread writes to the targets any more."""
+    """A cancelled caller gets its error only when no thread writes to the targets any more."""
     [block] = chain(1)
     loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     async with opened(tmp_path) as tier:

@@ -294,7 +294,7 @@ async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
 
 
 async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is under way is bounded; leases go on and evict for themselves."""
+    """The writes under way are bounded; leases go on and evict for themselves."""
     monkeypatch.setattr(spill, "MAX_UNDER_WAY_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(spill, "BATCH_BYTES", BLOCK_BYTES)
     tier = ScriptedTier()

@@ -31,7 +31,7 @@ PROMPT = split_hashes(chain_hashes(bytes(32), range(10), 1))
 
 
 def content(block_hash: bytes) -> bytes:
-    """What a block of this hash holds, everywhere in the world."""
+    """Return the bytes that a block of this hash holds on every node."""
     return random.Random(block_hash).randbytes(BLOCK_BYTES)
 
 

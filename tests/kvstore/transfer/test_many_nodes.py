@@ -33,7 +33,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def spilled(status: NodeStatus) -> bool:
-    """What the watermarks want out of the pool is on disk."""
+    """Return whether all blocks that the watermarks want out of the pool are on disk."""
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.disk_blocks == status.spilled_blocks
 
 

@@ -35,7 +35,7 @@ def source() -> Iterator[SourceProcess]:
 
 
 class Directory:
-    """Where nodes are, and how often somebody asked."""
+    """A directory of nodes that counts how often it was asked."""
 
     def __init__(self, **known: str) -> None:
         self.known, self.asked = known, 0

@@ -70,7 +70,7 @@ class Reader:
 
 @pytest.fixture(params=list(SOURCES))
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the reader. Skips NIXL where there is none."""
+    """Return the reader's transport. Skips NIXL where it is not installed."""
     kind: str = request.param
     if kind != "grpc" and (trouble := nixl_trouble()):
         pytest.skip(trouble)
@@ -195,7 +195,7 @@ async def test_a_source_that_is_killed_when_part_has_come(transport: str) -> Non
 
 
 async def test_a_source_that_is_stopped_while_it_is_read(transport: str, mortal: SourceProcess) -> None:
-    """What it sends once it goes on must not reach slots that may be somebody else's by then."""
+    """Bytes that a stopped source sends once it goes on must not reach slots that another owner may have by then."""
     async with reading(transport, mortal) as reader:
         peer, pinned = await reader.pin(NUM_SLOTS)
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots[:1], (0,))

@@ -1,4 +1,4 @@
-"""What a node must survive: readers that die, sources that are lost at the worst moment, NIXL that finds no way."""
+"""A node survives readers that die, sources that are lost at the worst moment, and a NIXL that finds no way."""
 
 from __future__ import annotations
 

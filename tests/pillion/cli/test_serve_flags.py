@@ -88,7 +88,7 @@ def in_a_file(field: Field[Any], text: str, folder: pathlib.Path) -> tuple[list[
 
 
 def parsed(cls: Any, argv: tuple[str, ...], environ: dict[str, str]) -> Any:
-    """What a component's process makes of its command line and environment."""
+    """Return the flags that a component's process reads from its command line and environment."""
     made: list[Any] = []
 
     @click.command()

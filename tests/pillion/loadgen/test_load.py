@@ -1,4 +1,4 @@
-"""What a config and a seed make: arrivals, lengths, prompts. numpy and counting are the oracles."""
+"""Arrivals, lengths and prompts follow from a config and a seed; numpy and counting are the oracles."""
 
 from __future__ import annotations
 

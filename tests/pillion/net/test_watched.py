@@ -41,7 +41,7 @@ def test_what_changed_long_ago_is_read_at_the_first_look(path: pathlib.Path, mon
 
 
 def test_a_secret_that_is_swapped_by_its_folders_link(tmp_path: pathlib.Path) -> None:
-    """As Kubernetes does it: the file is a link into ..data, which is a link to the version's folder."""
+    """In a Kubernetes secret the file is a link into ..data, which is a link to the version's folder."""
     for number in ("1", "2"):
         (tmp_path / number).mkdir()
         (tmp_path / number / "keys").write_text(number)

@@ -1,4 +1,4 @@
-"""What components count, against what they did: budgets, pools and prompts add up. And their log lines."""
+"""Components' counts agree with their work (budgets, pools and prompts add up), and so do their log lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_labels(readings: Iterable[Reading], metric: Metric) -> dict[str, float]:
 
 
 class MeteredLine(SchedulerHarness):
-    """With a meter where a worker has it: between a step and its commit."""
+    """An offline line with a meter where a worker has it: between a step and its commit."""
 
     def __init__(self, budget: int, wrong: int, slots: int = 200) -> None:
         super().__init__(slots=slots, budget=budget, max_num_seqs=4, drafter=OracleDrafter(wrong))

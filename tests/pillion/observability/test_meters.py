@@ -27,7 +27,7 @@ QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
 
 def samples(meters: Meters, *, vllm_names: bool = False) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What Prometheus reads off the page, the process's own figures left out."""
+    """Return the samples that Prometheus reads off the page, without the process's own figures."""
     text = generate_latest(MetricsPage(meters.collect, vllm_names=vllm_names).registry()).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

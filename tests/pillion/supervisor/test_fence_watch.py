@@ -1,4 +1,4 @@
-"""Who stays fenced is killed: the clock of it, and that SIGKILL ends a process that is stopped."""
+"""A worker that stays fenced is killed: when, and that SIGKILL ends even a process that is stopped."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ def status(*components: ComponentStatus, **others: Any) -> ClusterStatus:
 
 
 def page_of(meters: Meters, component_id: str, role: str) -> ComponentPage:
-    """As it is after a way over the wire."""
+    """Return the page as it is after its way over the wire."""
     meters.watch(lambda: [(names.BUILD, ("1", role, component_id), 1.0)])
     return parse(generate_latest(metrics_export.MetricsPage(meters.collect, vllm_names=True).registry()).decode())
 
 
 def gateway_page(component_id: str, times: int) -> ComponentPage:
-    """Of a gateway that did the same things so many times."""
+    """Return the page of a gateway that did the same things ``times`` times."""
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(100 * times)
     for source, tokens in (("pool", 60), ("fetched", 10), ("prefill", 20), ("tail", 10)):
