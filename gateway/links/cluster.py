@@ -189,8 +189,8 @@ class Cluster:
         workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
-        seats = sum(worker.running_requests + worker.free_seqs for worker in workers)
-        slots, others = seats + max(MIN_SPARE_SLOTS, int(seats * SPARE_SLOTS_SHARE)), self.other_gateways()
+        sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
+        slots, others = sequences + max(MIN_SPARE_SLOTS, int(sequences * SPARE_SLOTS_SHARE)), self.other_gateways()
         even = slots // (len(others) + 1)
         return max(1, slots - sum(min(even, other.running_requests) for other in others))
 

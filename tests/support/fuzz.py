@@ -46,21 +46,21 @@ def mutated(draw: random.Random, message: Any) -> Any:
 
 def broken(draw: random.Random, raw: bytes) -> bytes:
     """Some bytes are others, gone, or there twice."""
-    said = bytearray(raw)
+    data = bytearray(raw)
     for _ in range(draw.randint(1, MAX_MUTATIONS)):
-        if not said:
+        if not data:
             return draw.randbytes(3)
-        at = draw.randrange(len(said))
+        at = draw.randrange(len(data))
         match draw.randrange(4):
             case 0:
-                said[at] = draw.randrange(256)
+                data[at] = draw.randrange(256)
             case 1:
-                del said[at : at + draw.randint(1, 8)]
+                del data[at : at + draw.randint(1, 8)]
             case 2:
-                said[at:at] = draw.randbytes(draw.randint(1, 6))
+                data[at:at] = draw.randbytes(draw.randint(1, 6))
             case _:
-                said[at:at] = said[at : at + 20]
-    return bytes(said)
+                data[at:at] = data[at : at + 20]
+    return bytes(data)
 
 
 def malformed(draw: random.Random, model: str = "") -> tuple[str, bytes]:

@@ -61,14 +61,14 @@ def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[f
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         client.delete("bucket")
         at_s = 1000.0
-        for pause_s, size, wanted, told in draws:
+        for pause_s, size, wanted, reported in draws:
             at_s += pause_s
             answer = client.eval(
-                script, 1, "bucket", size, told, -1 if wanted is None else wanted, f"{at_s * 1000:.0f}"
+                script, 1, "bucket", size, reported, -1 if wanted is None else wanted, f"{at_s * 1000:.0f}"
             )
             bucket = Bucket(size, at_s) if bucket is None else bucket
             bucket = bucket if bucket.per_minute == size else bucket.resized(size, at_s)
-            bucket.take(told, at_s)
+            bucket.take(reported, at_s)
             wait_s = 0.0 if wanted is None else bucket.wait_s(wanted, at_s)
             if wanted is not None and not wait_s:
                 bucket.take(wanted, at_s)

@@ -146,10 +146,10 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         await cluster.refresh()
         first = cluster.decode("decode-0")
         await until("a connection to the decode worker", lambda: first.alive)
-        heard: list[DecodeDelta] = []
-        first.submit(SUBMIT, [heard.append])
-        await until("the worker to hold the ticket", lambda: heard)
-        heard.clear()
+        deltas: list[DecodeDelta] = []
+        first.submit(SUBMIT, [deltas.append])
+        await until("the worker to hold the ticket", lambda: deltas)
+        deltas.clear()
         records[0] = node("decode-0", "prefill-0")
         await cluster.refresh()
         assert made[0] is first
@@ -158,9 +158,9 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         for call in (cluster.prefill, cluster.decode):
             with pytest.raises(Unavailable):
                 call(f"{call.__name__}-0")
-        await until("the loss of the stream to be told", lambda: heard)
-        assert heard[0].error is not None
-        assert heard[0].error.retryable
+        await until("the loss of the stream to be told", lambda: deltas)
+        assert deltas[0].error is not None
+        assert deltas[0].error.retryable
         assert not any(cluster.answers(worker) for worker in workers)
         await cluster.refresh()
         assert len(made) == 2, "it is cut off once"

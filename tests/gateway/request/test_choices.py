@@ -30,7 +30,7 @@ def choices(count: int = 3, max_tokens: int = 5, attempts: int = 4, prompt: tupl
     return Choices([RequestMachine(prompt, max_tokens, stop, attempts, 0.0, follows=n > 0) for n in range(count)])
 
 
-def told(todos) -> list[tuple[int, str]]:
+def actions_of(todos) -> list[tuple[int, str]]:
     return [(index, type(action).__name__) for index, action in todos]
 
 
@@ -47,13 +47,13 @@ def submitted(c: Choices, attempt: int = 1) -> ev.SubmitDecode:
 
 def test_one_submit_begins_all() -> None:
     c = choices()
-    assert told(c.start()) == [(0, "LookUp")]
+    assert actions_of(c.start()) == [(0, "LookUp")]
     assert submitted(c).forks == (1, 2)
     assert c.handle(2, ev.TokensSampled(1, (5,)), 2.0) == [(2, ev.Emit((5,)))]
     assert c.handle(0, ev.TokensSampled(1, (6,)), 2.0) == [(0, ev.Emit((6,)))]
     assert {machine.state for machine in c.machines} == {RequestState.DECODING}
     for index in (1, 2, 0):
-        assert told(c.handle(index, ev.DecodeFinished(1, FinishReason.STOP, None), 3.0 + index))[-1] == (
+        assert actions_of(c.handle(index, ev.DecodeFinished(1, FinishReason.STOP, None), 3.0 + index))[-1] == (
             index,
             "Finish",
         )
@@ -66,13 +66,13 @@ def test_before_the_first_token_only_the_first_answer_tries_again_and_forks_thos
     c.start()
     submitted(c)
     c.handle(2, ev.TokensSampled(1, (5,)), 2.0)
-    assert told(c.handle(0, ev.DecodeLost(1, GONE, True), 2.0)) == [
+    assert actions_of(c.handle(0, ev.DecodeLost(1, GONE, True), 2.0)) == [
         (0, "ReleaseTicket"),
         (0, "LookUp"),
         (1, "CancelDecode"),
     ]
     assert c.handle(1, ev.DecodeLost(1, GONE, True), 2.0) == []
-    assert told(c.handle(2, ev.DecodeLost(1, GONE, True), 2.0)) == [(2, "LookUp")]
+    assert actions_of(c.handle(2, ev.DecodeLost(1, GONE, True), 2.0)) == [(2, "LookUp")]
     assert submitted(c, 2).forks == (1,)
     assert c.handle(1, ev.TokensSampled(2, (7,)), 3.0) == [(1, ev.Emit((7,)))]
 
@@ -107,7 +107,7 @@ def test_what_happens_to_the_request_happens_to_all() -> None:
     submitted(c)
     c.handle(1, ev.TokensSampled(1, (6,)), 2.0)
     *others, last = c.handle_all(ev.RequestCancelled(), 3.0)
-    assert told(others) == [(0, "CancelDecode"), (0, "ReleaseTicket"), (1, "CancelDecode"), (2, "CancelDecode")]
+    assert actions_of(others) == [(0, "CancelDecode"), (0, "ReleaseTicket"), (1, "CancelDecode"), (2, "CancelDecode")]
     assert isinstance(last[1], ev.Fail)
     assert isinstance(last[1].error, Cancelled)
 

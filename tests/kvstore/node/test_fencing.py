@@ -272,16 +272,16 @@ async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisSe
         line.fence(old)
         registry = Registry(redis.url, 5000)
 
-        async def said() -> list[tuple[str, ...]]:
+        async def fenced_workers() -> list[tuple[str, ...]]:
             return [
                 component.fenced_components for component in await registry.components() if component.role == "kvnode"
             ]
 
         async def is_fenced() -> bool:
-            return await said() == [("decode-0",)]
+            return await fenced_workers() == [("decode-0",)]
 
         async def is_free() -> bool:
-            return await said() == [()]
+            return await fenced_workers() == [()]
 
         await until("the registry to name the worker", is_fenced)
         await line.client.reattach(old)
