@@ -216,7 +216,7 @@ def _engine() -> Dashboard:
         Panel(
             "Free slots",
             "short",
-            (Query(by_component("pillion_free_seats"), "{{component}}"),),
+            (Query(by_component("pillion_free_sequences"), "{{component}}"),),
             "Slots for running sequences. A long time at 0: add workers.",
         ),
         Panel(

@@ -56,5 +56,5 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
 def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
     for state in ("running", "decoding", "waiting"):
         yield names.SEQUENCES, (state,), getattr(load, f"{state}_requests")
-    yield names.SEATS, (), max(0, max_num_seqs - load.running_requests)
+    yield names.FREE_SEQUENCES, (), max(0, max_num_seqs - load.running_requests)
     yield names.QUEUED_TOKENS, (), load.queued_tokens

@@ -21,7 +21,7 @@ from pillion.kvstore.ledger.records import IndexEvent
 
 PREFIX = b"pillion:"
 # The registry's keys share a hash tag, so that a heartbeat is one script.
-COMPONENTS = PREFIX + b"{registry}:parts"
+COMPONENTS = PREFIX + b"{registry}:components"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"

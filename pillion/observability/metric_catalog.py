@@ -102,7 +102,7 @@ STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of 
 ACCEPTED = _counter("pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right.")
 PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Streams that gave up their memory for a while.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
-SEATS = _gauge("pillion.free_seats", "{sequence}", "How many more sequences would run at once.")
+FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
 
 # KV nodes.

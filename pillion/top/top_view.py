@@ -160,7 +160,7 @@ def _components_table(
         late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
         worker = component.role in ("prefill", "decode")
         # A worker's page is fresher than its heartbeat.
-        slots = now.gauge(component.component_id, names.SEATS)
+        slots = now.gauge(component.component_id, names.FREE_SEQUENCES)
         queued = now.gauge(component.component_id, names.QUEUED_TOKENS)
         table.add_row(
             _clean(component.component_id),

@@ -199,7 +199,7 @@ def test_queries_of_autoscalers() -> None:
         ("pillion_steps_total", "is a counter"),
         ("rate(pillion_kv_usage_ratio[1m])", "is a gauge"),
         ("histogram_quantile(0.5, sum(rate(pillion_step_duration_seconds_bucket[1m])))", "le"),
-        ("sum(pillion_sequences) / pillion_free_seats", "differ in"),
+        ("sum(pillion_sequences) / pillion_free_sequences", "differ in"),
         ("pillion_sequences * on (part) pillion_build_info", "not on both sides"),
         ("pillion_sequences * on (job, instance) group_left (name) pillion_build_info", "cannot bring name"),
         ("sum(rate(pillion_steps_total))", "expected type matrix"),

@@ -200,7 +200,7 @@ class SchedulerHarness:
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
-        # Who has a seat now had one before, or was the next in line: the others come behind.
+        # A sequence that runs now ran before or was the next in the queue: the others come behind.
         begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False

@@ -101,7 +101,7 @@ def test_forks_outgrow_a_small_pool_by_turns() -> None:
     harness.check_answers()
 
 
-def test_more_answers_than_seats() -> None:
+def test_more_answers_than_slots() -> None:
     harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=2)
     harness.submit(prompt(1, 10), 12, fork_seeds=(5, 6, 7, 8))
     harness.finish()
@@ -185,7 +185,7 @@ def stream(seq_id: int, length: int, slots: range, forks: tuple[ForkSpec, ...] =
 @pytest.mark.parametrize("recall", [0, 8])
 @pytest.mark.parametrize("victim", ["fork", "parent"])
 def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
-    """A decode needs memory, and takes it from the fork or its parent, in the very step that would seat the fork."""
+    """A decode needs memory, and takes it from the fork or its parent, in the very step that would start the fork."""
     scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=4)
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)
     scheduler.add(stream(2, 11, range(20, 24), (ForkSpec(3, 5),)), 0.0)

@@ -114,7 +114,7 @@ def test_a_workers_lines() -> None:
     line.step()
     found = list(load_readings(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
     assert by_labels(found, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
-    assert by_labels(found, names.SEATS) == {"": 0}
+    assert by_labels(found, names.FREE_SEQUENCES) == {"": 0}
     assert by_labels(found, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
 
 

@@ -73,7 +73,7 @@ def worker_page(component_id: str, role: str, times: int) -> ComponentPage:
     for use, tokens in (("decode", 10), ("tail", 40), ("prefill", 0), ("speculative", 0), ("idle", 50)):
         meters.counter(names.STEP_BUDGET, use).add(tokens * times)
     meters.distribution(names.STEP_DURATION).observe(0.04, 20 * times)
-    meters.watch(lambda: [(names.SEATS, (), 59), (names.QUEUED_TOKENS, (), 321)])
+    meters.watch(lambda: [(names.FREE_SEQUENCES, (), 59), (names.QUEUED_TOKENS, (), 321)])
     return page_of(meters, component_id, role)
 
 
