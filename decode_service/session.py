@@ -122,10 +122,14 @@ class DecodeSession:
             if key in self._streams or key in self._pending:
                 raise InvalidRequest(f"key {key} is in use on this connection")
         try:
-            self._check(submit)
+            worker = self._worker
+            worker.check_open()
+            check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
+            if submit.forks and submit.prompt_tokens != len(submit.token_ids):
+                raise InvalidRequest("only a prompt without an answer forks")
             if submit.awaited_blocks:
                 if len(self._adopting) >= MAX_AWAITING:
-                    raise Overloaded(f"{self._worker.component_id} awaits {MAX_AWAITING} chains already")
+                    raise Overloaded(f"{worker.component_id} awaits {MAX_AWAITING} chains already")
             else:
                 self._check_room(len(keys))
         except PillionError as error:
@@ -195,13 +199,6 @@ class DecodeSession:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
     # Inside.
-
-    def _check(self, submit: Submit) -> None:
-        worker = self._worker
-        worker.check_open()
-        check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
-        if submit.forks and submit.prompt_tokens != len(submit.token_ids):
-            raise InvalidRequest("only a prompt without an answer forks")
 
     def _check_room(self, streams: int) -> None:
         worker = self._worker

@@ -59,7 +59,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         check_span(request, worker)
         if len(self._live) >= self._max_spans:
             raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
-        run = SpanRun(worker, request, telemetry.extract(_metadata(context)))
+        metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+        run = SpanRun(worker, request, telemetry.extract(metadata))
         self._live.add(run)
         # Two ways to notice the call's end: the callback while an acknowledgement is sent, aclosing otherwise.
         context.add_done_callback(lambda *_: run.cancel())  # type: ignore[arg-type]  # the stubs name its arguments
@@ -69,7 +70,3 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield ack
         finally:
             self._live.discard(run)
-
-
-def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> list[tuple[str, str]]:
-    return [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]

@@ -93,7 +93,7 @@ class CpuBackend(HostBackend):
         # Whether buffers were replaced since the program was bound to them.
         self._unbound = False
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
-        # Views of the logits' buffer, by number of rows.
+        # Views of the logits' buffer without its padding, by number of rows.
         self._logits: dict[int, torch.Tensor] = {}
         # How long the kernels of the last step ran; the rest of the step's time is the host's.
         self.kernel_seconds = 0.0
@@ -137,14 +137,10 @@ class CpuBackend(HostBackend):
             self.check_integrity()
         logits = self._logits.get(len(rows))
         if logits is None:
-            logits = self._logits[len(rows)] = self._logits_of(len(rows))
+            buffer = self.model.plan.logits
+            table = self._workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
+            logits = self._logits[len(rows)] = torch.from_numpy(table[: len(rows), : self.vocab_size])
         return logits if places is None else logits[torch.from_numpy(places)]
-
-    def _logits_of(self, rows: int) -> torch.Tensor:
-        """The first ``rows`` rows of the logits' buffer, without padding."""
-        buffer = self.model.plan.logits
-        table = self._workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
-        return torch.from_numpy(table[:rows, : self.vocab_size])
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         """Fills the step's record; buffers grow where this step is larger than all steps before it."""

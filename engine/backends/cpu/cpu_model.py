@@ -246,7 +246,8 @@ def attention_operations(
     config, layout = builder.config, builder.layout
     shape, bf16 = attention_shape(config, layout), builder.bf16
     piece_bytes = layout.block_size * config.head_dim * (2 if bf16 else 4)
-    partials = partial_buffer(config, shape)
+    # Partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
+    partials = Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
     shared = {
         "out": builder.attended,
         "partials": partials,
@@ -288,11 +289,6 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttenti
         MAX_PARTIAL_ROWS,
         max(windows) if all(windows) else 0,
     )
-
-
-def partial_buffer(config: ModelConfig, shape: AttentionShape) -> Buffer:
-    """The buffer for partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps."""
-    return Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
 
 
 def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:

@@ -58,18 +58,20 @@ class GpuStepRecord:
         """Begins the copy of a step on the current stream. ``plan`` is the attention's plan of ``batch``."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
-        record, most, count = self._arrays[turn], self._max_tokens, batch.num_tokens
+        record, most = self._arrays[turn], self._max_tokens
         lengths = np.diff(batch.query_starts)
         owners = np.repeat(np.arange(batch.num_seqs), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         rows = batch.block_tables[owners, blocks] * np.int64(self._block_size) + offsets
-        for place, values, padding in ((0, batch.token_ids, 0), (1, batch.positions, 0), (2, rows, -1)):
-            begin = place * most
-            record[begin : begin + count] = values
-            record[begin + count : begin + shape.tokens] = padding
-        begin = 3 * most
-        record[begin : begin + len(sample_rows)] = sample_rows
-        record[begin + len(sample_rows) : begin + shape.samples] = 0
+        for place, values, padding, padded in (
+            (0, batch.token_ids, 0, shape.tokens),
+            (1, batch.positions, 0, shape.tokens),
+            (2, rows, -1, shape.tokens),
+            (3, sample_rows, 0, shape.samples),
+        ):
+            begin, end = place * most, place * most + len(values)
+            record[begin:end] = values
+            record[end : begin + padded] = padding
         begin = 4 * most
         record[begin : begin + len(plan.record)] = plan.record
         used = begin + len(plan.record)
