@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import msgspec
 
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
@@ -33,7 +33,8 @@ LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
 
 
-class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRecord:
     """Facts about one source in one dtype. ``files``: (path, bytes, time of change in ns) of each file."""
 
     folder: str
@@ -54,11 +55,13 @@ class ModelCache:
     def read_record(self, source: Path, dtype: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            record = msgspec.json.decode(self._record_path(source, dtype).read_bytes(), type=ModelRecord)
-            now = stamp(Path(path) for path, _, _ in record.files)
-        except (OSError, ValueError, msgspec.MsgspecError):
+            fields = json.loads(self._record_path(source, dtype).read_text("utf-8"))
+            files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
+            record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
+            now = stamp(Path(path) for path, _, _ in files)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None  # Missing, from another version, or about missing files: prepared again.
-        return record if now == record.files else None
+        return record if now == files else None
 
     def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
@@ -66,7 +69,7 @@ class ModelCache:
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
-            draft.write_bytes(msgspec.json.encode(record))
+            draft.write_text(json.dumps(asdict(record)), "utf-8")
             draft.replace(path)
         except OSError as error:
             raise ConfigError(f"the model cache {self._root} cannot be written: {error.strerror}") from None
