@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ VIEW_POLL_S = 0.25
 MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
-# How long it waits for a component that was there a moment ago and does not answer.
+# How long it waits for components that were there as recently as this: they answer no more, or their records are gone,
+# and a supervisor is bringing them back.
 RETURN_WAIT_S = 15.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
@@ -120,6 +122,8 @@ class Cluster:
         self.registry = registry
         # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
+        # When a decode worker and a KV node for the model were last on record, by model.
+        self._recorded_at_s: dict[str, float] = {}
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -146,7 +150,9 @@ class Cluster:
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
                 return
-            self._cut_off(self.view.update(records, time.monotonic()))
+            now = time.monotonic()
+            self._cut_off(self.view.update(records, now))
+            self._note_models(now)
             self._sync()
 
     def served(self, model: str, fingerprint: str) -> Served:
@@ -164,7 +170,7 @@ class Cluster:
 
     async def served_soon(self, model: str, fingerprint: str) -> Served:
         """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
-        starting, and up to RETURN_WAIT_S for those that are known but do not answer, because a supervisor is bringing
+        starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a supervisor is bringing
         them back. Raises Unavailable."""
         begun = time.monotonic()
         while True:
@@ -216,10 +222,14 @@ class Cluster:
             if record.role == "decode" and record.model == model
         ]
 
-    def _expected(self, model: str) -> bool:
-        """Whether the view still has a decode worker and a KV node for the model."""
+    def _note_models(self, now: float) -> None:
         records = self.view.records()
-        return {"decode", "kvnode"} <= {r.role for r in records if r.role == "kvnode" or r.model == model}
+        if any(record.role == "kvnode" for record in records):
+            self._recorded_at_s.update((record.model, now) for record in records if record.role == "decode")
+
+    def _expected(self, model: str) -> bool:
+        """Whether a decode worker and a KV node for the model were on record a short time ago."""
+        return time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
 
     def node(self, node_id: str) -> NodeLink:
         """The link to a KV node. Raises Unavailable."""

@@ -25,11 +25,12 @@ class ClusterView:
     again within a heartbeat. A component that is really gone is known by its broken connection before that.
 
     Attributes:
+        grace_s: how long that is.
         fenced: workers that the registry names as fenced. One that has come back is named a moment too long.
     """
 
     def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._records: dict[str, tuple[ComponentRecord, float]] = {}
         self._suspects: dict[str, float] = {}
         self.fenced: frozenset[str] = frozenset()
@@ -45,7 +46,7 @@ class ClusterView:
         self._records = {
             component_id: (record, seen)
             for component_id, (record, seen) in self._records.items()
-            if component_id in named or now - seen <= self._grace_s
+            if component_id in named or now - seen <= self.grace_s
         }
         self._suspects = {component_id: until for component_id, until in self._suspects.items() if now < until}
         before = self.fenced

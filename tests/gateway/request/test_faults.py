@@ -9,7 +9,8 @@ import pytest
 
 from pillion import Cancelled, DeadlineExceeded, Delta, FinishReason, Overloaded, PillionError, Unavailable
 from pillion.errors import Conflict, Internal, NotFound
-from pillion.gateway.links.cluster import Served
+from pillion.gateway.links import cluster as links
+from pillion.gateway.links.cluster import FIRST_LOOK_S, Served
 from pillion.gateway.request import component_calls as calls
 from pillion.gateway.request import request_machine as machine
 from pillion.gateway.request import runner
@@ -103,6 +104,35 @@ async def start_decode_again(fakes: FakeCluster) -> None:
     fakes.servers["decode"].server = (
         await rpc.start_server(f"unix:{fakes.folder}/decode.sock", [("pillion.v1.Decode", add)])
     ).server
+
+
+async def test_a_request_waits_for_workers_whose_records_are_gone() -> None:
+    """A worker that is slow to start again outlasts its record; it is waited for as long as one that has a record."""
+    async with running_fake_cluster(SCRIPT) as fakes:
+        cluster = fakes.gateway.cluster
+        cluster.view.grace_s = 0.0
+        for component_id in ("kv-0", "decode-0"):
+            await fakes.registry.leave(component_id)
+        await until("an empty view", lambda: not any(r.role == "decode" for r in cluster.view.records()))
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await asyncio.wait([reading], timeout=2 * FIRST_LOOK_S)
+        assert not reading.done()
+        await fakes.registry.heartbeat(record("kv-0", "kvnode", f"unix:{fakes.folder}/kvnode.sock"))
+        await fakes.registry.heartbeat(record("decode-0", "decode", f"unix:{fakes.folder}/decode.sock"))
+        whole(fakes, await reading, replays=0)
+        await fakes.settled()
+
+
+async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "RETURN_WAIT_S", 0.2)
+    async with running_fake_cluster(SCRIPT) as fakes:
+        cluster = fakes.gateway.cluster
+        cluster.view.grace_s = 0.0
+        await fakes.registry.leave("decode-0")
+        await until("an empty view", lambda: not any(r.role == "decode" for r in cluster.view.records()))
+        with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
 
 
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
