@@ -98,10 +98,12 @@ class ComponentCalls:
                 self._begun = False
                 self._assign_plan(action.plan)
                 self._spawn(self._run_span(action))
-            case ev.StopWork():
-                if self._work is not None:
+            case ev.StopWork(after_ms=after_ms):
+                if self._work is not None and after_ms:
+                    asyncio.get_running_loop().call_later(after_ms / 1000, self._work.cancel)
+                elif self._work is not None:
                     self._work.cancel()
-                    self._work = None
+                self._work = None
             case ev.CancelDecode():
                 self._cancel_decode()
             case ev.ReleaseTicket(hold):

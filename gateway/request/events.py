@@ -210,7 +210,12 @@ class SubmitDecode(TicketAction, frozen=True):
 
 
 class StopWork(AttemptAction, frozen=True):
-    """Stop the attempt's look-up, ticket call, fetch or span. A ticket granted nevertheless must still be reported."""
+    """Stop the attempt's look-up, ticket call, fetch or span. A ticket granted nevertheless must still be reported.
+
+    ``after_ms``: how long a span whose blocks are all committed may take for its last acknowledgement.
+    """
+
+    after_ms: int = 0
 
 
 class CancelDecode(AttemptAction, frozen=True):

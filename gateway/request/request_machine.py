@@ -55,6 +55,8 @@ MAX_RETRY_DELAY_MS = 500
 # How long a request that was under way waits for a lost component to come back, and how often it looks.
 MAX_COMPONENT_WAIT_S = 30.0
 COMPONENT_POLL_MS = 100
+# How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.
+LAST_ACK_WAIT_MS = 1000
 
 
 class RequestState(Enum):
@@ -316,19 +318,22 @@ class RequestMachine:
         return [*leaving, self._look_up(delay_ms)]
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
-        leaving = self._leave(stream_over)
+        leaving = self._leave(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
         self.state = RequestState.DONE
         self._timeline.ended = now
         return [*leaving, terminal]
 
-    def _leave(self, stream_over: bool = False) -> list[Action]:
-        """Stops whatever the current attempt does."""
+    def _leave(self, stream_over: bool = False, finished: bool = False) -> list[Action]:
+        """Stops whatever the current attempt does. ``finished``: the stream has ended by itself, with an answer."""
         actions: list[Action] = []
         # A further answer's stream begins with the first answer's submit.
         follows = self.state is RequestState.FOLLOWING and self.plan is not None
         if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
-        if self._span_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
+        if self._span_open and finished:
+            # The span is computed. Cancelled in its last moment, it would lack its last chunk in the worker's traces.
+            actions.append(ev.StopWork(self.attempt, LAST_ACK_WAIT_MS))
+        elif self._span_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
             actions.append(ev.StopWork(self.attempt))
         self._span_open = self._stream_open = False
         return [*actions, *self._release_ticket()]

@@ -10,7 +10,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_pol
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
-from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from pillion.gateway.request.request_machine import LAST_ACK_WAIT_MS, RequestMachine, RequestState
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
@@ -194,6 +194,14 @@ def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late
     timings = m.timings(3.0)
     assert (timings.prefilled_tokens, timings.prefill_chunks, timings.prefill_ms) == (16, 2, 1000)
     assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == [*left, "Fail"]
+
+
+def test_an_answer_that_ends_before_the_spans_last_acknowledgement_leaves_it_a_moment() -> None:
+    m = prefilling()
+    m.handle(ev.TokensSampled(1, (7,)), 2.0)
+    finished = m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 2.0)
+    assert finished == [ev.StopWork(1, LAST_ACK_WAIT_MS), ev.ReleaseTicket(hold()), ev.Finish(FinishReason.LENGTH)]
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 2.1) == []
 
 
 def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
