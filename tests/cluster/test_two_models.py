@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ NODES = {"alpha": "kv-a", "beta": "kv-b"}
 PROMPT = [2 + (position * 104729) % 256 for position in range(70)]
 BLOCKS_OF_PROMPT = 64
 TOKENS = 16
+# Connections after which a gateway of two has been met, but for one chance in 256.
+PROBES = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,15 @@ class TwoModels:
 
     def ask(self, path: str, body: object = None) -> Reply:
         return asyncio.run(call(self.http, path, body))
+
+    def prefills(self, salts: Iterator[str]) -> bool:
+        """Return whether prefill workers compute prompts of both models. A connection reaches any of the gateways."""
+        for name in list(self.folders) * PROBES:
+            with Client(self.target) as client:
+                *_, last = client.generate(PROMPT, model=name, temperature=0.0, max_tokens=1, cache_salt=next(salts))
+            if last.timings is None or not last.timings.prefill_worker:
+                return False
+        return True
 
     def listed(self) -> list[str]:
         return [model["id"] for model in self.ask("/v1/models").json["data"]]
@@ -67,6 +79,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
             cluster.worker("decode", name)
         running.sees(target, *(f"{role}-{node}" for role in ("prefill", "decode") for node in NODES.values()))
         wait_for("both models", lambda: cluster.listed() == ["alpha", "beta"], READY_TIMEOUT_S)
+        salts = map("probe {}".format, itertools.count())
+        wait_for("the prefill workers at every gateway", lambda: cluster.prefills(salts), READY_TIMEOUT_S)
         yield cluster
 
 
