@@ -48,7 +48,7 @@ check: setup-dev ## Lint, formatting, types, style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_protos.py
+	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_structure.py tests/test_protos.py
 
 fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, and to a real line
 	PILLION_FUZZ=$(or $(FUZZ),10000) $(IN_VENV) $(BIN)/python -m pytest -q --timeout=1800 \
