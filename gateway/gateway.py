@@ -317,7 +317,7 @@ class Gateway:
         """The longest prompt and answer, in tokens, that model and pools allow. Raises InvalidRequest."""
         name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
         pools = self.cluster.pools_tokens(name)
-        # As long as one pool's size is not known, nothing is refused for the largest.
+        # Nothing is refused for the largest pool while the size of one is unknown.
         longest = check_pool(
             len(prompt), prompt_field(request), asked, most, max(pools, default=None) if all(pools) else None
         )

@@ -1,4 +1,4 @@
-"""Who may send requests, how many at once, and which is next. Open admission.py first.
+"""Admission decides who may send requests, how many at once, and which is next. Open admission.py first.
 
 admission.py       bounds of the gateway and of tenants, and a queue for each model
 fairness.py        the order in a queue: fair between tenants by tokens (no clock, no I/O)

@@ -154,7 +154,7 @@ class _ModelQueue:
         self.running = 0
 
     async def turn(self, permit: AdmissionPermit, request_rank: float, deadline_s: float | None) -> None:
-        """See :meth:`Admission.turn`."""
+        """Wait for this model's next free place; :meth:`Admission.turn` has the errors."""
         request = WaitingRequest(request_rank, next(self._numbers), permit.tokens, permit.answers)
         now_s = time.monotonic()
         if self.turns or not self._fits(permit.answers):

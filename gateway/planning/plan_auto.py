@@ -82,7 +82,7 @@ class Dial:
             return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
         if prefill is None:
             return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
-        # Of the prompt alone, whatever the load is: a margin that grew with the load would let it decide.
+        # The margin depends on the prompt alone: one that grew with the load would let the load decide.
         margin_s = HYSTERESIS * decode.model.span_s(cached, decode.end, decode.most)
         places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
         prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}

@@ -42,7 +42,7 @@ MAX_COMPARED = 4096
 ASSUMED_ANSWER_TOKENS = 128
 # Where the tokens of somebody's queue stand in their prompts, and the context of a stream that was not reported.
 ASSUMED_POSITION = 512
-# Of a worker that has not reported how many tokens and streams its steps take.
+# What a worker's steps are taken to hold until it reports how many tokens and streams they do.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
 

@@ -31,7 +31,7 @@ log = logging.getLogger("pillion.index")
 
 # A look-up that takes longer than this is worth less than the prefill it saves.
 LOOKUP_DEADLINE_MS = 250
-# Of that, kept for the second round of a look-up in a Cluster: a shard that hangs uses up the first.
+# The part of LOOKUP_DEADLINE_MS that is kept for a Cluster's second round: a shard that hangs uses up the first.
 SECOND_ROUND_MS = 100
 # How long a look-up trusts the table of nodes, and how often it asks at most about an entry that is not in it.
 NODES_MAX_AGE_MS = 1000

@@ -75,8 +75,8 @@ class _Stage:
 
 
 class CudaMemory:
-    """See :class:`pillion.kvstore.memory.memory.PoolMemory`. Making one pins memory: not on the event loop's thread.
-    Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned."""
+    """PoolMemory (:mod:`pillion.kvstore.memory.memory`) on a GPU. Making one pins memory, so it must not be made on the
+    event loop's thread. Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned."""
 
     kind = CUDA
 

@@ -76,7 +76,7 @@ class PoolMemory(Protocol):
 
 
 class HostMemory:
-    """See :class:`PoolMemory`. Raises ConfigError if the pool does not fit into ``memory``, which is writable."""
+    """PoolMemory in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is writable."""
 
     kind = HOST
     device_index = 0
@@ -97,7 +97,7 @@ class HostMemory:
 
     @asynccontextmanager
     async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        """See :class:`PoolMemory`; the targets are the slots themselves."""
+        """Give the slots themselves as the targets of a write."""
         views = [self.block(slot) for slot in slots]
         try:
             yield views

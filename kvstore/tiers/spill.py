@@ -140,7 +140,7 @@ class Spiller:
 
     async def _evict_some(self, missing: int) -> bool:
         """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
-        # Of a chain the tail before its head.
+        # The policy names a chain's tail before its head.
         victims = list(islice(self._ledger.tree.policy, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0

@@ -11,7 +11,7 @@ from pillion.v1.kvplane_pb2 import MeetReply
 
 
 class GrpcPlane:
-    """See :class:`pillion.kvstore.transfer.plane.DataPlane`."""
+    """A DataPlane (:mod:`pillion.kvstore.transfer.plane`) over a gRPC stream of blocks."""
 
     name = "grpc"
     nixl_metadata = b""
@@ -24,7 +24,7 @@ class GrpcPlane:
     async def read(
         self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]
     ) -> None:
-        """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Only this coroutine writes to the slots."""
+        """Read blocks as :meth:`DataPlane.read` says. Only this coroutine writes to the slots."""
         check_slots(source, self._memory, remote, local)
         if self._reads >= MAX_READS:
             raise Unavailable(f"{MAX_READS} reads are under way already")

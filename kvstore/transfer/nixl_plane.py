@@ -105,8 +105,8 @@ class _Read:
 
 
 class NixlPlane:
-    """See :class:`pillion.kvstore.transfer.plane.DataPlane`. Making one takes about a second: not on the event loop's
-    thread. A source is given up when no part of a read is finished for ``stall_timeout_s``."""
+    """A DataPlane (:mod:`pillion.kvstore.transfer.plane`) over NIXL. Making one takes about a second, so it must not be
+    made on the event loop's thread. A source is given up when no part of a read is finished for ``stall_timeout_s``."""
 
     name = "nixl"
 

@@ -170,7 +170,10 @@ class SourceNode:
         self._pinned_at: dict[int, Peer] = {}
 
     async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
-        """See :meth:`Peer.pin`; the time includes meeting the node. Raises Unavailable, Conflict, DeadlineExceeded."""
+        """Pin at the source node, as :meth:`Peer.pin` does; the time includes meeting the node.
+
+        Raises Unavailable, Conflict, DeadlineExceeded.
+        """
         until_s = time.monotonic() + timeout_s
         try:
             peer = await self._peers.get(self.node_id, timeout_s)

@@ -139,7 +139,7 @@ class LLM:
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         complete = [
-            # As a gateway would read it from the wire: the same types, roundings and refusals.
+            # The request is read as a gateway reads it from the wire: with the same types, roundings and refusals.
             request_from_pb(to_pb(replace(request, sampling=each, priority=urgency)))
             for request, each, urgency in zip(requests, one_each(sampling, {}, len(requests)), priorities, strict=True)
         ]

@@ -99,7 +99,7 @@ class CpuBackend(HostBackend):
         self.kernel_seconds = 0.0
 
     def warm_up(self, max_tokens: int) -> None:
-        """As in :class:`HostBackend`, for a step no longer than the model's longest text."""
+        """Run a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
         super().warm_up(min(max_tokens, self.model.max_model_len))
         log.info(
             "memory of this worker beside weights and KV pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",

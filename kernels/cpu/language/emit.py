@@ -185,7 +185,7 @@ class Kernel:
         return value if isinstance(value, Int) else Int(self, I64(value))
 
     def vector(self, value: Vec | float) -> Vec:
-        """The same number in all sixteen lanes."""
+        """A vector with ``value`` in all sixteen lanes."""
         return value if isinstance(value, Vec) else Vec(self, ir.Constant(VF, [float(value)] * LANES))
 
     def real(self, value: Int) -> Vec:
@@ -514,7 +514,7 @@ class Kernel:
 
 
 def int_lanes(value: int) -> Any:
-    """The same integer of 32 bits in all sixteen lanes, as an LLVM constant."""
+    """An LLVM constant: a vector with the 32-bit integer ``value`` in all sixteen lanes."""
     return ir.Constant(VI, [value] * LANES)
 
 

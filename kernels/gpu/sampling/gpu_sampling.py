@@ -142,7 +142,7 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
         leaders = tl.load(base + num_slices, mask=inside, other=NO_TOKEN)
         odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
         top = tl.max(tops, axis=0)
-        # Of equals the lowest id; id 0 for a row without any number.
+        # The lowest id of those with the greatest value wins; a row without any number gets id 0.
         chosen = tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0)
         if (temperature > 0.0) & (odd == 0) & (top > float("-inf")) & (top < float("inf")):
             winners = tl.load(base + 3 * num_slices, mask=inside, other=NO_TOKEN)
