@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-
-import pytest
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
@@ -16,13 +13,6 @@ from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found
-
-
-@pytest.fixture
-async def index(redis: RedisServer) -> AsyncIterator[Index]:
-    made = Index(redis.url)
-    yield made
-    await made.aclose()
 
 
 async def test_longest_prefix_of_every_node(redis: RedisServer, index: Index) -> None:

@@ -22,13 +22,6 @@ from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until_found
 
 
-@pytest.fixture
-async def index(redis: RedisServer) -> AsyncIterator[Index]:
-    made = Index(redis.url)
-    yield made
-    await made.aclose()
-
-
 @contextlib.asynccontextmanager
 async def announcing(url: str, have: list[tuple[bytes, bytes]]) -> AsyncIterator[Announcer]:
     announcer = Announcer(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +21,6 @@ from pillion.kvstore.index.registry import Registry
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
 from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until_found
-
-
-@pytest.fixture
-async def index(redis: RedisServer) -> AsyncIterator[Index]:
-    made = Index(redis.url)
-    yield made
-    await made.aclose()
 
 
 @pytest.fixture

@@ -142,6 +142,15 @@ async def until_free(host: SpillHost, free: int = 8, *, stored: bool = False) ->
     await until(f"{free} free slots", lambda: host.free == free and not (stored and host.spiller.busy), DEADLINE_S)
 
 
+async def begin_copy(host: SpillHost) -> None:
+    """Fills the pool until the spiller copies its oldest blocks, and stops it in the middle of that."""
+    for token in range(16):
+        host.serve(token)
+    host.go_on.clear()
+    host.serve(16)
+    await until("a copy to begin", host.read.is_set, DEADLINE_S)
+
+
 @contextlib.asynccontextmanager
 async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[SpillHost]:
     host = SpillHost(tiers, policy)
@@ -221,11 +230,7 @@ async def test_what_is_below_already_is_not_copied() -> None:
 async def test_what_is_used_while_it_is_copied_stays() -> None:
     tier = ScriptedTier()
     async with running(tier) as host:
-        for token in range(16):
-            host.serve(token)
-        host.go_on.clear()
-        host.serve(16)
-        await until("a copy to begin", host.read.is_set, DEADLINE_S)
+        await begin_copy(host)
         ticket = host.open(0)
         host.go_on.set()
         await until_free(host, stored=True)
@@ -239,11 +244,7 @@ async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
     """The slot gets other bytes, even the same block again: the copy is not trusted, nothing wrong goes down."""
     tier = ScriptedTier()
     async with running(tier) as host:
-        for token in range(16):
-            host.serve(token)
-        host.go_on.clear()
-        host.serve(16)
-        await until("a copy to begin", host.read.is_set, DEADLINE_S)
+        await begin_copy(host)
         first = host.node.block(0)
         tickets = [host.open(100, 101, 102, 103)]
         assert not host.node.has(0)

@@ -7,7 +7,7 @@ import asyncio
 from pillion.kvstore.tiers.host_tier import HostTier
 from testbed.conditions import until
 from tests.kvstore.ledger.test_eviction import prompt
-from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, running, until_free
+from tests.kvstore.tiers.test_spill import BLOCK_BYTES, NUM_SLOTS, SpillHost, begin_copy, running, until_free
 
 
 def host_tier() -> HostTier:
@@ -17,11 +17,7 @@ def host_tier() -> HostTier:
 async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
     tier = host_tier()
     async with running(tier) as host:
-        for token in range(16):
-            host.serve(token)
-        host.go_on.clear()
-        host.serve(16)
-        await until("a copy to begin", host.read.is_set)
+        await begin_copy(host)
         ticket = host.open(0)
         host.go_on.set()
         await until_free(host, stored=True)
