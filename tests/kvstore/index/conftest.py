@@ -1,4 +1,4 @@
-"""An index over the test's own Redis."""
+"""An index over the test's own Redis, and deadlines for tests whose subject is not time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pillion.kvstore.index import index as index_module
+from pillion.kvstore.index import redis_writer, registry
 from pillion.kvstore.index.index import Index
 from testbed.redis import RedisServer
+
+PATIENT_DEADLINE_MS = 30_000
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthens every deadline of a call to Redis: on a busy machine a sound Redis may take a second to answer."""
+    monkeypatch.setattr(index_module, "LOOKUP_DEADLINE_MS", PATIENT_DEADLINE_MS)
+    monkeypatch.setattr(registry, "REGISTRY_DEADLINE_MS", PATIENT_DEADLINE_MS)
+    monkeypatch.setattr(redis_writer, "ANNOUNCE_DEADLINE_MS", PATIENT_DEADLINE_MS)
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit
@@ -13,6 +15,8 @@ from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 async def test_longest_prefix_of_every_node(redis: RedisServer, index: Index) -> None:

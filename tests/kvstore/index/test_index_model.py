@@ -15,6 +15,8 @@ from testbed.redis import RedisServer
 from testbed.redis_kinds import running_cluster
 from tests.support.redis_nodes import Chain, FakeNode
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 # Chains that share nothing, a block, a part of a segment, a segment, and more.
 LENGTH = 2 * SEGMENT_BLOCKS + 10
 CHAINS = [
