@@ -14,7 +14,7 @@ from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer
-from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found
+from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, until_found
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -114,16 +114,16 @@ async def test_entries_of_another_boot_are_void(redis: RedisServer, index: Index
 
 
 async def test_a_silent_nodes_entries_are_void_and_swept(redis: RedisServer, index: Index) -> None:
-    dying = FakeNode(redis.url, "a", ttl_ms=100)
-    await dying.beat()
-    [other] = await fake_nodes(redis.url, "b")
+    dying, other = await fake_nodes(redis.url, "a", "b")
     one, two = Chain([1, 2]), Chain([3])
     await dying.has(one)
     await dying.has(two)
     await other.has(two)
     assert await found(index, one.packed, 2)
+    dying.registry = Registry(redis.url, ttl_ms=1)
+    await dying.beat()
     await dying.until_lost()
-    assert await index.longest_prefix(one.packed) == []
+    await until_found(index, one.packed, 0)
     await other.sweep_all(one)
     assert redis.command("EXISTS", one.bucket(0)) == 0
     assert redis.command("HGET", two.bucket(0), two.field(0)) == dying.entry + other.entry, "not visited yet"
