@@ -44,6 +44,7 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.stops import stop_strings
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
@@ -364,9 +365,9 @@ class Gateway:
         describe_span(span, job, is_chat=bool(request.messages))
         meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
+        stops = stop_strings(request.sampling.stop)
         answers = [
-            AnswerText(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids, min_tokens)
-            for _ in range(permit.answers)
+            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens) for _ in range(permit.answers)
         ]
 
         def ended(usage: Usage) -> None:
