@@ -242,9 +242,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
         least=0,
         most=90,
     )
-    high_watermark_percent: int = flag(
-        5, "Free share of the pool at which that eviction ends.", least=0, most=90
-    )
+    high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.", least=0, most=90)
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.", least=1)

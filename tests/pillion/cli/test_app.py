@@ -77,9 +77,9 @@ def test_make_takes_a_model_whose_path_has_spaces(tmp_path: pathlib.Path) -> Non
     program.chmod(0o755)
     for name in (".made", ".torch", ".server"):
         (tmp_path / name).touch()
-    asked = ["make", "-s", "serve", f"VENV={tmp_path}", "MODEL=a model's \"path\"", "ARGS=--grpc-port 5"]
+    asked = ["make", "-s", "serve", f"VENV={tmp_path}", 'MODEL=a model\'s "path"', "ARGS=--grpc-port 5"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["-m", "pillion", "serve", "a model's \"path\"", "--grpc-port", "5"]
+    assert done.stdout.splitlines() == ["-m", "pillion", "serve", 'a model\'s "path"', "--grpc-port", "5"]
 
 
 def test_help_lists_every_command() -> None:
