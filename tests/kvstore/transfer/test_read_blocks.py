@@ -57,9 +57,7 @@ class SourceOfOneChain:
 
     def read(self, ticket_id: int, slots: tuple[int, ...], max_piece_bytes: int = 2**20) -> AsyncIterator[BlockPiece]:
         servicer = KVPlaneServicer(lambda: cast(Any, self))
-        request = ReadBlocksRequest(
-            epoch=self.epoch, ticket_id=ticket_id, slots=slots, max_piece_bytes=max_piece_bytes
-        )
+        request = ReadBlocksRequest(epoch=self.epoch, ticket_id=ticket_id, slots=slots, max_piece_bytes=max_piece_bytes)
         return servicer.ReadBlocks(request, cast(Any, None))
 
 
