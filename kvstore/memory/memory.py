@@ -55,8 +55,8 @@ class PoolMemory(Protocol):
         afterwards; if it raises, the slots may hold anything."""
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
-        """Returns copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``, the last one maybe
-        shorter."""
+        """Returns copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``; the last one may
+        be shorter."""
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -156,8 +156,8 @@ def address_of(view: memoryview) -> int:
 def keep_freed_buffers() -> None:
     """Makes the C library's allocator keep freed buffers of KEPT_BYTES and less for their next users.
 
-    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Without that,
-    every message's buffers are mapped anew, and their page faults cost several times as much as their bytes.
+    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Without
+    that, every message's buffers are mapped anew, and their page faults cost several times as much as their bytes.
     """
     np.empty(KEPT_BYTES, np.uint8)
 

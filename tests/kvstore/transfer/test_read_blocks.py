@@ -109,9 +109,13 @@ async def test_what_is_let_go_of_in_the_middle_is_not_sent(monkeypatch: pytest.M
     source.pool.release(source.epoch, [source.ticket_id], [])
     monkeypatch.setattr(memory_module, "joined", overwritten)
     sent = [first.data]
-    with pytest.raises(NotFound):
+
+    async def read_on() -> None:
         async for piece in reading:
             sent.append(piece.data)
+
+    with pytest.raises(NotFound):
+        await read_on()
     known = b"".join(slot.to_bytes(4, "little") * (BLOCK_BYTES // 4) for slot in source.slots)
     assert known.startswith(b"".join(sent))
 
