@@ -71,7 +71,8 @@ def test_a_complete_folder_is_used_as_it_is(folder):
     layout = kv_layout(prepared, 16)
     assert layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert layout == TorchBackend(prepared, 16, 0).layout
-    assert prepare(flags(folder, served_model_name="me")).name == "me"
+    named = prepare(flags(folder, served_model_name="me"))
+    assert (prepared.alias, named.name, named.alias) == (str(folder), "me", "")
 
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
