@@ -212,7 +212,9 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
     kinds = per_layer(raw, "layer_types", len(slides)) or []
     for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
         if kind != ("sliding_attention" if slide else "full_attention"):
-            raise ConfigError(f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here")
+            raise ConfigError(
+                f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here"
+            )
 
 
 def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -43,7 +43,9 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mamba'.*llama, ministral, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(
+        ConfigError, match=r"'mamba'.*llama, ministral, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe"
+    ):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
@@ -214,7 +216,8 @@ def test_options_of_other_families_that_are_switched_off_are_ignored():
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "mod")]
+    ("name", "method"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "mod")],
 )
 def test_a_quantization_that_only_another_file_names_is_refused(name, method, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
