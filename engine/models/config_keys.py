@@ -13,30 +13,39 @@ from typing import Any
 from pillion.engine.models.families import ModelFamily
 from pillion.errors import ConfigError
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Keys that are read for every family.
-_READ = frozenset(
-    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    " head_dim rms_norm_eps max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act"
-    " rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types bos_token_id eos_token_id".split()
+_READ = _words(
+    """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim rms_norm_eps max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
+    rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types bos_token_id eos_token_id
+    """
 )
-# Keys that say nothing about the arithmetic of a forward pass, or only about that of training: transformers' own, its
-# sampling defaults, and what tools for training and conversion add.
-BOOKKEEPING = frozenset(
-    "architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation"
-    " experts_implementation cache_implementation use_cache use_bfloat16 torchscript return_dict output_attentions"
-    " output_hidden_states initializer_range pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop"
-    " resid_pdrop router_aux_loss_coef router_jitter_noise output_router_logits is_decoder is_encoder_decoder"
-    " chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task"
-    " tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder"
-    " pruned_heads tf_legacy_loss max_sequence_length model_max_length is_llama_config transformers.js_config"
-    " unsloth_version unsloth_fixed license"
-    # Sampling: the request says it.
-    " assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty"
-    " do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff"
-    " exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length"
-    " no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams"
-    " num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate"
-    " suppress_tokens target_lookbehind temperature top_k top_p typical_p".split()
+# Keys that say nothing about the arithmetic of a forward pass, or only about that of training: transformers' own,
+# what tools for training and conversion add, and sampling, which requests decide.
+BOOKKEEPING = _words(
+    """
+    architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
+    experts_implementation cache_implementation use_cache use_bfloat16 torchscript return_dict output_attentions
+    output_hidden_states initializer_range pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop
+    resid_pdrop router_aux_loss_coef router_jitter_noise output_router_logits is_decoder is_encoder_decoder
+    chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
+    tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder
+    pruned_heads tf_legacy_loss max_sequence_length model_max_length is_llama_config transformers.js_config
+    unsloth_version unsloth_fixed license
+
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    """
 )
 # Options that most families do not have, with the values that change nothing. Any other option is switched off by null,
 # false, 0 or an empty value.
@@ -54,16 +63,20 @@ _OF_WINDOWS = ("sliding_window", "max_window_layers")
 # The number of experts, as one family names it and as transformers 5 names it for all.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 # Keys of a config for text and images around the text model's: they are about images.
-_AROUND_TEXT = frozenset(
-    "text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id"
-    " boi_token_id eoi_token_id".split()
+_AROUND_TEXT = _words(
+    """
+    text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
+    boi_token_id eoi_token_id
+    """
 )
 
 # Keys of rotary embeddings that are read, and those of the layers that have one of their own.
-_ROPE_READ = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor"
-    " beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor"
-    " full_attention sliding_attention".split()
+_ROPE_READ = _words(
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
+    beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
+    full_attention sliding_attention
+    """
 )
 _ROPE_BOOKKEEPING = frozenset({"finetuned"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}

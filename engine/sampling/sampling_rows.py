@@ -90,7 +90,8 @@ class SamplingRows:
 class Sampled:
     """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
-    A row without a finite largest logit has the token NO_TOKEN. ``logprobs`` is empty if no row of the step reports any, else it has one entry for each token.
+    A row without a finite largest logit has the token NO_TOKEN. ``logprobs`` is empty if no row of the step reports
+    any, else it has one entry for each token.
     """
 
     token_ids: tuple[int, ...] = ()

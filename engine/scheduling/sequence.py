@@ -299,8 +299,8 @@ class Sequence:
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.
 
-        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. None counts where
-        no token could be chosen; behind an accepted draft the next step meets that place again.
+        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. No
+        token counts where none could be chosen; behind an accepted draft the next step meets that place again.
         """
         drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
         self.num_drafts = 0

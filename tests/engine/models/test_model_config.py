@@ -43,9 +43,7 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"'mamba'.*llama, ministral, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe"
-    ):
+    with pytest.raises(ConfigError, match=r"'mamba'.*llama, ministral, mistral, .*qwen3, qwen3_moe"):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})

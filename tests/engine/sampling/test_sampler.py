@@ -36,7 +36,7 @@ def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
 @pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("vocab_size", [97, 1280])
 def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
-    """A step of greedy rows alone takes a shortcut to the same tokens. Where the largest is no number, there is none."""
+    """A step of greedy rows alone takes a shortcut to the same tokens. A row with NaN or infinity has none."""
     logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
     logits[1, [9, 40, 90]] = odd
     logits[2] = odd
