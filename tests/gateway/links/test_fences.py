@@ -138,6 +138,7 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
 
     stuck = FakeDecode("x")
     stuck.gate.clear()
+
     def add_prefill(server: Any) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(Silent(), server)
 
