@@ -133,8 +133,8 @@ class GatewayServer:
             except PillionError as error:
                 if taken:
                     log.warning(
-                        "the registry takes no heartbeats; this gateway goes on with the components that it is connected to"
-                        " and finds no new ones: %s",
+                        "the registry takes no heartbeats; this gateway goes on with the components that it is"
+                        " connected to and finds no new ones: %s",
                         error.message,
                     )
             await asyncio.sleep(heartbeat_s)

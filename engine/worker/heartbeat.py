@@ -145,8 +145,8 @@ class Heartbeats:
                 except PillionError as error:
                     if answers:
                         log.warning(
-                            "the registry takes no heartbeat; gateways that know this worker go on with it, others do not"
-                            " find it: %s",
+                            "the registry takes no heartbeat; gateways that know this worker go on with it, others do"
+                            " not find it: %s",
                             error.message,
                         )
                     answers = False

@@ -239,8 +239,8 @@ class Cluster:
         return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
 
     def _known(self) -> tuple[ComponentRecord, ...]:
-        """All records; of a registry that takes no heartbeats, those of components that answer: it still lists all others
-        that lived when it ceased to."""
+        """All records; of a registry that takes no heartbeats, those of components that answer: it still lists all
+        others that lived when it ceased to."""
         records = self.view.records()
         return tuple(filter(self.answers, records)) if self.registry.refusal else records
 

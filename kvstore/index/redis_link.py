@@ -32,8 +32,8 @@ LEAST_PATIENCE_MS = 50
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
-# What helps where a Redis answers and refuses, by a pattern of its refusal: releases differ in their words, and the client
-# turns some of them into classes.
+# What helps where a Redis answers and refuses, by a pattern of its refusal: releases differ in their words, and the
+# client turns some of them into classes.
 REMEDIES = {
     "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",

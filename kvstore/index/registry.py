@@ -5,8 +5,8 @@
     gateway, KV node --Registry.nodes--> NodeTable: entry --> node id
 
 An *entry* is node number and boot epoch of a KV node, 4 bytes each. An entry that does not stand in the table is void:
-its node is dead or has restarted. Time is Redis's own (TIME), so clocks of machines do not matter. It stands still while
-nobody's heartbeat arrives: then Redis takes none, and a component's silence says nothing (lua/registry.lua).
+its node is dead or has restarted. Time is Redis's own (TIME), so clocks of machines do not matter. It stands still
+while nobody's heartbeat arrives: then Redis takes none, and a component's silence says nothing (lua/registry.lua).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A Redis that answers and refuses writes, for longer than records live: nobody is lost by it, before, in or after it."""
+"""A Redis that answers and refuses writes, for longer than records live: nobody is lost by it, nor after it."""
 
 from __future__ import annotations
 
