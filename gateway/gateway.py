@@ -45,6 +45,7 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.stops import stop_strings
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
@@ -60,13 +61,14 @@ TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model that this gateway can tokenize for."""
+    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or ""."""
 
     limits: ModelLimits
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
+    alias: str = ""
 
 
 class Gateway:
@@ -88,6 +90,8 @@ class Gateway:
         quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
+        # A name that was given goes before another model's alias.
+        self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
         self.cluster = cluster
         self._options = options
         self._ring = ring
@@ -148,7 +152,7 @@ class Gateway:
         span = begin_span(request, parent)
         permit: AdmissionPermit | None = None
         try:
-            model = self._models[check_model(request.model, self._models)]
+            model = self.entry(request.model)
             check_request(request, model.limits)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
@@ -177,7 +181,7 @@ class Gateway:
 
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
-        return self._models[check_model(name, self._models)]
+        return self._by_name.get(name) or self._models[check_model(name, self._models)]
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
@@ -363,8 +367,9 @@ class Gateway:
         """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
         Overloaded."""
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
+        stops = stop_strings(request.sampling.stop)
         answers = [
-            AnswerText(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids, min_tokens)
+            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens)
             for _ in range(_generated(request.sampling))
         ]
         if job.resume is not None:
