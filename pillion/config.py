@@ -308,6 +308,9 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
 class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
 
+    # The terminal is for what its user has to know; a component that runs alone tells its log more.
+    log_level: str = other_default(CommonFlags, "log_level", "warning")
+    log_file: str = flag("", "File that gets the components' log lines instead of the terminal.")
     fence_kill_after_s: float = flag(
         30.0, "A worker that stays fenced for longer is killed and started again.", least=0
     )
