@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
@@ -34,9 +34,6 @@ from pillion.supervisor.preflight import check_cluster, wait_for_redis
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.start_lines import tell_model
 from pillion.supervisor.supervisor import FAILED, ProcessSpec, Supervisor
-
-if TYPE_CHECKING:
-    from pillion.engine.checkpoints.prepare import PreparedModel
 
 PREPARE_STOP_GRACE_S = 2.0
 NODE_SOCKET = "kvnode-0.sock"
@@ -226,7 +223,7 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         raise ConfigError(last.removeprefix(FAILED) or f"preparing the model ended with {code}")
 
 
-def prepared_model(flags: ServeFlags) -> tuple[PreparedModel, PoolFit | None]:
+def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
     """The prepared model, and the pool's size where it is known before a GPU has loaded the weights.
 
     Raises ConfigError where the pool cannot hold one request.

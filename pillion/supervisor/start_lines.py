@@ -8,22 +8,19 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
 from pillion.supervisor.pool_fit import PoolFit, human_bytes
 from pillion.supervisor.probes import reachable_host
 
-if TYPE_CHECKING:
-    from pillion.engine.checkpoints.prepare import PreparedModel
-
 # The port that clients try without --target.
 USUAL_GRPC_PORT = 50051
 
 
-def tell_model(notices: Notices, flags: ServeFlags, prepared: PreparedModel, fit: PoolFit | None, threads: int) -> None:
-    """Prints the first four lines, for settled flags. ``threads``: of each worker's forward pass on a CPU."""
+def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit | None, threads: int) -> None:
+    """Prints the first four lines, for settled flags and the PreparedModel. ``threads``: of each worker's forward pass on a CPU."""
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
 
@@ -43,7 +40,7 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: PreparedModel, fit
     notices.fact("memory", f"KV pool {pool}{packed}")
 
 
-def _cpu_kernels(flags: ServeFlags, prepared: PreparedModel) -> tuple[str, int]:
+def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
     """The kernels in words, and the bytes of the packed weights, 0 where there are none."""
     from pillion.engine.backends.loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
