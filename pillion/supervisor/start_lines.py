@@ -20,7 +20,7 @@ USUAL_GRPC_PORT = 50051
 
 
 def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit | None, threads: int) -> None:
-    """Prints the first four lines, for settled flags and the PreparedModel. ``threads``: of each worker's forward pass on a CPU."""
+    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
 
