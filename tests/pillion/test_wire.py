@@ -24,6 +24,7 @@ from pillion.errors import (
 )
 from pillion.types import (
     ChatMessage,
+    ChatOptions,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -88,7 +89,8 @@ LOGPROBS = st.lists(
     st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
 MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
-REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32)
+CHAT = built(ChatOptions, add_generation_prompt=st.none() | st.booleans())
+REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, chat=CHAT, sampling=SAMPLING, priority=I32)
 REASON = st.none() | st.sampled_from(list(FinishReason))
 DELTAS = built(
     Delta,
