@@ -21,7 +21,6 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
 # Stands behind a message that is continued, while it is rendered.
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
