@@ -302,7 +302,7 @@ class Gateway:
         if not prompt:
             async with self._texts.of(tenant):
                 if request.messages:
-                    rendered = await model.template.render(request.messages)
+                    rendered = await model.template.render(request.messages, request.chat)
                     prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
                 else:
                     prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
