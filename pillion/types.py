@@ -78,18 +78,72 @@ class ChatMessage:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOrigin:
+    """What resuming a stream needs beside its tokens; see ``StreamOrigin`` in gateway.proto for each field."""
+
+    seed: int
+    digest: bytes
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSoFar:
+    """What one answer of a broken stream has brought, and its finish reason where it has ended."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a client goes on with a broken stream: its origin, and what each answer has brought, by index."""
+
+    origin: StreamOrigin
+    answers: tuple[AnswerSoFar, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes a prompt. The names are vLLM's, and so is what they mean.
+
+    Attributes:
+        add_generation_prompt: end the prompt where the assistant's next message begins; default: true, unless the last
+            message is continued.
+        continue_final_message: end the prompt within the last message, which the answer then continues.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; a JSON object,
+            as text. "" is none.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: str = ""
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the prompt ends where the assistant's next message begins."""
+        chosen = self.add_generation_prompt
+        return not self.continue_final_message if chosen is None else chosen
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt."""
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` goes with
+    messages alone.
+
+    ``resume`` goes on with a broken stream; the clients set it by themselves.
+    """
 
     model: str = ""
     text: str = ""
     token_ids: tuple[int, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
+    chat: ChatOptions = ChatOptions()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     request_id: str = ""
     priority: int = 0
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
