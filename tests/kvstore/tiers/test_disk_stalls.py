@@ -64,11 +64,11 @@ async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Pat
         await tier.store(blocks)
         targets = [bytearray(BLOCK_BYTES) for _ in blocks]
         with stalled(file_of(tmp_path, name) for name, _ in blocks[:READ_THREADS]):
-            read = asyncio.create_task(tier.load([name.hash for name, _ in blocks], list(map(memoryview, targets))))
+            hasty = asyncio.create_task(tier.load([name.hash for name, _ in blocks], list(map(memoryview, targets))))
             await loop_turns()
-            read.cancel()
+            hasty.cancel()
             await loop_turns()
-        await asyncio.wait({read})
+        await asyncio.wait([hasty])
         assert not any(map(any, targets))
 
 
