@@ -63,12 +63,13 @@ async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Pat
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
         targets = [bytearray(BLOCK_BYTES) for _ in blocks]
+        hashes, views = [name.hash for name, _ in blocks], [memoryview(target) for target in targets]
         with stalled(file_of(tmp_path, name) for name, _ in blocks[:READ_THREADS]):
-            hasty = asyncio.create_task(tier.load([name.hash for name, _ in blocks], list(map(memoryview, targets))))
+            hasty = asyncio.create_task(tier.load(hashes, views))
             await loop_turns()
             hasty.cancel()
             await loop_turns()
-        await asyncio.wait([hasty])
+        await asyncio.wait({hasty})
         assert not any(map(any, targets))
 
 
