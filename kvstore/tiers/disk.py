@@ -11,7 +11,7 @@ first and are touched tail first, a chain's tail is older here than its head and
 
 A disk may hang for minutes. A read that is given up ends behind the block that a thread is just reading, and one that
 no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
-(:mod:`pillion.kvstore.tiers.breaker`).
+(:mod:`pillion.kvstore.tiers.tier_breaker`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 from pillion.kvstore.memory.memory import PoolMemory, until_over
-from pillion.kvstore.tiers.breaker import Breaker
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, Corrupt, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
@@ -83,7 +83,7 @@ class DiskTier:
         self._reading = 0
         # When a block was read last, in time.monotonic(); threads write it.
         self._moved_s = 0.0
-        self._breaker = Breaker()
+        self._breaker = TierBreaker()
         self._probing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")

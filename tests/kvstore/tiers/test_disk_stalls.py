@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pillion.kvstore.tiers import breaker, disk
+from pillion.kvstore.tiers import disk, tier_breaker
 from pillion.kvstore.tiers.disk import READ_THREADS, DiskTier
 from pillion.kvstore.tiers.disk_files import BlockFiles
 from testbed.conditions import loop_turns, until
@@ -23,7 +23,7 @@ LATE_S = 0.2
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "LATE_S", LATE_S)
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(tier_breaker, "FIRST_PAUSE_S", 0.05)
 
 
 async def late(tier: DiskTier) -> None:

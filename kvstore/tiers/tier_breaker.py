@@ -14,7 +14,7 @@ FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 60.0
 
 
-class Breaker:
+class TierBreaker:
     """The state of one medium. Times are in seconds of one clock.
 
     Attributes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pillion.kvstore.tiers.breaker import FIRST_PAUSE_S, MOST_PAUSE_S, Breaker
+from pillion.kvstore.tiers.tier_breaker import FIRST_PAUSE_S, MOST_PAUSE_S, TierBreaker
 
 
 def test_pauses_get_longer_up_to_a_bound_and_short_again() -> None:
-    breaker, now, pauses = Breaker(), 100.0, []
+    breaker, now, pauses = TierBreaker(), 100.0, []
     assert breaker.late(now)
     for _ in range(8):
         assert breaker.paused
@@ -27,7 +27,7 @@ def test_pauses_get_longer_up_to_a_bound_and_short_again() -> None:
 
 
 def test_a_read_of_before_the_pause_does_not_shorten_it() -> None:
-    breaker = Breaker()
+    breaker = TierBreaker()
     breaker.late(0.0)
     breaker.in_time()
     assert breaker.paused
