@@ -127,10 +127,18 @@ class GatewayServer:
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
+            taken = not self._registry.refusal
             try:
                 await self._registry.heartbeat(now)
+                if not taken:
+                    log.warning("the registry takes heartbeats again")
             except PillionError as error:
-                log.debug("heartbeat not taken: %s", error.message)
+                if taken:
+                    log.warning(
+                        "the registry takes no heartbeats; this gateway goes on with the components that it is"
+                        " connected to and finds no new ones: %s",
+                        error.message,
+                    )
             except Exception as error:  # noqa: BLE001  (a gateway without heartbeats is taken for dead)
                 defects.note(error)
             await asyncio.sleep(heartbeat_s)
