@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 import urllib.parse
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from pillion.errors import ConfigError
+from pillion.net.tls import client_context
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 
 READ_BYTES = 1 << 16
@@ -134,7 +134,7 @@ class OpenAITarget:
         self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         self._path = url.path.rstrip("/")
         self._path += "" if self._path.endswith("/v1") else "/v1"
-        self._tls = _tls_context(ca, cert, key) if url.scheme == "https" else None
+        self._tls = client_context(ca, cert, key) if url.scheme == "https" else None
         self._fields = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         self._fields += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._model = model
@@ -244,13 +244,3 @@ def message_of(payload: bytes) -> AnswerMessage:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         text = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
         raise TargetError("bad event", f"{error!r} in {text}") from None
-
-
-def _tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert:
-            context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--ca, --cert or --key: {error}") from None
-    return context

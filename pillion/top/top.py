@@ -24,7 +24,8 @@ from rich.live import Live
 
 from pillion.client.client import Client
 from pillion.client.connection import connect
-from pillion.errors import ConfigError, PillionError
+from pillion.errors import PillionError
+from pillion.net.tls import client_context
 from pillion.top.top_figures import ClusterReading
 from pillion.top.top_pages import ComponentPage, locate, parse
 from pillion.top.top_view import FrameStyle, frame
@@ -194,12 +195,7 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
 def _page_reader(reach: dict[str, Any], places: Sequence[str]) -> PageReader:
     target = reach["target"]
     urls = locate(places, target)
-    try:
-        tls = ssl.create_default_context(cafile=reach.get("ca"))
-        if reach.get("cert"):
-            tls.load_cert_chain(reach["cert"], reach.get("key"))
-    except OSError as error:
-        raise ConfigError(f"TLS of the pages: {error}") from None
+    tls = client_context(reach.get("ca"), reach.get("cert"), reach.get("key"))
     place = urlsplit(target if "://" in target else f"grpc://{target}")
     host = "" if target.startswith("unix:") else place.hostname or ""
     return PageReader(urls, connect(**reach).api_key, host, tls)
