@@ -37,6 +37,7 @@ from pillion.gateway.request.validation import (
     ModelLimits,
     check_length,
     check_model,
+    check_origin,
     check_pool,
     check_request,
     prompt_field,
@@ -164,10 +165,11 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
             self.admission.weigh(permit, len(prompt))
+            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
+            answers = await self._answers(request, model, job)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
-            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
-            return self._start(request, model, job, permit, span)
+            return self._start(request, job, answers, permit, span)
         except BaseException as error:
             # A request that was admitted leaves, also where its caller was cancelled.
             if permit is not None:
@@ -339,7 +341,8 @@ class Gateway:
         arrived: float,
         deadline: float | None,
     ) -> Job:
-        options, asked = self._options, request.sampling
+        options, asked, resume = self._options, request.sampling, request.resume
+        seed = secrets.randbits(63) if resume is None else resume.origin.seed
         bounds = replace(model.limits, max_model_len_tokens=longest)
         self._arrivals += 1
         return Job(
@@ -347,7 +350,7 @@ class Gateway:
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
-            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63)),
+            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, seed),
             # Without prefix caching the salt is used once: blocks of other requests do not match, its own still do.
             cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
             options=options,
@@ -357,25 +360,46 @@ class Gateway:
             priority=tenant.capped(request.priority),
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
+            resume=resume,
         )
 
-    def _start(
-        self, request: GenerateRequest, model: ModelEntry, job: Job, permit: AdmissionPermit, span: trace.Span
-    ) -> Generation:
-        describe_span(span, job, is_chat=bool(request.messages))
-        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
+    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job) -> list[AnswerText]:
+        """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
+        Overloaded."""
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
         stops = stop_strings(request.sampling.stop)
         answers = [
-            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens) for _ in range(permit.answers)
+            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens)
+            for _ in range(_generated(request.sampling))
         ]
+        if job.resume is not None:
+            check_origin(job.resume, job.digest(), len(job.prompt))
+            for answer, so_far in zip(answers, job.resume.answers, strict=True):
+                if so_far.finish_reason is None:
+                    # The client has its text; what it brings the answer to is what is held back. Not on the event loop:
+                    # it may be long.
+                    await self._pool.run(answer.push, so_far.token_ids)
+        return answers
+
+    def _start(
+        self,
+        request: GenerateRequest,
+        job: Job,
+        answers: list[AnswerText],
+        permit: AdmissionPermit,
+        span: trace.Span,
+    ) -> Generation:
+        describe_span(span, job, is_chat=bool(request.messages))
+        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
 
         def ended(usage: Usage) -> None:
-            # A prompt that nobody could serve costs its tenant nothing.
-            lost = generation.failed_unserved and not usage.completion_tokens
+            generated = usage.completion_tokens - job.resumed_tokens
+            # A prompt that nobody could serve costs its tenant nothing. What a lost gateway has given costs here: the
+            # price of an answer is taken at its end, which that gateway has not seen.
+            lost = generation.failed_unserved and generated <= 0
             spent = -permit.tokens if lost else usage.completion_tokens
             self.quotas.spend(permit.tenant, spent, time.monotonic())
-            self.admission.leave(permit, usage.completion_tokens)
+            self.admission.leave(permit, max(0, generated))
             self.totals += usage
 
         generation = Generation(job, self.cluster, answers, span, meter, ended)
