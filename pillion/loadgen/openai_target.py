@@ -16,8 +16,10 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from pillion.errors import ConfigError
-from pillion.net.tls import client_context
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
+from pillion.net.advice import http_advice
+from pillion.net.listener import find_listener
+from pillion.net.tls import client_context
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
@@ -157,9 +159,17 @@ class OpenAITarget:
                 body = b"".join([payload async for payload in self._exchange("GET", "/models", b"")])
             models = [model["id"] for model in json.loads(body)["data"]]
             self._model = self._model or models[0]
+        except TargetError as error:
+            raise TargetError(error.status, await self._advice() or error.message) from None
         except (ValueError, TypeError, LookupError, TimeoutError) as error:
             raise TargetError("models", f"/v1/models gives no list of models: {error!r}; say --model") from None
         return {"models": models}
+
+    async def _advice(self) -> str:
+        """What to do where the server is not reached; "" where it is."""
+        address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        listener = await asyncio.to_thread(find_listener, address)
+        return http_advice(address, listener, self._tls is not None) if listener else ""
 
     async def aclose(self) -> None:
         for _, writer in self._idle:

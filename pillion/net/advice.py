@@ -28,8 +28,8 @@ def grpc_advice(address: str, listener: Listener, encrypted: bool, said: str) ->
         return f"{address} speaks gRPC without TLS: leave out grpcs://, --ca, --cert and --key (ca=, cert=, key=, tls=)"
     if kind == "grpcs" and not encrypted:
         return (
-            f"{address} speaks TLS: write grpcs://{address}, with --ca FILE (ca= in Python) where its certificate is not "
-            "signed by an authority that the system knows"
+            f"{address} speaks TLS: write grpcs://{address}, with --ca FILE (ca= in Python) where no authority "
+            "that the system knows has signed its certificate"
         )
     if kind == "grpcs":
         return _certificate_advice(address, listener, said)
@@ -40,9 +40,8 @@ def http_advice(address: str, listener: Listener, encrypted: bool) -> str:
     """Why an HTTP client does not reach a server, as :func:`grpc_advice` says it for gRPC."""
     kind = listener.kind
     if kind in ("grpc", "grpcs"):
-        return (
-            f"{address} is a port of gRPC: give the gateway's HTTP port, which is 8000 unless --http-port says otherwise"
-        )
+        return f"{address} is a port of gRPC: give the gateway's HTTP port, which is 8000 unless "
+            "--http-port says otherwise"
     if kind == "http" and encrypted:
         return f"{address} speaks HTTP without TLS: write http://"
     if kind == "https" and not encrypted:

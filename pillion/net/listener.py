@@ -84,7 +84,8 @@ def proxy_variable(address: str) -> str:
     place = place_of(address)
     if place is None or not place[1]:
         return ""
-    without = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""
+    # gRPC reads these variables in small letters only.
+    without = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""  # noqa: SIM112
     if proxy_bypass_environment(place[0], {"no": without}):
         return ""
     return next((name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)), "")

@@ -74,7 +74,9 @@ class Exports:
         self._meters = meters
         meters.watch(lambda: [(names.BUILD, (VERSION, role, component_id), 1.0)])
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._reader = push(self._collect, telemetry.resource(component_id, role)) if telemetry.wanted("METRICS") else None
+        self._reader = (
+            push(self._collect, telemetry.resource(component_id, role)) if telemetry.wanted("METRICS") else None
+        )
         if port:
             registry = MetricsPage(self._collect, vllm_names=vllm_names).registry()
             try:

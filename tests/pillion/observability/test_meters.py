@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import threading
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
