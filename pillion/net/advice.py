@@ -40,8 +40,10 @@ def http_advice(address: str, listener: Listener, encrypted: bool) -> str:
     """Why an HTTP client does not reach a server, as :func:`grpc_advice` says it for gRPC."""
     kind = listener.kind
     if kind in ("grpc", "grpcs"):
-        return f"{address} is a port of gRPC: give the gateway's HTTP port, which is 8000 unless "
-            "--http-port says otherwise"
+        return (
+            f"{address} is a port of gRPC: give the gateway's HTTP port, which is 8000 unless --http-port says "
+            "otherwise"
+        )
     if kind == "http" and encrypted:
         return f"{address} speaks HTTP without TLS: write http://"
     if kind == "https" and not encrypted:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -125,7 +124,7 @@ async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -
         (
             "http://h:8000",
             {},
-            "http://h:8000 is an address of HTTP, and this client speaks gRPC: write h:8000, with the",
+            "is an address of HTTP, and this client speaks gRPC: write h:8000, with",
         ),
         ("https://h:8000/v1", {}, "write grpcs://h:8000, with the gateway's gRPC port"),
         ("grpcs://h:1/v1", {}, "an address is HOST:PORT, without a path"),
@@ -193,7 +192,6 @@ def test_places_of_addresses(address: str, place: tuple[str, int] | None) -> Non
 
 
 @pytest.fixture(autouse=True)
-def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    yield
