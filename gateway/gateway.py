@@ -102,8 +102,10 @@ class Gateway:
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
-        admission, index = self.admission, cluster.index
-        self.meters.watch(lambda: readings(admission.requests, admission.waiting, index.available))
+        admission, index, registry = self.admission, cluster.index, cluster.registry
+        self.meters.watch(
+            lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
+        )
         # Tokens of ended requests.
         self.totals = Usage(0, 0, 0)
 
@@ -235,7 +237,7 @@ class Gateway:
             return error.message
         nodes = {component.node_id for component in served.components if component.role == "kvnode"}
         if not any(component.role == "decode" and component.node_id in nodes for component in served.components):
-            return f"no KV node lives for the decode workers of model {name!r}"
+            return f"no KV node lives for the decode workers of model {name!r}{self.cluster.blind_spot()}"
         return ""
 
     def not_ready(self) -> str:
@@ -302,7 +304,7 @@ class Gateway:
         if not prompt:
             async with self._texts.of(tenant):
                 if request.messages:
-                    rendered = await model.template.render(request.messages)
+                    rendered = await model.template.render(request.messages, request.chat)
                     prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
                 else:
                     prompt = await self._pool.run(model.tokenizer.encode_text, request.text)

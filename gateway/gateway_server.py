@@ -125,10 +125,18 @@ class GatewayServer:
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
+            taken = not self._registry.refusal
             try:
                 await self._registry.heartbeat(now)
+                if not taken:
+                    log.warning("the registry takes heartbeats again")
             except PillionError as error:
-                log.debug("heartbeat not taken: %s", error.message)
+                if taken:
+                    log.warning(
+                        "the registry takes no heartbeats; this gateway goes on with the components that it is"
+                        " connected to and finds no new ones: %s",
+                        error.message,
+                    )
             await asyncio.sleep(heartbeat_s)
 
 

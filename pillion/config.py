@@ -32,7 +32,8 @@ MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
 QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
-DTYPE_CHOICES = ("auto", "bfloat16", "float32")
+# float16, alias half, computes in float32, which holds its numbers exactly.
+DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more."
@@ -134,9 +135,12 @@ class ModelFlags:
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
-    dtype: str = flag("auto", "Type of weights and KV.", choices=DTYPE_CHOICES)
+    dtype: str = flag("auto", "Type of weights and KV; float16 weights run in float32.", choices=DTYPE_CHOICES)
     max_model_len: int = size_flag(
-        0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192 and what the pool holds.", least=0
+        0,
+        "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192, its original one where"
+        " longer texts need other rotary frequencies, and what the pool holds.",
+        least=0,
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
@@ -308,6 +312,9 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
 class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
 
+    # The terminal is for what its user has to know; a component that runs alone tells its log more.
+    log_level: str = other_default(CommonFlags, "log_level", "warning")
+    log_file: str = flag("", "File that gets the components' log lines instead of the terminal.")
     fence_kill_after_s: float = flag(
         30.0, "A worker that stays fenced for longer is killed and started again.", least=0
     )

@@ -339,6 +339,13 @@ def _kv() -> Dashboard:
             maximum=1,
         ),
         Panel(
+            "Registry takes heartbeats",
+            "bool_yes_no",
+            (Query("min(pillion_registry_writable)", "every gateway"),),
+            "No: components that are known serve on, and new ones are not found.",
+            maximum=1,
+        ),
+        Panel(
             "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),

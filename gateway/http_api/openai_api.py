@@ -34,6 +34,7 @@ from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
     OpenAIRequest,
+    chat_options,
     chat_request,
     completion_request,
     read_messages,
@@ -70,7 +71,8 @@ class OpenAIApi:
         if (body.prompt is None) is not given(body.messages):
             raise refused("prompt", "exactly one of prompt and messages is needed")
         messages = read_messages(body.messages) if given(body.messages) else ()
-        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages)
+        options = chat_options(body)
+        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages, chat=options)
         try:
             bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # Larger numbers have no use; their digits alone could be megabytes.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# OpenAI's words, and those of templates that know more.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 # Longest value of a field that changes nothing.
 _MAX_HARMLESS_BYTES = 64
@@ -61,6 +63,7 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    metadata: Raw = Raw()
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -75,9 +78,13 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Raw
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Raw = Raw()
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    reasoning_effort: ReasoningEffort | None = None
     safety_identifier: str | None = None
 
 
@@ -116,6 +123,9 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     prompt: str | None = None
     messages: Raw = Raw()
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Raw = Raw()
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -130,27 +140,23 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # Fields that ask for what Pillion does not do, by body; see HARMLESS.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty metadata prompt_logprobs response_format
+    include_stop_str_in_output kv_transfer_params length_penalty prompt_logprobs response_format
     return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
     store structured_outputs truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
     ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    add_generation_prompt audio chat_template chat_template_kwargs continue_final_message documents echo
-    function_call functions mm_processor_kwargs modalities parallel_tool_calls prediction prompt_cache_key
-    prompt_cache_retention reasoning_effort tool_choice tools verbosity web_search_options
+    audio chat_template documents echo function_call functions mm_processor_kwargs modalities parallel_tool_calls
+    prediction prompt_cache_key prompt_cache_retention tool_choice tools verbosity web_search_options
     """,
-    TokenizeBody: "add_generation_prompt chat_template chat_template_kwargs continue_final_message tools",
+    TokenizeBody: "chat_template tools",
 }
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "annotations": ([],),
     "bad_words": ([],),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -159,7 +165,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
@@ -175,8 +180,17 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-# Read in the second step; every other raw field is not supported.
-READ_LATER = frozenset({"prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tokens"})
+# Read in the second step, as these; every other raw field is not supported.
+READ_LATER: Mapping[str, Any] = {
+    "prompt": str | list[str | Int | list[Int]],
+    "messages": list[MessageBody],
+    "stop": str | list[str],
+    "stop_token_ids": list[Int],
+    "logit_bias": dict[Int, float],
+    "metadata": dict[str, str],
+    "chat_template_kwargs": dict[str, Raw],
+    "tokens": list[Int],
+}
 
 
 def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
@@ -220,7 +234,9 @@ def refuse_unsupported(parsed: Any, prefix: str) -> None:
     for name in unsupported_fields(kind):
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
-            raise refused(prefix + name, "this is not supported here", "unsupported_parameter")
+            harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
+            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+            raise refused(prefix + name, reason, "unsupported_parameter")
 
 
 def _changes_nothing(name: str, raw: Raw) -> bool:

@@ -45,7 +45,13 @@ LINKS: dict[str, type[Link]] = {"kvnode": NodeLink, "prefill": PrefillLink, "dec
 
 
 class ComponentDirectory(Protocol):
-    """The records of live components: the registry, or the list of a process that holds all components itself."""
+    """The records of live components: the registry, or the list of a process that holds all components itself.
+
+    Attributes:
+        refusal: why it takes no heartbeats now, so that its records are old; empty where it takes them.
+    """
+
+    refusal: str
 
     async def components(self) -> list[ComponentRecord]:
         """Records of all live components. Raises Unavailable."""
@@ -143,14 +149,18 @@ class Cluster:
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Asks the registry now; its silence leaves the last view as it is."""
+        """Asks the registry now; its silence leaves the last view as it is. While it takes no heartbeats, what vanishes
+        from it is kept as long as it is connected."""
         async with self._polling:
             try:
                 records = await self.registry.components()
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
+                self.view.hold(self._connected(), time.monotonic())
                 return
             now = time.monotonic()
+            if self.registry.refusal:
+                self.view.hold(self._connected(), now)
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
@@ -161,7 +171,7 @@ class Cluster:
         mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
         spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
         if not spaces:
-            raise Unavailable(f"no decode worker of model {model!r} lives")
+            raise Unavailable(f"no decode worker of model {model!r} lives{self.blind_spot()}")
         # Workers of two releases may differ in layout; a request stays with those that can share its KV.
         namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
         workers = {p.component_id for p in mine if p.namespace == namespace}
@@ -192,7 +202,7 @@ class Cluster:
 
         The share is even, with what the other gateways do not use of theirs, as of their last heartbeat: connections
         are not spread evenly, and a client may have only one."""
-        workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
+        workers = [record for record in self._known() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
@@ -214,13 +224,30 @@ class Cluster:
 
     def pools_tokens(self, model: str) -> list[int]:
         """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
-        records = self.view.records()
+        records = self._known()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
         return [
             blocks.get(record.node_id, 0) * record.block_size_tokens
             for record in records
             if record.role == "decode" and record.model == model
         ]
+
+    def blind_spot(self) -> str:
+        """What an error message adds while the registry takes no heartbeats; empty where it takes them."""
+        if not self.registry.refusal:
+            return ""
+        return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
+
+    def _known(self) -> tuple[ComponentRecord, ...]:
+        """All records; of a registry that takes no heartbeats, those of components that answer: it still lists all
+        others that lived when it ceased to."""
+        records = self.view.records()
+        return tuple(filter(self.answers, records)) if self.registry.refusal else records
+
+    def _connected(self) -> list[str]:
+        """Components that live as far as this gateway's connections show. It has none to other gateways."""
+        records = self.view.records()
+        return [record.component_id for record in records if record.role == "gateway" or self.answers(record)]
 
     def _note_models(self, now: float) -> None:
         records = self.view.records()
@@ -285,8 +312,7 @@ class Cluster:
         if component.component_id in self.view.fenced:
             return False
         link = self._links.get(component.role, {}).get(_link_name(component))
-        # A prefill worker is connected by its first call.
-        return link is not None and (component.role == "prefill" or link.alive)
+        return link is not None and link.alive
 
     async def _poll(self) -> None:
         while True:

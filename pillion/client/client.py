@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -135,15 +135,32 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
         """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
 
+        Args:
+            add_generation_prompt: end the prompt where that message begins; default: true, unless the last message is
+                continued.
+            continue_final_message: go on with the last message instead of beginning another one.
+            chat_template_kwargs: further variables of the model's chat template, such as ``{"enable_thinking": False}``
+                or ``{"reasoning_effort": "low"}``.
+
         The other arguments are those of :meth:`generate`.
         """
         chosen = client_requests.sampling_of(sampling, fields)
+        options = client_requests.chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         request = client_requests.chat_request(
-            messages, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
+            messages,
+            model=model,
+            chat=options,
+            sampling=chosen,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
         )
         return self._stream(request, timeout_s).deltas()
 

@@ -88,6 +88,7 @@ REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests refused 
 REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a component was lost.", MODEL)
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
+REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis takes the gateway's heartbeats.")
 
 # Workers: steps.
 

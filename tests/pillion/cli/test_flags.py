@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pillion.cli.app import cli
 from pillion.cli.flags import (
     ALL_FLAGS,
     env_name,
@@ -168,6 +169,25 @@ def test_children_do_not_inherit_the_parents_variables() -> None:
 
 
 def test_a_component_gets_the_flags_it_shares() -> None:
-    flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m"), http_port=1)
+    flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m", log_level="info"), http_port=1)
     assert flags == GatewayFlags(chunk_size=64, model="m", http_port=1)
     assert subset(ModelFlags, flags) == ModelFlags(model="m")
+
+
+@pytest.mark.parametrize("command", [["status"], ["keys", "hash"], ["bench", "run"], ["version"], ["kvnode"]])
+def test_every_command_refuses_a_variable_that_nothing_reads(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILLION_HTTP_PRT", "1")
+    with pytest.raises(ConfigError, match=r"variable PILLION_HTTP_PRT; did you mean PILLION_HTTP_PORT?"):
+        cli.main(command, standalone_mode=False)
+
+
+def test_a_value_that_does_not_parse_names_who_set_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pillion.toml").write_text('\nmax-num-seqs = "many"\n')
+    with pytest.raises(click.BadParameter, match=r"set by line 2 of .*pillion.toml"):
+        cli.main(["serve", "--config", str(tmp_path / "pillion.toml")], standalone_mode=False)
+    monkeypatch.setenv("PILLION_MAX_NUM_SEQS", "many")
+    with pytest.raises(click.BadParameter, match="set by PILLION_MAX_NUM_SEQS") as caught:
+        cli.main(["serve"], standalone_mode=False)
+    assert caught.value.format_message().startswith("Invalid value for '--max-num-seqs': 'many' is not")
