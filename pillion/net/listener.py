@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from typing import Literal
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 PROBE_TIMEOUT_MS = 2000
 # Many streams fail together: they share one answer.
