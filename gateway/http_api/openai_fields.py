@@ -31,7 +31,12 @@ _NAMED = re.compile(r"field `([^`]*)`")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream; ``continuous_usage_stats`` is vLLM's: usage so far, with every event."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send one more event, with the usage, at the end.
+        continuous_usage_stats: send the usage so far with every event, as vLLM does.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -39,7 +44,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both kinds of completion."""
+    """The fields of both kinds of completion; those of sampling are described in SamplingParams.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        stream: send the answer as server-sent events while it grows.
+        stream_options: options of that stream.
+        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters, without effect.
+        metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
+    """
 
     model: str = ""
     temperature: float | None = None
@@ -67,7 +82,14 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
+        max_tokens: most tokens to generate; default 16.
+        echo: begin each answer with its prompt.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives.
+    """
 
     prompt: Raw
     echo: bool | None = None
@@ -75,7 +97,18 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    Attributes:
+        messages: the conversation, oldest message first.
+        max_completion_tokens: most tokens to generate; default: what the context has left.
+        max_tokens: the older name of max_completion_tokens.
+        logprobs: whether to report log probabilities of the answer's tokens.
+        top_logprobs: report so many alternatives with each of them.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        reasoning_effort: a variable of the template that some models know.
+        safety_identifier: a label of at most 512 characters, without effect.
+    """
 
     messages: Raw
     add_generation_prompt: bool | None = None
@@ -89,7 +122,12 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content.
+
+    Attributes:
+        type: only "text" is supported.
+        text: the text.
+    """
 
     type: str
     text: str = ""
@@ -102,7 +140,12 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation; an assistant's may be sent back as it was received."""
+    """One message of a conversation; an assistant's may be sent back as it was received.
+
+    Attributes:
+        role: "system", "developer", "user" or "assistant"; the model's own template may know more.
+        content: a text, or parts that are joined by line ends.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -118,7 +161,16 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize, as vLLM has it."""
+    """The body of POST /tokenize, as vLLM has it: a prompt, or messages.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        prompt: a text.
+        messages: a conversation.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        return_token_strs: give the text of each token too.
+        add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
+    """
 
     model: str = ""
     prompt: str | None = None
@@ -131,7 +183,12 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize, as vLLM has it."""
+    """The body of POST /detokenize, as vLLM has it.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        tokens: the ids.
+    """
 
     model: str = ""
     tokens: Raw
