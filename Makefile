@@ -2,6 +2,8 @@
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, a proxy...) are honoured.
 
 MODEL ?= demo
+# Recipes read it from the environment, where a path may have spaces and quotes.
+export MODEL
 ARGS ?=
 MINUTES ?= 10
 BENCH ?= cluster
@@ -31,10 +33,10 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 demo: setup ## Start the real cluster, ask it three things, show the table, stop
-	@$(BIN)/python -m pillion demo $(MODEL) $(ARGS)
+	@$(BIN)/python -m pillion demo "$$MODEL" $(ARGS)
 
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
-	@exec $(BIN)/python -m pillion serve $(MODEL) $(ARGS)
+	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
 test: setup-dev check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
@@ -83,10 +85,10 @@ compose-check: setup-dev ## docker-compose.yml by its schema, then its component
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
 
 load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does
-	$(BIN)/python -m benchmarks.load_test --model $(MODEL) $(ARGS)
+	$(BIN)/python -m benchmarks.load_test --model "$$MODEL" $(ARGS)
 
 soak: setup-dev ## Load for MINUTES; fails when memory, files, slots or Redis keys grow
-	$(BIN)/python -m benchmarks.soak --model $(MODEL) --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m benchmarks.soak --model "$$MODEL" --minutes $(MINUTES) $(ARGS)
 
 clean: ## Remove the environment and caches of this clone
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

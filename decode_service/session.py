@@ -32,6 +32,7 @@ from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets
 from pillion.engine.worker.worker import Worker
 from pillion.errors import (
+    BrokenModel,
     Conflict,
     DeadlineExceeded,
     FieldViolation,
@@ -195,6 +196,8 @@ class DecodeSession:
         delta.finish_reason = finish_to_pb(ending.reason)
         if ending.error is not None:
             delta.error.CopyFrom(_error_of(ending.error))
+            if isinstance(ending.error, BrokenModel):
+                log.error("a request failed: %s", ending.error)
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
@@ -297,7 +300,8 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    return DecodeError(code=error.code, message=error.message, retryable=isinstance(error, _RETRYABLE))
+    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenModel)
+    return DecodeError(code=error.code, message=error.message, retryable=retryable)
 
 
 def _timings_of(progress: SequenceProgress) -> DecodeTimings:

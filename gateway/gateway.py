@@ -40,6 +40,7 @@ from pillion.gateway.request.validation import (
     check_ids,
     check_length,
     check_model,
+    check_origin,
     check_pool,
     check_request,
     prompt_field,
@@ -49,7 +50,12 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
+<<<<<<< HEAD
 from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
+=======
+from pillion.gateway.tokens.stops import stop_strings
+from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
+>>>>>>> main
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -66,13 +72,14 @@ TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model that this gateway can tokenize for."""
+    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or ""."""
 
     limits: ModelLimits
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
+    alias: str = ""
 
 
 class Gateway:
@@ -94,6 +101,8 @@ class Gateway:
         quotas: SharedQuotas | None = None,
     ) -> None:
         self._models = models
+        # A name that was given goes before another model's alias.
+        self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
         self.cluster = cluster
         self._options = options
         self._ring = ring
@@ -155,7 +164,11 @@ class Gateway:
         permit: AdmissionPermit | None = None
         try:
             model = self.entry(request.model)
+<<<<<<< HEAD
             await self.check(request, tenant)
+=======
+            check_request(request, model.limits)
+>>>>>>> main
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
@@ -167,10 +180,11 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
             self.admission.weigh(permit, len(prompt))
+            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
+            answers = await self._answers(request, model, job)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
-            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
-            return self._start(request, model, job, permit, span)
+            return self._start(request, job, answers, permit, span)
         except BaseException as error:
             # A request that was admitted leaves, also where its caller was cancelled.
             if permit is not None:
@@ -195,7 +209,7 @@ class Gateway:
 
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
-        return self._models[check_model(name, self._models)]
+        return self._by_name.get(name) or self._models[check_model(name, self._models)]
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
@@ -314,11 +328,10 @@ class Gateway:
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
         if not prompt:
             async with self._texts.of(tenant):
-                text, encode = request.text, tokenizer.encode_text
+                encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
+                text = request.text
                 if request.messages:
                     text, encode = await model.template.render(request.messages), tokenizer.encode_chat
-                elif bare:
-                    encode = tokenizer.encode_bare
                 try:
                     prompt = await self._pool.run(encode, text, model.limits.max_prompt_tokens)
                 except TextTooLong as error:
@@ -360,7 +373,8 @@ class Gateway:
         arrived: float,
         deadline: float | None,
     ) -> Job:
-        options, asked = self._options, request.sampling
+        options, asked, resume = self._options, request.sampling, request.resume
+        seed = secrets.randbits(63) if resume is None else resume.origin.seed
         bounds = replace(model.limits, max_model_len_tokens=longest)
         self._arrivals += 1
         return Job(
@@ -368,7 +382,7 @@ class Gateway:
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
-            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, secrets.randbits(63)),
+            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, seed),
             # Without prefix caching the salt is used once: blocks of other requests do not match, its own still do.
             cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
             options=options,
@@ -378,25 +392,46 @@ class Gateway:
             priority=tenant.capped(request.priority),
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
+            resume=resume,
         )
 
+    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job) -> list[AnswerText]:
+        """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
+        Overloaded."""
+        stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
+        stops = stop_strings(request.sampling.stop)
+        answers = [
+            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens)
+            for _ in range(_generated(request.sampling))
+        ]
+        if job.resume is not None:
+            check_origin(job.resume, job.digest(), len(job.prompt))
+            for answer, so_far in zip(answers, job.resume.answers, strict=True):
+                if so_far.finish_reason is None:
+                    # The client has its text; what it brings the answer to is what is held back. Not on the event loop:
+                    # it may be long.
+                    await self._pool.run(answer.push, so_far.token_ids)
+        return answers
+
     def _start(
-        self, request: GenerateRequest, model: ModelEntry, job: Job, permit: AdmissionPermit, span: trace.Span
+        self,
+        request: GenerateRequest,
+        job: Job,
+        answers: list[AnswerText],
+        permit: AdmissionPermit,
+        span: trace.Span,
     ) -> Generation:
         describe_span(span, job, is_chat=bool(request.messages))
         meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
-        stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
-        answers = [
-            AnswerText(model.tokenizer.detokenizer(), request.sampling.stop, stop_ids, min_tokens)
-            for _ in range(permit.answers)
-        ]
 
         def ended(usage: Usage) -> None:
-            # A prompt that nobody could serve costs its tenant nothing.
-            lost = generation.failed_unserved and not usage.completion_tokens
+            generated = usage.completion_tokens - job.resumed_tokens
+            # A prompt that nobody could serve costs its tenant nothing. What a lost gateway has given costs here: the
+            # price of an answer is taken at its end, which that gateway has not seen.
+            lost = generation.failed_unserved and generated <= 0
             spent = -permit.tokens if lost else usage.completion_tokens
             self.quotas.spend(permit.tenant, spent, time.monotonic())
-            self.admission.leave(permit, usage.completion_tokens)
+            self.admission.leave(permit, max(0, generated))
             self.totals += usage
 
         generation = Generation(job, self.cluster, answers, span, meter, ended)

@@ -238,6 +238,7 @@ def model_entry(model: PreparedModel) -> ModelEntry:
     tokenizer = ModelTokenizer.load(model.folder)
     return ModelEntry(
         limits=ModelLimits(model.name, model.max_model_len, model.vocab_size),
+        alias=model.alias,
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,

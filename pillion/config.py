@@ -117,7 +117,7 @@ class CommonFlags:
     log_format: str = flag("text", "Log lines for people, or JSON objects.", choices=("text", "json"))
     heartbeat_ms: int = flag(1000, "Time between two heartbeats of a component.", least=10)
     heartbeat_timeout_ms: int = flag(5000, "Silence after which a component counts as lost.", least=50)
-    metrics_port: int = flag(0, "Port of this component's metrics page. 0: none.")
+    metrics_port: int = flag(0, "Port of this component's metrics page. 0: none.", least=0, most=MAX_PORT)
     metrics_host: str = flag("127.0.0.1", "Address of the metrics page. It has no keys: keep clients away from it.")
     vllm_metric_names: bool = flag(True, "Show metrics under vLLM's names as well.")
     internal_tls_cert: str = flag(
@@ -136,7 +136,7 @@ class ModelFlags:
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
     dtype: str = flag("auto", "Type of weights and KV.", choices=DTYPE_CHOICES)
     max_model_len: int = size_flag(
-        0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192.", least=0
+        0, "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192 and what the pool holds.", least=0
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
@@ -236,14 +236,19 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
     kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
-    low_watermark_percent: int = flag(2, "Free share of the pool below which blocks are evicted ahead of need.")
-    high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.")
+    low_watermark_percent: int = flag(
+        2,
+        "Free share of the pool below which blocks are evicted ahead of need.",
+        least=0,
+        most=90,
+    )
+    high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.", least=0, most=90)
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
-    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.")
-    max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.")
+    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.", least=1)
+    max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
-    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.")
+    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

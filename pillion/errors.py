@@ -120,6 +120,10 @@ class Internal(PillionError):  # noqa: N818
     code = _INTERNAL
 
 
+class BrokenModel(Internal):
+    """The model computed no numbers for this request, which would be so again: nobody tries it once more."""
+
+
 class ConfigError(PillionError):
     """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
 

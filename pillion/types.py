@@ -78,9 +78,37 @@ class ChatMessage:
     content: str
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOrigin:
+    """What resuming a stream needs beside its tokens; see ``StreamOrigin`` in gateway.proto for each field."""
+
+    seed: int
+    digest: bytes
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSoFar:
+    """What one answer of a broken stream has brought, and its finish reason where it has ended."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a client goes on with a broken stream: its origin, and what each answer has brought, by index."""
+
+    origin: StreamOrigin
+    answers: tuple[AnswerSoFar, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt."""
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt.
+
+    ``resume`` goes on with a broken stream; the clients set it by themselves.
+    """
 
     model: str = ""
     text: str = ""
@@ -90,6 +118,7 @@ class GenerateRequest:
     cache_salt: str = ""
     request_id: str = ""
     priority: int = 0
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,19 @@ class ServedCluster:
                 self.ever_seen[process.pid] = process
         return [process for process in self.ever_seen.values() if alive(process)]
 
-    def component(self, role: str) -> psutil.Process | None:
-        """Return the process of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), else None."""
+    def components(self, role: str) -> list[psutil.Process]:
+        """Return the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server")."""
+        found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if process.pid != self.process.pid and any(pathlib.Path(word).name == role for word in words[:5]):
-                    return process
-        return None
+                    found.append(process)
+        return found
+
+    def component(self, role: str) -> psutil.Process | None:
+        """Return the first process of ``role``, None if there is none."""
+        return next(iter(self.components(role)), None)
 
     def kill(self, role: str, number: signal.Signals = signal.SIGKILL) -> int:
         """Sends a signal to the component; returns its pid."""
@@ -84,9 +89,10 @@ class ServedCluster:
         return asyncio.run(ask())
 
     def serving(self) -> bool:
-        """Return whether the gateway knows a decode worker."""
+        """Return whether the gateway knows a decode worker and every prefill worker."""
         with contextlib.suppress(PillionError), Client(self.target) as client:
-            return bool(client.models())
+            known = [component for component in client.status().components if component.role == "prefill"]
+            return bool(client.models()) and len(known) >= len(self.components("prefill"))
         return False
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:

@@ -165,12 +165,19 @@ class Checkpoint:
         self._check_shapes()
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change."""
+        """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change.
+
+        Raises ConfigError for one with NaN or infinities, with which every answer would be nonsense.
+        """
         tensors = []
         for wanted in self._spellings[key]:
             handle, name = self._handles[wanted.name]
             tensor = handle.get_tensor(name) if wanted.part is None else handle.get_slice(name)[wanted.part]
-            tensors.append(tensor.to(dtype))
+            tensor = tensor.to(dtype)
+            if not _finite(tensor):
+                kind = str(dtype).removeprefix("torch.")
+                raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
+            tensors.append(tensor)
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def has(self, key: str) -> bool:
@@ -223,6 +230,11 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
                 if not name.startswith(_IGNORED_PREFIXES):
                     handles[_plain(name)] = (handle, name)
         yield Checkpoint(folder, config, handles)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers are finite. A sum shows it at the speed of memory; huge ones may overflow it."""
+    return bool(tensor.sum().isfinite()) or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 
 def _plain(name: str) -> str:

@@ -32,6 +32,7 @@ class PreparedModel:
         folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
             and *.safetensors, some of them links.
         name: the name that clients use.
+        alias: what --model said, which clients may use too; empty where --served-model-name or it is the name.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
         dtype: "bfloat16" or "float32", the type of arithmetic and KV.
         max_model_len: most tokens of prompt and answer together.
@@ -46,6 +47,7 @@ class PreparedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    alias: str = ""
 
 
 def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
@@ -56,9 +58,11 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     dtype = resolve_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
+    name = flags.served_model_name or source.name
     return PreparedModel(
         folder=Path(record.folder),
-        name=flags.served_model_name or source.name,
+        name=name,
+        alias="" if flags.served_model_name or flags.model == name else flags.model,
         fingerprint=record.fingerprint,
         dtype=dtype,
         max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings),

@@ -17,7 +17,9 @@ class ModelFamily:
     """One row of the table; the options have the meaning of the fields of ``ModelConfig`` with the same names.
 
     ``defaults`` are the values that transformers assumes for missing keys. They also switch options on: a key such as
-    ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults.
+    ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and refused
+    for others (:mod:`pillion.engine.models.config_keys`). ``ignored`` are keys that stand in configs of the family
+    although transformers does not read them there.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -28,6 +30,7 @@ class ModelFamily:
     qk_norm: str = ""
     scaled_embedding: bool = False
     partial_rope: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
@@ -56,6 +59,14 @@ _GEMMA = {
     "eos_token_id": 1,
 }
 
+_MISTRAL = {
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    # With it transformers reads a config of Mistral as one of Ministral.
+    "layer_types": None,
+}
+
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}),
     "smollm3": ModelFamily(
@@ -73,7 +84,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         }
     ),
-    "mistral": ModelFamily({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}),
+    "mistral": ModelFamily(_MISTRAL),
+    "ministral": ModelFamily(_MISTRAL),
     "mixtral": ModelFamily(
         {
             "max_position_embeddings": 131_072,
@@ -85,7 +97,8 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 2,
         }
     ),
-    "qwen2": ModelFamily(_QWEN, qkv_bias=True),
+    # Its projections have their biases whatever the key says.
+    "qwen2": ModelFamily(_QWEN, qkv_bias=True, ignored=("attention_bias",)),
     "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
     "qwen3_moe": ModelFamily(
         {
@@ -123,6 +136,8 @@ FAMILIES: dict[str, ModelFamily] = {
         norm="offset",
         post_norm=True,
         scaled_embedding=True,
+        # An old name of the window, which stands beside the new one.
+        ignored=("sliding_window_size",),
     ),
     "gemma3_text": ModelFamily(
         {

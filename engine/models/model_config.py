@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
+from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
 from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
 from pillion.errors import ConfigError
 
 # Activations by their names in configs, and the decoder's names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# Files in which older tools say how they quantized a folder's weights, beside a config.json that does not.
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,11 @@ def known_architectures() -> tuple[str, ...]:
 
 def load_config(folder: Path) -> ModelConfig:
     """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
-    return parse_config(read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    for name, method in _QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            config.setdefault("quantization_config", {"quant_method": method, **read_json(folder / name)})
+    return parse_config(config)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -112,8 +120,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
     raw = {**family.defaults, **config}
-    _refuse_unsupported(str(name), raw)
-    # Keys that only other families have are ignored, as transformers ignores them.
+    refuse_unknown_keys(str(name), family, raw)
     options = {key: raw[key] for key in family.defaults}
     heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", heads)
@@ -123,6 +130,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     num_layers = size(raw, "num_hidden_layers")
     has_rope = _has_rope(options, num_layers)
     slides = _slides(options, num_layers, has_rope)
+    _check_layer_types(str(name), raw, slides)
     window = int(number(options, "sliding_window", 0))
     ropes, layer_ropes = _ropes(raw, family, head_dim, has_rope, slides)
     attention_bias = bool(options.get("attention_bias"))
@@ -168,15 +176,9 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text, family = config.get("text_config"), TEXT_OF.get(str(config.get("model_type")))
     if family is None or not isinstance(text, Mapping):
         return config
-    outer = {key: config[key] for key in ("bos_token_id", "eos_token_id", "quantization_config") if key in config}
+    refuse_unknown_outer_keys(str(config["model_type"]), config)
+    outer = {key: config[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in config}
     return {**text, **outer, "model_type": family}
-
-
-def _refuse_unsupported(name: str, raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{name}: quantized weights are not supported; use the bf16 or fp32 release, or a GGUF file")
-    if raw.get("use_bidirectional_attention"):
-        raise ConfigError(f"{name}: bidirectional attention is not supported")
 
 
 def _activation(name: str, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -203,6 +205,16 @@ def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
         return tuple(bool(flag) for flag in flags)
     interval = size(options, "no_rope_layer_interval", num_layers + 1)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ...]) -> None:
+    """Raises ConfigError where a config lists other layer types than its family's rule gives, and the rule decides."""
+    kinds = per_layer(raw, "layer_types", len(slides)) or []
+    for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
+        if kind != ("sliding_attention" if slide else "full_attention"):
+            raise ConfigError(
+                f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here"
+            )
 
 
 def _slides(options: Mapping[str, Any], num_layers: int, has_rope: tuple[bool, ...]) -> tuple[bool, ...]:

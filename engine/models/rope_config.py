@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, size
+from pillion.engine.models.config_keys import refuse_unknown_rope_keys
 from pillion.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -117,6 +118,7 @@ def _unscaled(rope: Mapping[str, Any]) -> dict[str, Any]:
 def _parse(
     raw: Mapping[str, Any], rope: Mapping[str, Any], theta: float, head_dim: int, *, partial: bool
 ) -> RopeConfig:
+    refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
         kind = "longrope"  # Early Phi-3 checkpoints have these names.

@@ -11,8 +11,8 @@ that of noise for every token, but a group of 128 tokens is looked at only if it
 could still win, and so is each of its tokens. A row's result does not depend on the other rows of the batch, because
 sums are only formed within a row.
 
-A row whose largest logit is NaN or infinite cannot be drawn from: its result is its largest logit that is a number, or
-id 0 if there is none. Nothing raises.
+A row whose largest logit is NaN or infinite cannot be drawn from: its result is NO_TOKEN, and its request fails. Other
+rows of the step do not. Nothing raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_n
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.penalties import edited
-from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Float32, Int64, Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, NO_TOKEN, Float32, Int64, Sampled, SamplingRows
 
 # In units of scores: far more than the difference in rounding between a bound and what it bounds.
 _SLACK = np.float32(1e-3)
@@ -84,8 +84,7 @@ def _choose(table: Float32, rows: SamplingRows) -> Int64:
         racing = np.flatnonzero(drawn & ~broken)
         if len(racing):
             tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing])
-    for row in np.flatnonzero(broken):
-        tokens[row] = np.where(np.isnan(table[row]), -np.inf, table[row]).argmax()
+    tokens[broken] = NO_TOKEN
     return tokens
 
 

@@ -18,6 +18,8 @@ Ids = Int32 | Int64
 # Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
 # The number is exactly a float32, as temperatures are, so that comparisons in float32 and float64 agree.
 MIN_TEMPERATURE = float(np.float32(1e-5))
+# Chosen for a row whose largest logit is NaN or infinite: nothing can be drawn from it.
+NO_TOKEN = -1
 NO_IDS: Int64 = np.empty(0, np.int64)
 
 
@@ -88,7 +90,8 @@ class SamplingRows:
 class Sampled:
     """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
-    ``logprobs`` is empty if no row of the step reports any, else it has one entry for each token.
+    A row without a finite largest logit has the token NO_TOKEN. ``logprobs`` is empty if no row of the step reports
+    any, else it has one entry for each token.
     """
 
     token_ids: tuple[int, ...] = ()

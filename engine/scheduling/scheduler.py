@@ -37,7 +37,7 @@ from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
-from pillion.errors import ConfigError, NotFound, PillionError
+from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
 from pillion.types import TokenLogprob
 
 
@@ -315,6 +315,9 @@ class Scheduler:
         chosen = [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
         guessed = sequence.num_drafts > 0
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
+        if not accepted:
+            self._fail_broken(sequence, tokens, logprobs, now)
+            return
         if guessed:
             out.accepted_drafts += accepted - 1
         out.report_tokens(sequence, chosen[:accepted], reason, now)
@@ -323,6 +326,15 @@ class Scheduler:
         if sequence.forks:
             for fork in sequence.take_forks():
                 self._begin_fork(sequence, fork, next(tokens), next(logprobs, None), now)
+
+    def _fail_broken(
+        self, sequence: Sequence, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
+    ) -> None:
+        """Fail a sequence whose logits are no numbers; its forks, whose tokens come from the same row, go with it."""
+        for _ in sequence.take_forks():
+            next(tokens), next(logprobs, None)
+        error = f"the model's logits for token {sequence.num_tokens} are not finite: its weights, or an overflow"
+        self.fail(sequence.seq_id, BrokenModel(error), now)
 
     def _begin_fork(
         self, parent: Sequence, fork: ForkSpec, token: int, logprob: TokenLogprob | None, now: float

@@ -30,6 +30,7 @@ from itertools import islice
 import numpy as np
 
 from pillion.engine.backends.batch import Int32
+from pillion.engine.sampling.sampling_rows import NO_TOKEN
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.priority import rank
@@ -298,7 +299,8 @@ class Sequence:
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.
 
-        Returns how many tokens count, and why the stream ends with the last one, None when it goes on.
+        Returns how many tokens count, and why the stream ends with the last one, None when it goes on. No
+        token counts where none could be chosen; behind an accepted draft the next step meets that place again.
         """
         drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
         self.num_drafts = 0
@@ -306,13 +308,15 @@ class Sequence:
         self.progress.tokens_came(now)
         accepted, reason = 0, None
         for token in chosen:
+            if token == NO_TOKEN:
+                break
             reason = self.append(token)
             accepted += 1
             if reason is not None or drafts[accepted - 1 : accepted] != [token]:
                 break
         self.num_computed -= len(chosen) - accepted
         if drafts:
-            self.accepted_drafts = accepted - 1
+            self.accepted_drafts = max(accepted - 1, 0)
         self.extend_hashes(self.num_computed)
         return accepted, reason
 

@@ -19,7 +19,8 @@ class Tenant:
         name: in errors and in the salt; "" is the open gateway's only tenant.
         weight: share of the cluster where several tenants wait; 2 gets twice what 1 gets.
         requests_per_minute, tokens_per_minute: what it may ask for; tokens are those of prompts and answers.
-        most_urgent_priority: its requests are never more urgent than this; smaller is more urgent.
+        most_urgent_priority: its requests are never more urgent than this. Smaller is more urgent and takes memory from
+            other tenants' streams, so without a permission it is 0, the usual priority.
         max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
         cache_group: tenants of one group share KV; "" shares with nobody.
         operator: may see the whole cluster (GetStatus).
@@ -29,7 +30,7 @@ class Tenant:
     weight: float = 1.0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
-    most_urgent_priority: int = -MAX_PRIORITY
+    most_urgent_priority: int = 0
     max_inflight_requests: int = 0
     max_inflight_tokens: int = 0
     cache_group: str = ""
@@ -40,7 +41,7 @@ class Tenant:
         return max(priority, self.most_urgent_priority)
 
 
-OPEN = Tenant(name="", operator=True)
+OPEN = Tenant(name="", operator=True, most_urgent_priority=-MAX_PRIORITY)
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:

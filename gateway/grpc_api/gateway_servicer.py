@@ -20,14 +20,28 @@ from pillion.gateway.request.validation import check_counts, is_request_id
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import DeltaWriter, model_to_pb, request_from_pb, status_to_pb
+from pillion.wire.public import (
+    DeltaWriter,
+    delta_to_pb,
+    model_to_pb,
+    origin_to_pb,
+    request_from_pb,
+    status_to_pb,
+)
 
 # Without a deadline, gRPC gives one that is centuries away.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
 # Health and reflection are open to everybody.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
 _GENERATE = "/pillion.v1.Gateway/Generate"
-_COUNTED = ("token_ids", "messages", "sampling.stop", "sampling.stop_token_ids", "sampling.logit_bias")
+_COUNTED = (
+    "token_ids",
+    "messages",
+    "resume.answers",
+    "sampling.stop",
+    "sampling.stop_token_ids",
+    "sampling.logit_bias",
+)
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
@@ -83,6 +97,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         context.add_done_callback(lambda _: generation.cancel())
         writer = DeltaWriter(generation.job.request_id)
         try:
+            # There is always a first delta, or an error.
+            first = delta_to_pb(await anext(generation))
+            if (origin := generation.origin()) is not None:
+                first.origin.CopyFrom(origin_to_pb(origin))
+            yield first
             async for delta in generation:
                 yield writer.to_pb(delta)
         finally:
@@ -111,6 +130,7 @@ def read_generate(raw: bytes) -> GenerateRequest:
     except DecodeError as error:
         raise InvalidRequest(f"the message cannot be read: {str(error)[:200]}") from None
     check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
+    check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
     return request_from_pb(message)
 
 

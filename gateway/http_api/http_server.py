@@ -71,15 +71,15 @@ class _Pages:
 
     async def model(self, call: HttpCall) -> None:
         """One model; its name may contain slashes."""
-        name = str(call.parameters["name"])
+        asked = str(call.parameters["name"])
+        try:
+            name = self._gateway.entry(asked).limits.name
+        except PillionError:
+            raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
         for info in self._gateway.models():
             if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
-        try:
-            self._gateway.entry(name)
-        except PillionError:
-            raise unknown_model(f"the model {name[:100]!r} is not served here") from None
         raise Unavailable(self._gateway.missing(name))
 
     async def nothing(self, call: HttpCall) -> None:

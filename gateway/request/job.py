@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
 from dataclasses import dataclass
 
 from pillion.gateway.planning.cluster_snapshot import SplitPolicy
 from pillion.gateway.request.validation import ResolvedSampling
 from pillion.kvstore.hashing import HASH_BYTES
+from pillion.types import Resume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class Job:
     """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
 
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
-    ``cache_salt`` is one that no other request has.
+    ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already.
     """
 
     request_id: str
@@ -44,6 +47,16 @@ class Job:
     priority: int = 0
     answers: int = 1
     show_logprobs: bool = False
+    resume: Resume | None = None
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Tokens of all answers that other gateways have given."""
+        return sum(len(answer.token_ids) for answer in self.resume.answers) if self.resume is not None else 0
+
+    def digest(self) -> bytes:
+        """Names weights and prompt: where they are the same, any gateway goes on with the stream. 32 bytes."""
+        return hashlib.sha256(self.fingerprint.encode() + array("I", self.prompt).tobytes()).digest()
 
     def left_s(self) -> float | None:
         """Time left, in seconds; None without a deadline."""

@@ -11,6 +11,10 @@ gRPC by its fields. Lists of numbers are counted by their commas where they are 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS, check_size
 
@@ -23,8 +27,12 @@ MAX_FIELDS = 4 * MAX_MESSAGES
 # Stop strings and biases, as many and as long as they may be, take half of it.
 MAX_SAMPLING_BYTES = 64 * 2**10
 
-# Field numbers of protos/pillion/v1/gateway.proto:GenerateRequest.
-_TOKEN_IDS, _MESSAGES, _SAMPLING = 3, 4, 5
+# What a field of bytes holds: a message, whose own fields are listed by number; or, by its name, the sampling
+# parameters or ids.
+_SAMPLING = "sampling"
+_Fields = Mapping[int, Any]
+# GenerateRequest of protos/pillion/v1/gateway.proto.
+_GENERATE: _Fields = {3: "token_ids", 4: {}, 5: _SAMPLING, 9: {2: {1: "resume.answers.token_ids"}}}
 # Kinds of fields. The two others are the marks around a group; what is between them counts like any field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Every byte of a number but its last one.
@@ -46,23 +54,21 @@ def check_generate_message(raw: bytes) -> None:
     where it is broken; reading it refuses it. Raises InvalidRequest."""
     check_size(len(raw))
     if len(raw) > LOOP_BYTES:
-        counts = {"fields": 0, "token_ids": 0, "sampling": 0}
-        _count(raw, 0, len(raw), counts, inside=False)
+        _count(raw, 0, len(raw), _GENERATE, Counter())
 
 
-def _count(raw: bytes, at: int, end: int, counts: dict[str, int], *, inside: bool) -> None:
-    """Counts the fields between two places of a message; ``inside``: of one of its conversation's messages."""
+def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str]) -> None:
+    """Counts the fields between two places of a message. Raises InvalidRequest."""
     while at < end:
         counts["fields"] += 1
         if counts["fields"] > MAX_FIELDS:
-            raise InvalidRequest.of(FieldViolation("messages", f"the message holds more than {MAX_FIELDS} fields"))
+            raise InvalidRequest.of(FieldViolation("messages", f"the request holds more than {MAX_FIELDS} fields"))
         tag, at = _varint(raw, at, end)
-        field, kind = tag >> 3, tag & 7
+        kind = tag & 7
         if kind == _BYTES:
             size, at = _varint(raw, at, end)
             stop = min(at + size, end)
-            if not inside:
-                _count_inside(raw, at, stop, field, counts)
+            _count_inside(raw, at, stop, fields.get(tag >> 3), counts)
             at = stop
         elif kind == _VARINT:
             _, at = _varint(raw, at, end)
@@ -73,17 +79,17 @@ def _count(raw: bytes, at: int, end: int, counts: dict[str, int], *, inside: boo
             return
 
 
-def _count_inside(raw: bytes, at: int, end: int, field: int, counts: dict[str, int]) -> None:
-    if field == _MESSAGES:
-        _count(raw, at, end, counts, inside=True)
-    elif field == _SAMPLING:
-        counts["sampling"] += end - at
-        if counts["sampling"] > MAX_SAMPLING_BYTES:
+def _count_inside(raw: bytes, at: int, end: int, holds: Any, counts: Counter[str]) -> None:
+    if holds == _SAMPLING:
+        counts[_SAMPLING] += end - at
+        if counts[_SAMPLING] > MAX_SAMPLING_BYTES:
             raise InvalidRequest.of(FieldViolation("sampling", f"it is larger than {MAX_SAMPLING_BYTES} bytes"))
-    elif field == _TOKEN_IDS:
-        counts["token_ids"] += len(raw[at:end].translate(None, _CONTINUED))
-        if counts["token_ids"] > MAX_PROMPT_IDS:
-            raise InvalidRequest.of(FieldViolation("token_ids", f"more than {MAX_PROMPT_IDS} items"))
+    elif isinstance(holds, str):
+        counts[holds] += len(raw[at:end].translate(None, _CONTINUED))
+        if counts[holds] > MAX_PROMPT_IDS:
+            raise InvalidRequest.of(FieldViolation(holds, f"more than {MAX_PROMPT_IDS} items"))
+    elif holds is not None:
+        _count(raw, at, end, holds, counts)
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:

@@ -45,7 +45,7 @@ from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, Pi
 from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, shorten
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event, TicketHold
-from pillion.types import FinishReason, Timings, Usage
+from pillion.types import AnswerSoFar, FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
 # Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
@@ -74,7 +74,9 @@ class RequestState(Enum):
 class RequestMachine:
     """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds.
 
-    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted.
+    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. One that
+    is ``resumed`` goes on behind the tokens that another gateway has given; there ``cached_tokens`` of the prompt were
+    found.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class RequestMachine:
         max_attempts: int,
         arrived: float,
         follows: bool = False,
+        resumed: AnswerSoFar | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         self.prompt = prompt
         self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
@@ -102,10 +106,18 @@ class RequestMachine:
         self._stream_open = False
         self._lost: ev.DecodeLost | None = None
         self._timeline = _Timeline(arrived)
+        if resumed is not None:
+            self.emitted.extend(resumed.token_ids)
+            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens
+            if resumed.finish_reason is not None:
+                self.state = RequestState.DONE
 
     def start(self) -> list[Action]:
-        """The first look-up. A follower begins with none."""
-        return [] if self.state is RequestState.FOLLOWING else [self._look_up(0)]
+        """The first look-up. A follower begins with none, and a resumed answer that is whole just ends."""
+        if self.state is not RequestState.PLANNING:
+            return []
+        whole = self._whole()
+        return [self._look_up(0)] if whole is None else self._end(ev.Finish(whole), self._timeline.arrived)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """The actions that ``event`` calls for, in order; none for one that comes late or belongs to another state."""
@@ -265,10 +277,9 @@ class RequestMachine:
 
     def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
         # The last token may have arrived before its worker was lost.
-        if self.emitted and self.emitted[-1] in self._stop_ids:
-            return self._end(ev.Finish(FinishReason.STOP), now, stream_over)
-        if len(self.emitted) >= self._max_tokens:
-            return self._end(ev.Finish(FinishReason.LENGTH), now, stream_over)
+        whole = self._whole()
+        if whole is not None:
+            return self._end(ev.Finish(whole), now, stream_over)
         self._avoid |= {self._plan().decode.component_id}
         return self._retry_or_fail(error, retryable, now, stream_over)
 
@@ -287,6 +298,13 @@ class RequestMachine:
     def tokens(self) -> tuple[int, ...]:
         """The tokens that this attempt starts from: the prompt, and the answer so far."""
         return (*self.prompt, *self.emitted)
+
+    def _whole(self) -> FinishReason | None:
+        """Why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever sampled
+        before min_tokens."""
+        if self.emitted and self.emitted[-1] in self._stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
     def _prompt_limit(self) -> int:
         """Tokens of a span that count as prefill: in a replay only those of the prompt, and never its last one."""

@@ -27,7 +27,7 @@ from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.gateway.request.request_telemetry import RequestMeter
 from pillion.gateway.request.validation import answer_seed
 from pillion.gateway.tokens.answer_text import AnswerText
-from pillion.types import Delta, FinishReason, Timings, Usage
+from pillion.types import Delta, FinishReason, StreamOrigin, Timings, Usage
 
 log = logging.getLogger("pillion.gateway")
 
@@ -66,7 +66,7 @@ class Generation:
         self._meter = meter
         self._on_end = on_end
         indexes = range(len(self._answers))
-        self._choices = Choices([_machine(job, follows=index > 0) for index in indexes])
+        self._choices = Choices([_machine(job, index) for index in indexes])
         seeds = [answer_seed(job.resolved.sampling.seed or 0, index) for index in indexes]
         self._calls = [
             ComponentCalls(job, seed, cluster, span, partial(self._post, index), self._fail_by_defect)
@@ -83,6 +83,8 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._emitted = False
         self._reasons = [""] * len(indexes)
+        for index, answer in enumerate(job.resume.answers if job.resume is not None else ()):
+            self._reasons[index] = answer.finish_reason.value if answer.finish_reason is not None else ""
         self.ended = False
         # Whether the request ended with an error that neither the client nor its deadline caused.
         self.failed_unserved = False
@@ -93,6 +95,10 @@ class Generation:
             left_s = max(0.0, self.job.deadline - time.monotonic())
             self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
         self._watch_silence()
+        for index, answer in enumerate(self._answers):
+            if answer.stopped:
+                # A resumed answer that holds a stop string.
+                self._post(index, ev.StopStringFound(answer.completion_tokens))
         for index, action in self._choices.start():
             self._perform(index, action)
 
@@ -108,6 +114,14 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far."""
         return self._choices.usage()
+
+    def origin(self) -> StreamOrigin | None:
+        """What another gateway needs to go on with this stream, besides the tokens. Call it when the first delta is
+        there. None where the answers are ranked, which cannot be resumed."""
+        if len(self._answers) > self.job.answers:
+            return None
+        seed = self.job.resolved.sampling.seed or 0
+        return StreamOrigin(seed, self.job.digest(), self._choices.usage().cached_tokens)
 
     def __aiter__(self) -> Generation:
         return self
@@ -267,7 +281,10 @@ class Generation:
             self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
 
 
-def _machine(job: Job, follows: bool) -> RequestMachine:
-    resolved, attempts = job.resolved, job.options.max_attempts
+def _machine(job: Job, index: int) -> RequestMachine:
+    resolved, attempts, resume = job.resolved, job.options.max_attempts, job.resume
     stop_ids = frozenset(resolved.stop_token_ids)
-    return RequestMachine(job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived, follows)
+    machine = partial(RequestMachine, job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived)
+    if resume is None:
+        return machine(follows=index > 0)
+    return machine(resumed=resume.answers[index], cached_tokens=resume.origin.cached_tokens)

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pillion.errors import FieldViolation, InvalidRequest, NotFound
+from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_ranges import range_violations
-from pillion.types import GenerateRequest, SamplingParams
+from pillion.types import GenerateRequest, Resume, SamplingParams
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
@@ -30,6 +30,8 @@ MAX_ANSWERS = 128
 # Answers times the log probabilities of each token: what a request may pile up here while nobody reads it.
 MAX_REPORTED = 512
 MAX_CACHE_SALT_CHARS = 256
+# Of StreamOrigin.digest: a SHA-256.
+DIGEST_BYTES = 32
 MAX_REQUEST_ID_CHARS = 128
 # A list of a million wrong ids is one mistake, not a million violations.
 MAX_VIOLATIONS = 32
@@ -98,7 +100,7 @@ def check_size(size_bytes: int) -> None:
 def check_counts(counts: Mapping[str, int]) -> None:
     """Refuses a message with a field of absurdly many items before it is converted: millions of Python objects would
     stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
-    bounds = {"token_ids": MAX_PROMPT_IDS}
+    bounds = {"token_ids": MAX_PROMPT_IDS, "resume.answers.token_ids": MAX_PROMPT_IDS}
     found = [
         FieldViolation(field, f"{count} items; at most {most}")
         for field, count in counts.items()
@@ -143,7 +145,20 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 def weight(request: GenerateRequest) -> int:
     """About how many bytes of a prompt there are to be checked."""
     contents = sum(len(message.content) for message in request.messages)
-    return len(request.text) + contents + 4 * len(request.token_ids) + 64 * len(request.messages)
+    ids = len(request.token_ids)
+    if request.resume is not None:
+        ids += sum(len(answer.token_ids) for answer in request.resume.answers)
+    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
+
+
+def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
+    """Checks that a stream which began with ``digest`` can go on here. Raises Conflict where its weights or its prompt
+    were others, and InvalidRequest."""
+    if resume.origin.digest != digest:
+        raise Conflict("the stream cannot be resumed: this gateway serves other weights or reads another prompt")
+    if resume.origin.cached_tokens >= prompt_tokens:
+        text = f"{resume.origin.cached_tokens} of a prompt of {prompt_tokens} tokens; one is always computed"
+        raise InvalidRequest.of(FieldViolation("resume.origin.cached_tokens", text))
 
 
 def check_pool(
@@ -217,6 +232,7 @@ def answer_seed(seed: int, index: int) -> int:
 def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     yield from _prompt(request, limits)
     yield from _sampling(request.sampling, limits)
+    yield from _resume(request, limits)
     if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
         yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
@@ -284,6 +300,28 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
         text = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
         yield FieldViolation("sampling.logprobs", text)
     yield from _stops(sampling, limits)
+
+
+def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
+    resume, sampling = request.resume, request.sampling
+    if resume is None:
+        return
+    if len(resume.origin.digest) != DIGEST_BYTES:
+        yield FieldViolation("resume.origin.digest", f"{len(resume.origin.digest)} bytes; {DIGEST_BYTES} are needed")
+    answers = sampling.n or 1
+    if (sampling.best_of or answers) > answers:
+        yield FieldViolation("resume", "a stream that ranks its answers (best_of above n) cannot be resumed")
+    if len(resume.answers) != answers:
+        yield FieldViolation("resume.answers", f"{len(resume.answers)} answers; n is {answers}")
+    elif all(answer.finish_reason is not None for answer in resume.answers):
+        yield FieldViolation("resume.answers", "every answer has ended; nothing is left to resume")
+    most = sampling.max_tokens or limits.max_model_len_tokens
+    for n, answer in enumerate(resume.answers[:MAX_ANSWERS]):
+        field = f"resume.answers[{n}].token_ids"
+        if len(answer.token_ids) > most:
+            yield FieldViolation(field, f"{len(answer.token_ids)} tokens; at most {most}")
+        else:
+            yield from _ids(field, answer.token_ids, limits)
 
 
 def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pillion.gateway.tokens.detokenizer import Detokenizer
-from pillion.gateway.tokens.stops import StopMatcher
+from pillion.gateway.tokens.stops import StopMatcher, StopStrings
 from pillion.types import TokenLogprob
 
 
@@ -26,13 +26,14 @@ class AnswerText:
     complete no stop string; one that begins in them may be completed by a later token.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_min_tokens", "_stop_ids", "_stops", "completion_tokens")
+    __slots__ = ("_detokenizer", "_ended", "_has_stops", "_min_tokens", "_stop_ids", "_stops", "completion_tokens")
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], stop_ids: frozenset[int], min_tokens: int = 0
+        self, detokenizer: Detokenizer, strings: StopStrings, stop_ids: frozenset[int], min_tokens: int = 0
     ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops)
+        self._has_stops = bool(strings.stops)
+        self._stops = StopMatcher(strings)
         self._stop_ids = stop_ids
         self._min_tokens = min_tokens
         self._ended = False
@@ -50,7 +51,7 @@ class AnswerText:
             token_ids: the next ones.
             logprobs: one for each of them, or none.
         """
-        if not self._stops.stops:
+        if not self._has_stops:
             # Most answers have no stop strings, so there is nothing to look for.
             self.completion_tokens += len(token_ids)
             pushed = [self._detokenizer.push(one) for one in token_ids if one not in self._stop_ids]

@@ -10,8 +10,8 @@ FP8_MIN_SCALE = 2.0**-100
 
 
 def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Rows of ``table`` [vocab, hidden], times ``scale``; an id of ``-1 - row`` stands for ``sampled[row]``."""
-    known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids)
+    """Rows of ``table`` [vocab, hidden] by ``scale``; an id ``-1 - row`` stands for ``sampled[row]``, at least 0."""
+    known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids).clamp(min=0)
     rows = table[known.long()]
     return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
 

@@ -225,7 +225,7 @@ class Ledger:
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
         promised = ticket.reserved if ticket is not None else 0
         most = min(promised + self._leasable(holder), self.available)
-        return tuple(self.adopt(epoch, ticket_id, min(blocks, most)).leased_slots)
+        return self._adopt(epoch, ticket_id, min(blocks, most))[1]
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
         """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
@@ -257,6 +257,14 @@ class Ledger:
             raise NotFound("no such ticket: it was released, or the node restarted")
         return ticket
 
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        """Returns the slots of a ticket's chain, which is walked only where it has grown since the last time. Raises
+        NotFound if the epoch does not hold the ticket."""
+        ticket = self.held(epoch, ticket_id)
+        if len(ticket.slots) != ticket.blocks:
+            ticket.slots = frozenset(block.slot for block in self.tree.chain(ticket.tail))
+        return ticket.slots
+
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
         """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
         chain = [block.slot for block in self.tree.chain(ticket.tail)]
@@ -276,6 +284,12 @@ class Ledger:
         Raises NotFound if there is no such ticket, and Overloaded, with nothing changed, if there are not enough slots
         beyond the reservation.
         """
+        ticket, leased = self._adopt(epoch, ticket_id, lease_blocks)
+        adopted = self.chain_of(ticket)
+        adopted.leased_slots.extend(leased)
+        return adopted
+
+    def _adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> tuple[TicketState, tuple[int, ...]]:
         holder = self.active(epoch)
         ticket = self.tickets.get(ticket_id)
         if ticket is None:
@@ -288,10 +302,7 @@ class Ledger:
         holder.tickets.add(ticket_id)
         ticket.reserved -= promised
         self.reserved -= promised
-        leased = (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
-        adopted = self.chain_of(ticket)
-        adopted.leased_slots.extend(leased)
-        return adopted
+        return ticket, (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
 
     # -- slots
 

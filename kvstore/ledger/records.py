@@ -87,6 +87,7 @@ class TicketState:
         tail: last block of the pinned chain, None where nothing is pinned.
         reserved: slots that are promised and not leased yet.
         holders: epochs that hold it.
+        slots: the chain's slots, as far as it had grown when they were last asked for.
     """
 
     ticket_id: int
@@ -94,6 +95,7 @@ class TicketState:
     tail: Block | None
     reserved: int
     holders: set[int]
+    slots: frozenset[int] = frozenset()
 
     @property
     def blocks(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pillion.errors import ConfigError, Internal, Unavailable
 from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaError, CudaStream
 from pillion.kvstore.memory.cuda_segment import DeviceMapping
-from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, cut, until_over
+from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, joined, until_over
 
 # Number of stages; further callers wait for one.
 STAGES = 6
@@ -107,17 +107,13 @@ class CudaMemory:
             yield stage.views[: len(slots)]
             await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
 
-    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """Yields only after the stage was copied out and is free again."""
-
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
         def copy(stage: _Stage) -> list[bytes]:
             self._to_host(stage.stream, slots, stage.addresses)
-            return [piece for view in stage.views[: len(slots)] for piece in cut(view, piece_bytes)]
+            return joined(stage.views[: len(slots)], piece_bytes)
 
         async with self._stage() as stage:
-            made = await self._in_thread(lambda: copy(stage))
-        for piece in made:
-            yield piece
+            return await self._in_thread(lambda: copy(stage))
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]

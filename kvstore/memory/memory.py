@@ -2,7 +2,7 @@
 
 async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
     ...                                                                            slots when the block ends well
-async for piece in memory.pieces(slots, size):  host: of the slots            GPU: of a copy
+await memory.pieces(slots, size)                copies, made in a thread
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,10 @@ import xxhash
 from pillion.errors import ConfigError
 
 HOST, CUDA = "host", "cuda"
+# Bytes that are copied at once for a reader over the network.
+AHEAD_BYTES = 4 * 2**20
+# Largest buffer whose memory stays with this process when it is freed.
+KEPT_BYTES = 16 * 2**20
 
 Result = TypeVar("Result")
 
@@ -35,7 +39,7 @@ class PoolMemory(Protocol):
         kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
         address: address of the first slot, for one-sided transfers.
         batch_blocks: most slots that one :meth:`writing` may name.
-        ahead_blocks: most slots that one :meth:`pieces` may name; they are read when the first piece is asked for.
+        ahead_blocks: most slots that one :meth:`pieces` may name.
     """
 
     kind: str
@@ -50,9 +54,9 @@ class PoolMemory(Protocol):
         """Yields one target per slot. If the ``async with`` block ends well, the targets' bytes are in the slots
         afterwards; if it raises, the slots may hold anything."""
 
-    def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        """Yields the slots' bytes in order, in pieces of at most ``piece_bytes``, for a receiver that may be slow: it
-        holds nothing that others wait for."""
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
+        """Returns copies of the slots' bytes, joined in order and cut into pieces of ``piece_bytes``; the last one may
+        be shorter."""
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -80,13 +84,13 @@ class HostMemory:
 
     kind = HOST
     device_index = 0
-    ahead_blocks = 1
 
     def __init__(self, memory: mmap.mmap | bytearray, num_slots: int, block_bytes: int) -> None:
         if len(memory) < num_slots * block_bytes:
             raise ConfigError(f"{num_slots} slots of {block_bytes} bytes do not fit into {len(memory)} bytes")
         self.num_slots = self.batch_blocks = num_slots
         self.block_bytes = block_bytes
+        self.ahead_blocks = max(1, AHEAD_BYTES // block_bytes)
         self._memory = memory
         self._view = memoryview(memory)
         self.address: int = address_of(self._view)
@@ -105,11 +109,8 @@ class HostMemory:
             for view in views:
                 view.release()
 
-    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> AsyncIterator[bytes]:
-        async with self.writing(slots) as blocks:
-            for block in blocks:
-                for piece in cut(block, piece_bytes):
-                    yield piece
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
+        return await until_over(asyncio.to_thread(lambda: joined([self.block(slot) for slot in slots], piece_bytes)))
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -152,9 +153,28 @@ def address_of(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
-def cut(block: memoryview, piece_bytes: int) -> Iterator[bytes]:
-    """Yields copies of a block's pieces, in order."""
-    return (bytes(block[start : start + piece_bytes]) for start in range(0, len(block), piece_bytes))
+def keep_freed_buffers() -> None:
+    """Makes the C library's allocator keep freed buffers of KEPT_BYTES and less for their next users.
+
+    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Without
+    that, every message's buffers are mapped anew, and their page faults cost several times as much as their bytes.
+    """
+    np.empty(KEPT_BYTES, np.uint8)
+
+
+def joined(blocks: Iterable[memoryview], piece_bytes: int) -> list[bytes]:
+    """Returns copies of the blocks' bytes, joined in order and cut into pieces of ``piece_bytes``."""
+    pieces, parts, room = list[bytes](), list[memoryview](), piece_bytes
+    for block in blocks:
+        at = 0
+        while at < len(block):
+            parts.append(block[at : at + room])
+            at += len(parts[-1])
+            room -= len(parts[-1])
+            if not room:
+                pieces.append(b"".join(parts))
+                parts, room = [], piece_bytes
+    return [*pieces, b"".join(parts)] if parts else pieces
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

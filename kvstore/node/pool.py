@@ -257,7 +257,7 @@ class Pool:
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         """Returns the slots of a ticket's chain. Raises NotFound if the epoch holds no such ticket."""
         self.ledger.seen(epoch, time.monotonic())
-        return frozenset(block.slot for block in self.ledger.tree.chain(self.ledger.held(epoch, ticket_id).tail))
+        return self.ledger.pinned_slots(epoch, ticket_id)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
         """Drops holds, named by ticket or by the nonce of an OpenTicket call that still waits or was granted."""

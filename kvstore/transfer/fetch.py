@@ -35,6 +35,8 @@ log = logging.getLogger("pillion.kvnode")
 
 # Size of one read: enough to keep the transport busy, little enough that its blocks are soon of use.
 BATCH_BYTES = 32 * 2**20
+# Blocks of one read at most: they are committed before the loop does its other work.
+MAX_BATCH_BLOCKS = 512
 # Fetches that may run at once; a further one brings nothing, and its prompt is computed.
 MAX_FETCHES = 64
 
@@ -98,7 +100,7 @@ class Fetcher:
         self._changed = changed
         self._source = source
         self._tiers = tiers
-        self._batch_blocks = max(1, BATCH_BYTES // memory.block_bytes)
+        self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
@@ -305,7 +307,8 @@ class Fetcher:
         """Pins the first source's blocks from ``at`` on; returns None if it has none or does not answer."""
         if fetch.pinned is None:
             try:
-                packed = b"".join(fetch.hashes)
+                # No more than it may bring: the source reads all that it pins, to know its checksums.
+                packed = b"".join(fetch.hashes[: at + fetch.left_blocks])
                 fetch.pinned = await fetch.sources[0].pin(packed, at, timeout_s=left_s)
                 fetch.pinned_from = at
             except PillionError as error:

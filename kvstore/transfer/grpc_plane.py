@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pillion.errors import PillionError, Unavailable
-from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
 from pillion.kvstore.transfer.plane import MAX_READS, READ_TIMEOUT_S, BlockStream, check_slots, node_id_of
 from pillion.v1.kvplane_pb2 import MeetReply
 
@@ -20,6 +20,7 @@ class GrpcPlane:
     def __init__(self, memory: PoolMemory) -> None:
         self._memory = memory
         self._reads = 0
+        keep_freed_buffers()
 
     async def read(
         self, source: MeetReply, stream: BlockStream, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]

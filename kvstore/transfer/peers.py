@@ -39,6 +39,8 @@ ADDRESSES_TTL_S = 1.0
 STREAM_STALL_S = 2.0
 # Slots per ReadBlocks call; a longer list is several calls, one after the other.
 MAX_SLOTS_PER_STREAM = 4096
+# Most bytes of one message of a stream, which holds several small blocks.
+MAX_PIECE_BYTES = 2**19
 # Releases wait while a source does not answer; beyond this number the oldest are left to the session's end.
 MAX_RELEASES = 4096
 RELEASE_RETRY_DELAY_S = 0.1
@@ -106,7 +108,9 @@ class Peer:
         Unavailable if the source is silent for STREAM_STALL_S or ends early, and the source's errors."""
         for start in range(0, len(slots), MAX_SLOTS_PER_STREAM):
             part = slots[start : start + MAX_SLOTS_PER_STREAM]
-            request = ReadBlocksRequest(epoch=self._session.epoch, ticket_id=ticket_id, slots=part)
+            request = ReadBlocksRequest(
+                epoch=self._session.epoch, ticket_id=ticket_id, slots=part, max_piece_bytes=MAX_PIECE_BYTES
+            )
             await self._stream(request, targets[start : start + len(part)])
 
     async def aclose(self) -> None:
@@ -122,25 +126,29 @@ class Peer:
             call = self._plane.ReadBlocks(request)
         except grpc.aio.UsageError:
             raise Unavailable("the connection was closed") from None
+        data = memoryview(b"")
         try:
             for target in targets:
                 at = 0
                 while at < len(target):
-                    data = await self._piece(call)
-                    if not data or at + len(data) > len(target):
-                        raise Unavailable(f"{self.node_id} sent {at + len(data)} of {len(target)} bytes")
-                    target[at : at + len(data)] = data
-                    at += len(data)
+                    data = data or await self._piece(call)
+                    if not data:
+                        raise Unavailable(f"{self.node_id} sent {at} of {len(target)} bytes of a block")
+                    fits = min(len(data), len(target) - at)
+                    target[at : at + fits], data = data[:fits], data[fits:]
+                    at += fits
+            if data:
+                raise Unavailable(f"{self.node_id} sent {len(data)} bytes more than the blocks have")
         finally:
             call.cancel()
 
-    async def _piece(self, call: Any) -> bytes:
+    async def _piece(self, call: Any) -> memoryview:
         try:
             async with asyncio.timeout(STREAM_STALL_S):
                 piece = await typed(call.read())
         except TimeoutError:
             raise Unavailable(f"{self.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
-        return b"" if piece is grpc.aio.EOF else bytes(piece.data)
+        return memoryview(b"" if piece is grpc.aio.EOF else piece.data)
 
     def _let_go(self, ticket_id: int, nonce: int) -> None:
         self._releases.append((ticket_id, nonce))

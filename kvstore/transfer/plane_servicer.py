@@ -9,7 +9,7 @@ import grpc
 
 from pillion.errors import InvalidRequest
 from pillion.kvstore.hashing import split_hashes
-from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
 from pillion.kvstore.transfer.plane import BlockShape
 from pillion.v1 import kvplane_pb2, kvplane_pb2_grpc
 from pillion.wire.common import check_hello
@@ -18,7 +18,7 @@ SERVICE_NAME = kvplane_pb2.DESCRIPTOR.services_by_name["KVPlane"].full_name
 # Blocks of a chain that may be pinned at once: 8 MiB of hashes, half of a message's limit.
 MAX_PIN_BLOCKS = 2**18
 MAX_READ_SLOTS = 4096
-MAX_PIECE_BYTES = 2**20
+MAX_PIECE_BYTES = 2**19
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,7 +36,8 @@ class SourcePool(Protocol):
         from ``first_block`` on; if there is none, nothing is pinned. Raises NotFound for a void epoch."""
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Returns the slots of a ticket's chain. Raises NotFound unless ``epoch`` holds the ticket."""
+        """Returns the slots of a ticket's chain, in O(1) except for the first time. Raises NotFound unless ``epoch``
+        holds the ticket."""
 
     @property
     def memory(self) -> PoolMemory: ...
@@ -47,6 +48,7 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
 
     def __init__(self, source: Callable[[], SourcePool]) -> None:
         self._source = source
+        keep_freed_buffers()
 
     async def Meet(self, request: Any, context: Context) -> Any:  # noqa: N802
         reader = check_hello(request.hello)
@@ -70,13 +72,16 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
         slots, source = tuple(request.slots), self._source()
         if len(slots) > MAX_READ_SLOTS:
             raise InvalidRequest(f"{len(slots)} slots cannot be read in one call, at most {MAX_READ_SLOTS}")
-        memory = source.memory
-        for first in range(0, len(slots), memory.ahead_blocks):
-            part = slots[first : first + memory.ahead_blocks]
-            # Checked as late as possible: a slot that was released meanwhile may hold another block already.
-            pinned = source.pinned_slots(request.epoch, request.ticket_id)
-            for slot in part:
-                if slot not in pinned:
-                    raise InvalidRequest(f"slot {slot} is not of ticket {request.ticket_id}'s chain")
-            async for piece in memory.pieces(part, MAX_PIECE_BYTES):
+        memory, ticket_id = source.memory, request.ticket_id
+        if not set(slots) <= source.pinned_slots(request.epoch, ticket_id):
+            raise InvalidRequest(f"a slot is not of ticket {ticket_id}'s chain")
+        # An older reader takes no piece that goes on into the next block.
+        ahead_blocks = memory.ahead_blocks if request.max_piece_bytes else 1
+        piece_bytes = min(request.max_piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
+        for first in range(0, len(slots), ahead_blocks):
+            pieces = await memory.pieces(slots[first : first + ahead_blocks], piece_bytes)
+            # A ticket's chain never gets shorter, so a ticket that is still held pinned these blocks while they were
+            # copied. Where it was released meanwhile, the slots may hold other blocks already.
+            source.pinned_slots(request.epoch, ticket_id)
+            for piece in pieces:
                 yield kvplane_pb2.BlockPiece(data=piece)

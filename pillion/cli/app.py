@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> None:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:
         code = EXIT_INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = EXIT_USAGE
     except click.ClickException as error:
         # The line names the command whose --help to read.
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pillion"
@@ -242,8 +245,8 @@ def status(as_json: bool, **values: Any) -> None:
 @option(
     "--pages",
     "Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Repeat it for more. `pillion "
-    "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: the "
-    "gateway's own, http://HOST:8000/metrics, HOST being the target's.",
+    "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: "
+    "http://HOST:8000/metrics where the target is HOST:50051, for another gateway none.",
     (),
     metavar="PLACE",
     multiple=True,

@@ -17,6 +17,9 @@ Many prompts at once, and their whole answers:
     for output in await client.batch(["Once", "Twice"], max_tokens=64, concurrency=8, progress=True):
         print(output.outputs[0].text)
 
+Where a gateway dies in the middle of a stream, the stream goes on behind its last token, at the next one of several
+addresses (``AsyncClient("host1:50051,host2:50051")``) or at the same one: :mod:`pillion.client.resume`.
+
 Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and the cluster frees everything
 that worked for it. Errors are those of :mod:`pillion.errors`. A call made inside an OpenTelemetry span carries the
 span's context to the gateway.
@@ -24,7 +27,9 @@ span's context to the gateway.
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
@@ -37,10 +42,12 @@ from pillion.client import client_requests, client_spans
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch_async
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
+from pillion.client.resume import RESUME_TIMEOUT_S, StreamProgress, is_loss
+from pillion.errors import Cancelled
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import delta_from_pb, model_from_pb, status_from_pb
+from pillion.wire.public import model_from_pb, status_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 # For models() and status(); a stream takes as long as its caller allows.
@@ -48,21 +55,23 @@ UNARY_TIMEOUT_S = 10.0
 
 
 class AsyncClient:
-    """A client of one gateway for one event loop; streams may run side by side.
+    """A client of a cluster for one event loop; streams may run side by side.
 
     Args:
-        target: ``host:port`` or ``unix:path`` of the gateway's gRPC port, ``grpcs://host:port`` for TLS.
+        target: ``host:port`` or ``unix:path`` of a gateway's gRPC port, ``grpcs://host:port`` for TLS. Several gateways
+            as a list, or separated by commas: the first one is called, and where it is lost, the next one.
         tls, ca, cert, key: TLS, the trusted authorities, and the client's own certificate; see
             :func:`pillion.client.connection.connect`.
         api_key: sent with every call; default: PILLION_API_KEY of the environment.
         max_message_bytes: largest message that is received or sent.
+        resume_timeout_s: how long a stream whose gateway was lost may take to go on; 0: it is not resumed.
 
     Raises ConfigError for options that cannot work.
     """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | Sequence[str] = DEFAULT_TARGET,
         *,
         tls: bool = False,
         ca: Pem | None = None,
@@ -70,13 +79,17 @@ class AsyncClient:
         key: Pem | None = None,
         api_key: str = "",
         max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
+        resume_timeout_s: float = RESUME_TIMEOUT_S,
     ) -> None:
         self._connection = connect(
             target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
         )
+        self._resume_timeout_s = resume_timeout_s
         self._opening = threading.Lock()
-        self._channel: grpc.aio.Channel | None = None
-        self._gateway: Any = None
+        # By number of the address; and the number of the one that is called.
+        self._channels: dict[int, tuple[grpc.aio.Channel, Any]] = {}
+        self._number = 0
+        self._closed = False
 
     def generate(
         self,
@@ -112,7 +125,7 @@ class AsyncClient:
         request = client_requests.prompt_request(
             prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(request, timeout_s))
+        return self._stream(request, timeout_s).deltas()
 
     def chat(
         self,
@@ -134,7 +147,7 @@ class AsyncClient:
         request = client_requests.chat_request(
             messages, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return _deltas(self._call(request, timeout_s))
+        return self._stream(request, timeout_s).deltas()
 
     async def batch(
         self,
@@ -172,22 +185,28 @@ class AsyncClient:
             for prompt, each in zip(prompts, one_each(sampling, fields, len(prompts)), strict=True)
         ]
         return await run_batch_async(
-            lambda request: self._call(request, timeout_s), _deltas, requests, concurrency, progress, raise_errors
+            lambda request: self._stream(request, timeout_s),
+            _AsyncStream.deltas,
+            requests,
+            concurrency,
+            progress,
+            raise_errors,
         )
 
     async def models(self) -> list[ModelInfo]:
         """Models that live workers serve. Raises PillionError."""
-        reply = await self._unary(self._stub().ListModels, gateway_pb2.ListModelsRequest())
+        reply = await self._unary("ListModels", gateway_pb2.ListModelsRequest())
         return [model_from_pb(model) for model in reply.models]
 
     async def status(self) -> ClusterStatus:
         """The cluster's components, their load, and totals. Raises PillionError."""
-        return status_from_pb(await self._unary(self._stub().GetStatus, gateway_pb2.GetStatusRequest()))
+        return status_from_pb(await self._unary("GetStatus", gateway_pb2.GetStatusRequest()))
 
     async def close(self) -> None:
         """Ends the connection, and with it all streams of this client."""
-        if self._channel is not None:
-            await self._channel.close()
+        self._closed = True
+        for channel, _ in self._channels.values():
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -197,34 +216,89 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _stub(self) -> Any:
+    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> _AsyncStream:
+        addresses = len(self._connection.targets)
+        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic())
+        return _AsyncStream(self, progress)
+
+    def _stub(self) -> tuple[int, Any]:
+        """The number of the address to call, and its stub."""
         # The first call opens the channel: an asyncio channel belongs to the loop that runs then.
         with self._opening:
-            if self._channel is None:
-                self._channel = self._connection.open_async()
-                self._gateway = gateway_pb2_grpc.GatewayStub(self._channel)
-        return self._gateway
+            if self._closed:
+                raise Cancelled("the client is closed")
+            if self._number not in self._channels:
+                channel = self._connection.open_async(self._number)
+                self._channels[self._number] = channel, gateway_pb2_grpc.GatewayStub(channel)
+            return self._number, self._channels[self._number][1]
 
-    def _call(self, request: GenerateRequest, timeout_s: float | None) -> Any:
-        stub, span = self._stub(), client_spans.begin(request)
+    def _leave(self, number: int) -> None:
+        """Makes the next address the one that is called, unless another call has done so."""
+        with self._opening:
+            if self._number == number:
+                self._number = (number + 1) % len(self._connection.targets)
+
+    def _call(self, request: GenerateRequest, timeout_s: float | None) -> tuple[int, Any]:
+        (number, stub), span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
         call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
         client_spans.end_with_async(span, call)
-        return call
+        return number, call
 
-    async def _unary(self, method: Any, message: Any) -> Any:
+    async def _unary(self, name: str, message: Any) -> Any:
+        for left in reversed(range(len(self._connection.targets))):
+            number, stub = self._stub()
+            try:
+                method = getattr(stub, name)
+                return await method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
+            except grpc.aio.AioRpcError as error:
+                found = rpc.from_rpc_error(error)
+                if not left or not is_loss(found, rpc.said_by_server(error)):
+                    raise found from None
+                self._leave(number)
+        raise AssertionError("the last address returns or raises")
+
+
+class _AsyncStream:
+    """One answer's stream over all its calls; the first one is made at once."""
+
+    def __init__(self, client: AsyncClient, progress: StreamProgress) -> None:
+        self._client = client
+        self._progress = progress
+        self._ended = threading.Event()
+        self._begin()
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """All deltas, in order. Raises PillionError."""
+        progress = self._progress
         try:
-            return await method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
-        except grpc.aio.AioRpcError as error:
-            raise rpc.from_rpc_error(error) from None
+            while True:
+                try:
+                    async for message in self._current:
+                        yield progress.note(message)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
+                if progress.over:
+                    return
+                if self._ended.is_set() or self._client._closed:
+                    raise found
+                pause_s = progress.delay_s(found, spoken, time.monotonic())
+                if is_loss(found, spoken):
+                    self._client._leave(self._number)
+                await asyncio.sleep(pause_s)
+                self._begin()
+        finally:
+            self.cancel()
 
+    def cancel(self) -> None:
+        """Ends the stream; its reader gets Cancelled."""
+        self._ended.set()
+        self._current.cancel()
 
-async def _deltas(call: Any) -> AsyncGenerator[Delta, None]:
-    try:
-        async for message in call:
-            yield delta_from_pb(message)
-    except grpc.aio.AioRpcError as error:
-        raise rpc.from_rpc_error(error) from None
-    finally:
-        call.cancel()
+    def _begin(self) -> None:
+        progress = self._progress
+        self._number, self._current = self._client._call(progress.request(), progress.timeout_s(time.monotonic()))
+        if self._ended.is_set():
+            self._current.cancel()

@@ -1,4 +1,4 @@
-"""How the SDK reaches a gateway: address, TLS, API key, limits, and which calls gRPC may send again by itself.
+"""How the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC may send again by itself.
 
 gRPC itself retries, by a service config: ListModels and GetStatus, which only read, and Generate as long as nothing of
 the answer has come. It retries only the status UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,30 +25,32 @@ SERVICE = "pillion.v1.Gateway"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
+MAX_ADDRESSES = 64
 
 Pem = str | os.PathLike[str] | bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConnection:
-    """A gateway's address and how to call it. ``credentials`` None: plain text."""
+    """The gateways' addresses and how to call them. ``credentials`` None: plain text."""
 
-    target: str
+    targets: tuple[str, ...]
     credentials: grpc.ChannelCredentials | None
     api_key: str
     max_message_bytes: int
 
-    def open(self) -> grpc.Channel:
-        """A blocking channel. It connects with its first call, and again whenever the connection is lost."""
+    def open(self, number: int = 0) -> grpc.Channel:
+        """A blocking channel to one of the addresses. It connects with its first call, and again whenever the
+        connection is lost."""
         if self.credentials is None:
-            return grpc.insecure_channel(self.target, options=self._options())
-        return grpc.secure_channel(self.target, self.credentials, options=self._options())
+            return grpc.insecure_channel(self.targets[number], options=self._options())
+        return grpc.secure_channel(self.targets[number], self.credentials, options=self._options())
 
-    def open_async(self) -> grpc.aio.Channel:
+    def open_async(self, number: int = 0) -> grpc.aio.Channel:
         """An asyncio channel, which belongs to the running event loop. It connects as a blocking one does."""
         if self.credentials is None:
-            return grpc.aio.insecure_channel(self.target, options=self._options())
-        return grpc.aio.secure_channel(self.target, self.credentials, options=self._options())
+            return grpc.aio.insecure_channel(self.targets[number], options=self._options())
+        return grpc.aio.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
         """Metadata of every call: the API key, and the trace context of the caller."""
@@ -59,7 +62,7 @@ class GatewayConnection:
 
 
 def connect(
-    target: str,
+    target: str | Sequence[str],
     *,
     tls: bool = False,
     ca: Pem | None = None,
@@ -71,7 +74,8 @@ def connect(
     """Checks the options and reads the files; the first call connects.
 
     Args:
-        target: ``host:port`` or ``unix:path``; ``grpcs://host:port`` for TLS, ``grpc://host:port`` for none.
+        target: ``host:port`` or ``unix:path``; ``grpcs://host:port`` for TLS, ``grpc://host:port`` for none. Several
+            gateways of one cluster as a list, or separated by commas; at most MAX_ADDRESSES.
         tls: encrypt, and check the server's certificate. Implied by ``grpcs://``, ``ca``, ``cert`` and ``key``.
         ca: PEM of the authorities that are trusted, as a path or as bytes; default: the system's.
         cert, key: PEM of the client's own certificate chain and private key, for a server that asks for them.
@@ -81,12 +85,16 @@ def connect(
     Raises:
         ConfigError: options that cannot work together, or files that cannot be read.
     """
-    scheme, separator, rest = target.partition("://")
-    if separator and scheme in ("grpc", "grpcs"):
-        target = rest
-    encrypted = tls or scheme == "grpcs" or any(file is not None for file in (ca, cert, key))
-    if encrypted and separator and scheme == "grpc":
-        raise ConfigError(f"grpc://{rest} is plain text, and TLS was asked for: write grpcs://{rest}")
+    given = target.split(",") if isinstance(target, str) else list(target)
+    targets = tuple(one.strip() for one in given)
+    if not 1 <= len(targets) <= MAX_ADDRESSES or not all(targets):
+        raise ConfigError(f"target: from 1 to {MAX_ADDRESSES} addresses are needed, none of them empty")
+    plain = [one for one in targets if one.startswith("grpc://")]
+    encrypted = tls or any(one.startswith("grpcs://") for one in targets)
+    encrypted = encrypted or any(file is not None for file in (ca, cert, key))
+    if encrypted and plain:
+        raise ConfigError(f"{plain[0]} is plain text, and TLS was asked for: write grpcs{plain[0][4:]}")
+    targets = tuple(one.removeprefix("grpc://").removeprefix("grpcs://") for one in targets)
     if (cert is None) != (key is None):
         raise ConfigError("cert and key belong together: give both or none")
     key_text = api_key or os.environ.get(API_KEY_VARIABLE, "")
@@ -95,7 +103,7 @@ def connect(
     credentials = None
     if encrypted:
         credentials = grpc.ssl_channel_credentials(_pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert"))
-    return GatewayConnection(target, credentials, key_text, max_message_bytes)
+    return GatewayConnection(targets, credentials, key_text, max_message_bytes)
 
 
 def service_config() -> str:

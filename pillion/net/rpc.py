@@ -18,6 +18,7 @@ from pillion.net import in_process, tls
 from pillion.net.addresses import OFF_NETWORK
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
+from pillion.wire.errors import said_by_server as said_by_server
 from pillion.wire.errors import to_status as to_status
 
 # A 128K-token prompt is 0.5 MB of varints; a megabyte of text tokenizes to less than that.

@@ -22,16 +22,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pillion.client.batch import one_each
 from pillion.client.client_requests import Message, chat_request, prompt_request, to_pb
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
-from pillion.offline.offline_cluster import OfflineCluster, OfflineThread
 from pillion.types import ClusterStatus, GenerateRequest, SamplingParams
 from pillion.wire.public import request_from_pb
+
+if TYPE_CHECKING:
+    from pillion.offline.offline_cluster import OfflineCluster
 
 # A text, token ids, or vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" if you like.
 OfflinePrompt = str | Sequence[int] | Mapping[str, Any]
@@ -60,7 +62,10 @@ class LLM:
         self.flags = read_options(model, options)
         from pillion.supervisor.component_process import require_server_packages
 
-        require_server_packages()
+        require_server_packages("pillion.LLM needs")
+        # It imports what the server extra brings.
+        from pillion.offline.offline_cluster import OfflineThread
+
         self._thread = OfflineThread(self.flags)
         # The finalizer holds the thread's method, not one of ours: it must not keep this object alive.
         self._finalizer = weakref.finalize(self, self._thread.close)

@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,7 +164,11 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
-        fit_pool(flags, kv_layout(model, flags.block_size).block_bytes, model.max_model_len, decode_workers=1)
+        block_bytes = kv_layout(model, flags.block_size).block_bytes
+        longest = fit_pool(flags, block_bytes, model.max_model_len, decode_workers=1).max_model_len_tokens
+        if longest < model.max_model_len:
+            log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
+            model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
     entry = await asyncio.to_thread(model_entry, model)
     node = await start_kvnode(node_flags)
     stack.push_async_callback(node.stop, STOP_GRACE_S)

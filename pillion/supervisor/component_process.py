@@ -29,7 +29,10 @@ T = TypeVar("T")
 log = logging.getLogger("pillion.component")
 
 # Packages that servers need and the SDK does without.
-SERVER_PACKAGES = ("torch", "transformers", "msgspec", "redis", "tokenizers", "starlette", "safetensors")
+SERVER_PACKAGES = (
+    *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
+    *("jinja2", "xxhash", "psutil", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
+)
 # Role -> module and function that start it.
 ROLES = {
     "kvnode": ("pillion.kvstore.node.kv_node", "start_kvnode"),
@@ -43,11 +46,14 @@ STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
 
 
-def require_server_packages() -> None:
-    """Raises ConfigError, in one line, where only the SDK's own dependencies are installed."""
+def require_server_packages(needs: str = "servers need") -> None:
+    """Raises ConfigError, in one line, where only the SDK's own dependencies are installed.
+
+    ``needs`` begins the line: who needs the packages.
+    """
     missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"servers need {', '.join(missing)}: pip install 'pillion[server]'")
+        raise ConfigError(f"{needs} {', '.join(missing)}: pip install 'pillion[server]'")
 
 
 def name_of(role: str, flags: Any) -> str:

@@ -137,4 +137,6 @@ async def _run(flags: GatewayFlags) -> int:
         failed = await run_unless(stop.wait(), supervisor.failed())
         if failed:
             notices.say(f"stopping: {failed.result()}", "bold red")
+        else:
+            notices.say(f"stopping, requests have {flags.drain_timeout_s:g} s to finish", "bold")
         return 1 if failed else 0

@@ -10,6 +10,8 @@ from pillion.errors import ConfigError
 
 # Slots that each decode worker keeps leased ahead, so that a step never waits for an RPC.
 DECODE_STOCK_BLOCKS = 16
+# A length that nobody asked for is lowered to what the pool holds, but not below this.
+MIN_FITTED_LEN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +20,14 @@ class PoolFit:
 
     Attributes:
         total_blocks: blocks of the pool.
+        max_model_len_tokens: longest request, the model's or what --max-model-len says; without the flag, less where
+            the pool holds less.
         request_blocks: blocks of one request of full length.
         kept_blocks: blocks that only running decodes may use: their reserve and the workers' stock.
     """
 
     total_blocks: int
+    max_model_len_tokens: int
     block_size_tokens: int
     block_bytes: int
     request_blocks: int
@@ -40,10 +45,7 @@ class PoolFit:
 
     def describe(self) -> str:
         """The pool's size in one line."""
-        return (
-            f"{self.total_blocks:,} blocks of {self.block_size_tokens} tokens = {self.total_tokens:,} tokens "
-            f"({human_bytes(self.total_blocks * self.block_bytes)}, {human_bytes(self.block_bytes)} a block)"
-        )
+        return f"{human_bytes(self.total_blocks * self.block_bytes)}, room for {self.total_tokens:,} tokens"
 
 
 def fit_pool(
@@ -56,12 +58,17 @@ def fit_pool(
     kv_pool_bytes, reserve_percent = flags.kv_pool_bytes, flags.decode_reserve_percent
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
+    kept = total * reserve_percent // 100 + stock
+    held = (total - kept - 1) * flags.block_size
+    if not flags.max_model_len and held >= MIN_FITTED_LEN_TOKENS:
+        max_model_len_tokens = min(max_model_len_tokens, held)
     fit = PoolFit(
         total_blocks=total,
+        max_model_len_tokens=max_model_len_tokens,
         block_size_tokens=flags.block_size,
         block_bytes=block_bytes,
         request_blocks=max_model_len_tokens // flags.block_size + 1,
-        kept_blocks=total * reserve_percent // 100 + stock,
+        kept_blocks=kept,
     )
     if total < fit.needed_blocks:
         # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.

@@ -132,7 +132,8 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
         len(pairs),
         generated=sum(rates(names.GENERATED_TOKENS, str).values()),
         prompt=prompt,
-        cached=prompt - sources["prefill"] - sources["tail"],
+        # A sum: a difference of rates may be a little below zero, and is shown as -0 %.
+        cached=sum(rate for source, rate in sources.items() if source not in ("prefill", "tail")),
         sources=sources,
         requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
         refused=rates(names.REJECTED, lambda labels: labels[0]),

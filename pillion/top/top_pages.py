@@ -21,7 +21,8 @@ from pillion.observability.metrics import Labels, Metric, Snapshot, Values
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-GATEWAY_HTTP_PORT = 8000
+# Ports of a gateway whose flags say nothing else.
+USUAL_GRPC_PORT, USUAL_HTTP_PORT = 50051, 8000
 # A view of more components than this is a job for Prometheus.
 MAX_PAGES = 256
 PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
@@ -40,8 +41,9 @@ def locate(places: Iterable[str], target: str) -> tuple[str, ...]:
     """URLs of pages, in order and once each.
 
     Args:
-        places: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. If empty, the gateway's own
-            page on its usual HTTP port; a gateway on a Unix socket has none.
+        places: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. If empty, the page on the usual
+            HTTP port of a gateway on its usual gRPC port; what another gateway's HTTP port is, nobody knows, and
+            another cluster may have the usual one.
         target: the gateway, as :class:`pillion.Client` takes it.
 
     Raises ConfigError.
@@ -49,9 +51,9 @@ def locate(places: Iterable[str], target: str) -> tuple[str, ...]:
     found = [url for place in places for url in _expand(place)]
     if not found:
         scheme = "https" if target.startswith("grpcs://") else "http"
-        address = target.rpartition("//")[2]
-        if not address.startswith("unix:"):
-            found = [f"{scheme}://{address.rpartition(':')[0] or address}:{GATEWAY_HTTP_PORT}/metrics"]
+        host, _, port = target.rpartition("//")[2].rpartition(":")
+        if port == str(USUAL_GRPC_PORT):
+            found = [f"{scheme}://{host}:{USUAL_HTTP_PORT}/metrics"]
     if len(found) > MAX_PAGES:
         raise ConfigError(f"--pages: {len(found)} pages, and {MAX_PAGES} are the most")
     return tuple(dict.fromkeys(found))

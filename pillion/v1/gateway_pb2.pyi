@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Served model name; may be empty when one model is served."""
     text: _builtins.str
@@ -76,6 +77,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Goes on with a stream whose gateway or connection was lost. All other fields are those of the first request."""
+
     def __init__(
         self,
         *,
@@ -87,14 +92,109 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         request_id: _builtins.str = ...,
         priority: _builtins.int = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """How a client goes on with a broken stream, at any gateway of the cluster. The answers are those of the undisturbed
+    stream, because sampling depends on logits, seed and position alone (I6). Usage counts the whole answers. Messages
+    continue behind the last token of each answer, and the first one brings the origin again: a gateway that does not
+    send it knows nothing of Resume and has begun anew.
+
+    FAILED_PRECONDITION  this gateway serves other weights, or reads another prompt from the same request.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def origin(self) -> Global___StreamOrigin:
+        """As the first message of the stream brought it."""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerSoFar]:
+        """One for each of the n answers, by index."""
+
+    def __init__(
+        self,
+        *,
+        origin: Global___StreamOrigin | None = ...,
+        answers: _abc.Iterable[Global___AnswerSoFar] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "origin", b"origin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class AnswerSoFar(_message.Message):
+    """What one answer has brought."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    finish_reason: _common_pb2.FinishReason.ValueType
+    """Set where the answer has ended; it is counted and not continued."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All its tokens, in order. At most max_tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finish_reason: _common_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerSoFar: _TypeAlias = AnswerSoFar  # noqa: Y015
+
+@_typing.final
+class StreamOrigin(_message.Message):
+    """Where a stream comes from: what a Resume needs beside the tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEED_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """Seed of the first answer; the others have the numbers behind it."""
+    digest: _builtins.bytes
+    """SHA-256 of the model's fingerprint and the prompt's ids. 32 bytes."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt whose KV was found at first, for Usage."""
+    def __init__(
+        self,
+        *,
+        seed: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "digest", b"digest", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamOrigin: _TypeAlias = StreamOrigin  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -110,6 +210,7 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """Text that became certain with this message; never half a character, never part of a stop string."""
@@ -131,6 +232,10 @@ class GenerateResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """One for each of token_ids, if requested."""
 
+    @_builtins.property
+    def origin(self) -> Global___StreamOrigin:
+        """Set in the first message of a stream that can be resumed; not with best_of > n, whose answers all come at the end."""
+
     def __init__(
         self,
         *,
@@ -142,10 +247,11 @@ class GenerateResponse(_message.Message):
         timings: _common_pb2.Timings | None = ...,
         index: _builtins.int = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        origin: Global___StreamOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "origin", b"origin", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/kvplane.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"Z\n\x0bMeetRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\x0c\"\xd7\x01\n\tMeetReply\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x12\n\nboot_epoch\x18\x02 \x01(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x14\n\x0ckv_namespace\x18\x05 \x01(\x0c\x12\x15\n\rnixl_metadata\x18\x06 \x01(\x0c\x12\x14\n\x0cpool_address\x18\x07 \x01(\x06\x12\x13\n\x0bmemory_kind\x18\x08 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\t \x01(\r\"[\n\x10PinBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"E\n\x0ePinBlocksReply\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"D\n\x11ReadBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tticket_id\x18\x02 \x01(\x06\x12\r\n\x05slots\x18\x03 \x03(\r\"\x1a\n\nBlockPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xcf\x01\n\x07KVPlane\x12\x36\n\x04Meet\x12\x17.pillion.v1.MeetRequest\x1a\x15.pillion.v1.MeetReply\x12\x45\n\tPinBlocks\x12\x1c.pillion.v1.PinBlocksRequest\x1a\x1a.pillion.v1.PinBlocksReply\x12\x45\n\nReadBlocks\x12\x1d.pillion.v1.ReadBlocksRequest\x1a\x16.pillion.v1.BlockPiece0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/kvplane.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"Z\n\x0bMeetRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\x0c\"\xd7\x01\n\tMeetReply\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.Hello\x12\x12\n\nboot_epoch\x18\x02 \x01(\r\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x14\n\x0ckv_namespace\x18\x05 \x01(\x0c\x12\x15\n\rnixl_metadata\x18\x06 \x01(\x0c\x12\x14\n\x0cpool_address\x18\x07 \x01(\x06\x12\x13\n\x0bmemory_kind\x18\x08 \x01(\t\x12\x14\n\x0c\x64\x65vice_index\x18\t \x01(\r\"[\n\x10PinBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\r\n\x05nonce\x18\x02 \x01(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\"E\n\x0ePinBlocksReply\x12\x11\n\tticket_id\x18\x01 \x01(\x06\x12\r\n\x05slots\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"]\n\x11ReadBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tticket_id\x18\x02 \x01(\x06\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x17\n\x0fmax_piece_bytes\x18\x04 \x01(\r\"\x1a\n\nBlockPiece\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x32\xcf\x01\n\x07KVPlane\x12\x36\n\x04Meet\x12\x17.pillion.v1.MeetRequest\x1a\x15.pillion.v1.MeetReply\x12\x45\n\tPinBlocks\x12\x1c.pillion.v1.PinBlocksRequest\x1a\x1a.pillion.v1.PinBlocksReply\x12\x45\n\nReadBlocks\x12\x1d.pillion.v1.ReadBlocksRequest\x1a\x16.pillion.v1.BlockPiece0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,9 +41,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PINBLOCKSREPLY']._serialized_start=468
   _globals['_PINBLOCKSREPLY']._serialized_end=537
   _globals['_READBLOCKSREQUEST']._serialized_start=539
-  _globals['_READBLOCKSREQUEST']._serialized_end=607
-  _globals['_BLOCKPIECE']._serialized_start=609
-  _globals['_BLOCKPIECE']._serialized_end=635
-  _globals['_KVPLANE']._serialized_start=638
-  _globals['_KVPLANE']._serialized_end=845
+  _globals['_READBLOCKSREQUEST']._serialized_end=632
+  _globals['_BLOCKPIECE']._serialized_start=634
+  _globals['_BLOCKPIECE']._serialized_end=660
+  _globals['_KVPLANE']._serialized_start=663
+  _globals['_KVPLANE']._serialized_end=870
 # @@protoc_insertion_point(module_scope)

@@ -165,8 +165,11 @@ class ReadBlocksRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    MAX_PIECE_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     ticket_id: _builtins.int
+    max_piece_bytes: _builtins.int
+    """Most bytes of a piece, which then may hold several blocks. 0: each piece is of one block."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -175,10 +178,11 @@ class ReadBlocksRequest(_message.Message):
         epoch: _builtins.int = ...,
         ticket_id: _builtins.int = ...,
         slots: _abc.Iterable[_builtins.int] | None = ...,
+        max_piece_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "slots", b"slots", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_piece_bytes", b"max_piece_bytes", "slots", b"slots", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,7 +190,7 @@ Global___ReadBlocksRequest: _TypeAlias = ReadBlocksRequest  # noqa: Y015
 
 @_typing.final
 class BlockPiece(_message.Message):
-    """A piece of one block. Pieces come in order; a block is complete when block_bytes of it have come."""
+    """The next bytes of the blocks that were asked for. A block is complete when block_bytes of it have come."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

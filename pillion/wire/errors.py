@@ -53,6 +53,12 @@ def to_status(error: PillionError) -> Any:
     return status
 
 
+def said_by_server(error: grpc.RpcError) -> bool:
+    """Whether a server of Pillion ended the call with this error, and not gRPC itself, because a connection was lost or
+    a server was shut down."""
+    return _status_of(error) is not None
+
+
 def from_rpc_error(error: grpc.RpcError) -> PillionError:
     """The exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
     code, message = error.code(), error.details() or ""

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pillion.types import (
+    AnswerSoFar,
     ChatMessage,
     ClusterStatus,
     ComponentStatus,
@@ -15,7 +16,9 @@ from pillion.types import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    Resume,
     SamplingParams,
+    StreamOrigin,
     Timings,
     TokenLogprob,
     Usage,
@@ -29,7 +32,7 @@ _FINISH_TO_PB = {
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None)
 # The fields of a request that dataclass and message hold alike.
-_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "sampling"}
+_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "sampling", "resume"}
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
@@ -79,6 +82,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
         token_ids=tuple(message.token_ids),
         messages=tuple(ChatMessage(m.role, m.content) for m in message.messages),
         sampling=sampling_from_pb(message.sampling),
+        resume=_resume_from_pb(message.resume) if message.HasField("resume") else None,
     )
 
 
@@ -89,7 +93,31 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
         token_ids=request.token_ids,
         messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in request.messages],
         sampling=sampling_to_pb(request.sampling),
+        resume=None if request.resume is None else _resume_to_pb(request.resume),
     )
+
+
+def _resume_from_pb(message: gateway_pb2.Resume) -> Resume:
+    answers = (AnswerSoFar(tuple(one.token_ids), finish_from_pb(one.finish_reason)) for one in message.answers)
+    return Resume(origin_from_pb(message.origin), tuple(answers))
+
+
+def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
+    answers = (
+        gateway_pb2.AnswerSoFar(token_ids=one.token_ids, finish_reason=finish_to_pb(one.finish_reason))
+        for one in resume.answers
+    )
+    return gateway_pb2.Resume(origin=origin_to_pb(resume.origin), answers=answers)
+
+
+def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
+    """Reads where a stream comes from."""
+    return StreamOrigin(message.seed, message.digest, message.cached_tokens)
+
+
+def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
+    """Writes where a stream comes from."""
+    return gateway_pb2.StreamOrigin(**asdict(origin))
 
 
 def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:

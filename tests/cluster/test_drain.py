@@ -23,7 +23,7 @@ STREAMS, TOKENS = 4, 3000
 
 def read(target: str, begun: threading.Semaphore) -> list[Delta]:
     deltas = []
-    with Client(target) as client:
+    with Client(target, resume_timeout_s=0) as client:
         for delta in client.generate("x", max_tokens=TOKENS, ignore_eos=True):
             if not deltas:
                 begun.release()

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from pillion import Client
+from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from testbed.cluster import ServedCluster, alive, free_port, served
@@ -156,6 +158,41 @@ def test_new_keys_are_seen_by_both(cluster: ServedCluster, keys_file: pathlib.Pa
         return all(ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 200 for _ in range(8))
 
     wait_for("the key in every process", known)
+
+
+def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:
+    """The SDK resumes them behind their last tokens: answers, log probabilities and usage are those of an undisturbed
+    run, also of several answers to a prompt."""
+    texts, port = [f"Once {n}" for n in range(STREAMS)], int(cluster.target.rpartition(":")[2])
+
+    def read(client: Client, number: int, salt: str, begun: threading.Semaphore) -> RequestOutput:
+        several = {"n": 3, "logprobs": 2} if number % 2 else {}
+        fields = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "cache_salt": salt, **several}
+        collector = OutputCollector(None, None, True)
+        for count, delta in enumerate(client.generate(texts[number], request_id=f"r-{number}", **fields)):
+            collector.add(delta)
+            if count == STREAMS:
+                begun.release()
+        return collector.output()
+
+    with Client(cluster.target) as client, ThreadPoolExecutor(STREAMS) as pool:
+        begun = threading.Semaphore(0)
+        wanted = [pool.submit(read, client, n, "undisturbed", begun) for n in range(STREAMS)]
+        wanted = [replace(work.result(120), timings=None) for work in wanted]
+        begun = threading.Semaphore(0)
+        reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
+        for _ in range(STREAMS):
+            assert begun.acquire(timeout=60)
+        connections = psutil.Process().net_connections("tcp")
+        own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
+        killed = [process for process in gateways(cluster).values() if own & peers(process)]
+        for process in killed:
+            process.send_signal(signal.SIGKILL)
+        found = [work.result(120) for work in reading]
+    assert killed
+    assert [replace(output, timings=None) for output in found] == wanted
+    assert min(output.timings.replays for output in found if output.timings) > 0
+    wait_for("it to return", lambda: len(gateways(cluster)) == 2)
 
 
 def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluster) -> None:

@@ -14,7 +14,8 @@ from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from testbed.conditions import until
-from tests.support.fake_backend import greedy
+from tests.support.ahead_backend import AheadBackend
+from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
 NOT_FOUND, INVALID, EXHAUSTED, DEADLINE, INTERNAL = 5, 3, 8, 4, 13
@@ -105,6 +106,30 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
             assert answer.last.error is None
             assert answer.token_ids == greedy(prompt(key, 10), 60)
         assert sum(a.last.timings.preemptions for a in answers if a.last and a.last.timings) > 0
+        await workers.quiet()
+
+
+@pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
+@pytest.mark.parametrize("guesses", [0, 4])
+async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[FakeBackend], guesses: int) -> None:
+    """Also where the token that nobody could choose is in flight already, or behind a guess that was right."""
+    flags = {"num_speculative_tokens": guesses}
+    async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
+        tokens = [random.Random(position).randrange(97) for position in range(900)]
+        whole, other = greedy(tokens, 60), prompt(1, 30)
+        # Its first occurrence is deep in the answer, and the other stream never meets it.
+        broken = next(t for t in reversed(whole) if whole.index(t) > 5 and t not in greedy(other, 40) + other)
+        workers.decode_backend.broken = broken
+        failing, sound = await start(workers, connection, 1, tokens, 60), await start(workers, connection, 2, other, 40)
+        await asyncio.gather(over(failing), over(sound))
+        assert failing.token_ids == whole[: whole.index(broken) + 1]
+        assert failing.last is not None
+        assert failing.last.error is not None
+        assert (failing.last.error.code, failing.last.error.retryable) == (INTERNAL, False)
+        assert f"token {900 + whole.index(broken) + 1} are not finite" in failing.last.error.message
+        assert sound.token_ids == greedy(other, 40)
+        assert sound.last is not None
+        assert sound.last.error is None
         await workers.quiet()
 
 

@@ -57,6 +57,20 @@ async def test_each_answer_is_what_its_seed_says_alone() -> None:
         await workers.quiet()
 
 
+async def test_answers_to_a_prompt_whose_logits_are_no_numbers_fail_together() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.broken = PROMPT[-1]
+        first, *_ = await ask(workers, connection, [Fork(key=5, seed=12), Fork(key=6, seed=13)])
+        await over([first])
+        assert first.last is not None
+        assert first.last.error is not None
+        assert "token 30 are not finite" in first.last.error.message
+        await workers.quiet()
+        workers.decode_backend.broken = -1
+        await over(await ask(workers, connection, [Fork(key=15, seed=12)]))
+        await workers.quiet()
+
+
 async def test_each_token_comes_with_its_log_probability() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answers = await ask(workers, connection, [Fork(key=5, seed=12)])

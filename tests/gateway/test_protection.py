@@ -209,11 +209,15 @@ async def test_hashes_are_the_tenants(file: str) -> None:
 
 
 async def test_a_tenants_priority_is_capped(file: str) -> None:
+    """Only a tenant with a permission goes before the others, over either port."""
     async with running_with(file) as fakes:
-        async with client_of(fakes, "other") as client:
-            for priority in (-50, 7):
-                await ask(client, priority=priority)
-        assert [submit.priority for submit in fakes.decode.submits] == [-1, 7]
+        for name in ("other", "acme"):
+            async with client_of(fakes, name) as client:
+                for priority in (-50, 7):
+                    await ask(client, priority=priority)
+        body = {"prompt": "x", "priority": -50}
+        assert (await call(fakes.gateway.http_address, "/v1/completions", body, header("acme"))).status == 200
+        assert [submit.priority for submit in fakes.decode.submits] == [-1, 7, 0, 7, 0]
 
 
 async def test_keys_change_while_it_runs(

@@ -24,7 +24,7 @@ from pillion.kernels.gpu.rows.embedding import embed
 def test_rows_are_those_of_known_tokens_and_of_the_last_steps_samples(tokens, hidden, dtype, scale):
     torch.manual_seed(0)
     table = torch.randn(37, hidden, device=DEVICE).to(dtype)
-    sampled = torch.tensor([5, 0, 36], dtype=torch.int32, device=DEVICE)
+    sampled = torch.tensor([5, -1, 36], dtype=torch.int32, device=DEVICE)
     ids = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
     out = torch.empty(len(tokens), hidden, dtype=dtype, device=DEVICE)
     embed(ids, sampled, table, out, scale)

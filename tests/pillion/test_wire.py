@@ -23,11 +23,14 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.types import (
+    AnswerSoFar,
     ChatMessage,
     Delta,
     FinishReason,
     GenerateRequest,
+    Resume,
     SamplingParams,
+    StreamOrigin,
     Timings,
     TokenLogprob,
     Usage,
@@ -88,8 +91,13 @@ LOGPROBS = st.lists(
     st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
 MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
-REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32)
 REASON = st.none() | st.sampled_from(list(FinishReason))
+RESUMES = st.builds(
+    Resume,
+    st.builds(StreamOrigin, st.integers(-(2**63), 2**63 - 1), st.binary(max_size=3), U32),
+    st.lists(st.builds(AnswerSoFar, IDS, REASON), max_size=3).map(tuple),
+)
+REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32, resume=st.none())
 DELTAS = built(
     Delta,
     token_ids=IDS,
@@ -115,6 +123,13 @@ DECODE_DELTAS = st.builds(
 
 @given(REQUESTS)
 def test_requests(request: GenerateRequest) -> None:
+    sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
+    assert request_from_pb(sent) == request
+
+
+@given(RESUMES)
+def test_resumed_requests(resume: Resume) -> None:
+    request = GenerateRequest(text="x", resume=resume)
     sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
     assert request_from_pb(sent) == request
 

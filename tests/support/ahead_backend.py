@@ -99,7 +99,7 @@ class AheadBackend(FakeBackend):
             try:
                 ids = flight.batch.token_ids.copy()
                 unknown = np.flatnonzero(ids < 0)
-                ids[unknown] = [before.token_ids[-1 - token] for token in ids[unknown]]
+                ids[unknown] = [max(before.token_ids[-1 - token], 0) for token in ids[unknown]]
                 self.resolved += len(unknown)
                 batch = replace(flight.batch, token_ids=ids)
                 before = flight.sampled = super().launch(batch, flight.copies, flight.rows).sampled

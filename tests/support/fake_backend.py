@@ -74,7 +74,8 @@ class FakeBackend(HostBackend):
     """A HostBackend over the KV of :func:`kv_of`.
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
-    ``waiting`` is set while a step waits there. ``bound`` counts the pools.
+    ``waiting`` is set while a step waits there. ``bound`` counts the pools. Behind the token ``broken`` no logit is a
+    number.
     """
 
     def __init__(self, block_size: int, version: str = "fake") -> None:
@@ -85,6 +86,7 @@ class FakeBackend(HostBackend):
         self.waiting = threading.Event()
         self.steps: list[int] = []
         self.bound = 0
+        self.broken = -1
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         self.bound += 1
@@ -97,7 +99,9 @@ class FakeBackend(HostBackend):
         self.waiting.clear()
         self.before_step(batch)
         self.steps.append(batch.num_tokens)
-        return torch.from_numpy(run(pool.numpy().view(np.int64), batch))
+        logits = run(pool.numpy().view(np.int64), batch)
+        logits[batch.token_ids[batch.sample_rows] == self.broken] = np.nan
+        return torch.from_numpy(logits)
 
     def warm_up(self, max_tokens: int) -> None:
         pass

@@ -40,6 +40,7 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+MINISTRAL = {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 MULTIPLIERS = {
@@ -71,6 +72,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "pad_token_id": 2,
     },
     "mistral-window": {"model_type": "mistral", "sliding_window": 24, "tie_word_embeddings": False},
+    "mistral-layer-types": {**MINISTRAL, "model_type": "mistral", "tie_word_embeddings": False},
+    "ministral": {**MINISTRAL, "model_type": "ministral"},
     "mistral-full": {"model_type": "mistral", "sliding_window": None},
     "qwen2-bias": {"model_type": "qwen2"},
     "qwen2-window": {"model_type": "qwen2", **QWEN_WINDOW},

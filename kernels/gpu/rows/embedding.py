@@ -1,7 +1,8 @@
 """Embedding of a step's tokens, some of which only the device knows yet.
 
 A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
-the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples.
+the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or for
+token 0 where that row chose none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def _embed(ids, sampled, table, out, hidden, scale, SCALED: tl.constexpr, BLOCK:
     row = tl.program_id(0)
     token = tl.load(ids + row)
     if token < 0:
-        token = tl.load(sampled + (-1 - token))
+        # A row without a finite logit chose -1. Its request fails when the host learns that; until then any id will do.
+        token = tl.maximum(tl.load(sampled + (-1 - token)), 0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
     values = tl.load(table + token.to(tl.int64) * hidden + columns, mask=inside, other=0.0)

@@ -14,8 +14,7 @@ relative to the slice's largest logit, because the row's is not known yet; _sett
 relative to the row's.
 
 Rows are independent: a program reads one row, in an order that depends on the vocabulary alone, and there are no atomic
-operations. No logits raise: a row whose largest logit is NaN or infinite yields its largest logit that is a number, or
-id 0 if there is none.
+operations. No logits raise: a row whose largest logit is NaN or infinite yields -1, as on the CPU.
 
 Agreement with the CPU: random words are equal bit by bit, logarithms are not. Greedy rows are equal. Drawn rows yield
 the CPU's token unless one of these differences is below the precision of float32; then either token is a draw from the
@@ -142,9 +141,10 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
         leaders = tl.load(base + num_slices, mask=inside, other=NO_TOKEN)
         odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
         top = tl.max(tops, axis=0)
-        # The lowest id of those with the greatest value wins; a row without any number gets id 0.
-        chosen = tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0)
-        if (temperature > 0.0) & (odd == 0) & (top > float("-inf")) & (top < float("inf")):
+        sound = (odd == 0) & (top > float("-inf")) & (top < float("inf"))
+        # The lowest id of those with the greatest value wins.
+        chosen = tl.where(sound, tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0), -1)
+        if (temperature > 0.0) & sound:
             winners = tl.load(base + 3 * num_slices, mask=inside, other=NO_TOKEN)
             racing = winners != NO_TOKEN
             tokens = tl.where(racing, winners, 0)

@@ -71,7 +71,8 @@ def test_a_complete_folder_is_used_as_it_is(folder):
     layout = kv_layout(prepared, 16)
     assert layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert layout == TorchBackend(prepared, 16, 0).layout
-    assert prepare(flags(folder, served_model_name="me")).name == "me"
+    named = prepare(flags(folder, served_model_name="me"))
+    assert (prepared.alias, named.name, named.alias) == (str(folder), "me", "")
 
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
@@ -167,12 +168,24 @@ def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):
         (lambda tensors: tensors.update(strange=torch.ones(1)), "holds strange"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight is \[3\]"),
         (lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "is I8"),
+        (lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[77].fill_(torch.nan), r"1.mlp.up.*NaN"),
+        (lambda tensors: tensors["model.norm.weight"][3:5].copy_(torch.tensor([1, -1]) / 0), r"model.norm.* infinite"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.full((64,), 1e300, dtype=torch.float64)}),
+            "infinite numbers in float32",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(folder, change, words):
     edit_tensors(folder / "model.safetensors", change)
     with pytest.raises(ConfigError, match=words):
         TorchBackend(prepare(flags(folder)), 16, 0)
+
+
+def test_huge_weights_are_finite(folder):
+    """Their sum is not."""
+    edit_tensors(folder / "model.safetensors", lambda tensors: tensors["model.norm.weight"].fill_(3e38))
+    TorchBackend(prepare(flags(folder)), 16, 0)
 
 
 def test_a_damaged_weight_file_is_refused(folder):

@@ -11,6 +11,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pillion.engine.backends.backend import kv_layout
+from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import known_architectures, load_config, parse_config
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
@@ -42,7 +43,7 @@ def test_old_and_new_spelling_of_rope_are_the_same():
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mamba'.*llama, mistral, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe"):
+    with pytest.raises(ConfigError, match=r"'mamba'.*llama, ministral, mistral, .*qwen3, qwen3_moe"):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
@@ -58,7 +59,25 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"num_key_value_heads": 3}, "do not fit"),
         ({"head_dim": 15}, "do not fit"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by awq, 4 bits"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits"),
+        ({"quantization_config": {"zero_point": True}}, "an unnamed method"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx, 4 bits"),
+        # What a family does not know, it does not leave out.
+        ({"residual_scaling": 0.5}, "residual_scaling = 0.5"),
+        ({"sliding_window": 8}, "sliding_window = 8"),
+        ({"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers = 1"),
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok = 2"),
+        ({"logits_scaling": 3.0}, "logits_scaling = 3.0"),
+        ({"attn_logit_softcapping": 5.0, "model_type": "gemma3_text"}, "attn_logit_softcapping = 5.0"),
+        ({"attention_bias": True, "model_type": "mistral", "num_key_value_heads": 4}, "attention_bias = True"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' for layer 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "rope parameter alpha = 1000.0"),
+        ({"model_type": "gemma3", "text_config": BASE, "residual_scaling": 0.5}, "gemma3: .*residual_scaling"),
+        ({"model_type": "gemma3", "text_config": BASE, "quantization_config": {"bits": 4}}, "unnamed method, 4 bits"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"rope_scaling": [1]}, "must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be above 0"),
@@ -129,14 +148,9 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
 
 @pytest.mark.parametrize("name", ["smollm3", "qwen2", "qwen3", "gemma2", "gemma3_text"])
 def test_which_layers_have_a_window(name):
-    given = {
-        **BASE,
-        "model_type": name,
-        **WINDOW,
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 8,
-        "max_window_layers": 3,
-    }
+    given = {**BASE, "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 8}
+    options = {**WINDOW, "max_window_layers": 3}
+    given |= {key: value for key, value in options.items() if key in FAMILIES[name].defaults}
     kinds = AutoConfig.for_model(**given).layer_types
     assert set(kinds) == {"sliding_attention", "full_attention"}
     windows = tuple(8 if kind == "sliding_attention" else 0 for kind in kinds)
@@ -167,13 +181,47 @@ def test_old_gemma3_has_other_keys_for_its_two_rotary_embeddings():
     assert config.max_position_embeddings == 256  # Said as stretched already.
 
 
-def test_options_of_other_families_are_ignored():
-    """A key counts only for families that have it, as in transformers."""
-    strange = {"attention_bias": True, "sliding_window": 8, "num_experts_per_tok": 2, "logits_scaling": 3.0}
-    config = parse_config({**BASE, **strange, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 3})
-    assert config == dataclasses.replace(parse_config(BASE), qkv_bias=True, o_bias=True)
-    assert parse_config({**BASE, "model_type": "qwen2"}).qkv_bias
-    assert not parse_config({**BASE, "model_type": "qwen2"}).o_bias
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
+    """Another value of a field changes what is computed, or is refused: none is silently left out."""
+    options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "no_rope_layer_interval": 2}
+    fields = {field.name: field.default for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
+    base = {**BASE, "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    base |= {key: value for key, value in options.items() if key in fields}
+    plain = parse_config(base)
+    # The length before scaling means something only beside scaling, and the first embedding has no other key.
+    of_text = {"bos_token_id", "eos_token_id"}
+    ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
+    others = {"mlp_only_layers": [1]}
+    for key in fields.keys() - ignored - set(FAMILIES[name].ignored):
+        now = base.get(key, fields[key])
+        other = not now if isinstance(now, bool) else now + 1 if isinstance(now, int | float) else "strange"
+        other = others.get(key, other)
+        try:
+            assert parse_config({**base, key: other}) != plain, key
+        except ConfigError as error:
+            assert key in error.message or "fit together" in error.message or "'strange'" in error.message  # noqa: PT017
+
+
+def test_options_of_other_families_that_are_switched_off_are_ignored():
+    off = {"attention_bias": None, "use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+    off |= {"logits_scaling": 1.0, "num_experts_per_tok": 0, "final_logit_softcapping": None, "rope_interleaved": False}
+    off |= {"layer_types": ["full_attention"] * 2, "_attn_implementation": "eager", "pretraining_tp": 4}
+    off |= {"temperature": 0.6, "rope_scaling": {"rope_type": "default", "finetuned": True, "attn_factor": 1.0}}
+    assert parse_config({**BASE, **off}) == parse_config(BASE)
+    assert parse_config({**BASE, "model_type": "qwen2", "attention_bias": True}).qkv_bias
+    assert not parse_config({**BASE, "model_type": "qwen2", "attention_bias": True}).o_bias
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "mod")],
+)
+def test_a_quantization_that_only_another_file_names_is_refused(name, method, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / name).write_text('{"group_size": 128}')
+    with pytest.raises(ConfigError, match=f"quantized by {method}"):
+        load_config(tmp_path)
 
 
 def test_which_layers_have_experts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.cuts import cuts, group_maxima
 from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import NO_TOKEN
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 
 torch.set_num_threads(1)
@@ -34,13 +36,16 @@ def kept(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
 @pytest.mark.parametrize("odd", [0.0, 5.0, torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("vocab_size", [97, 1280])
 def test_greedy_rows_alone_and_beside_others(odd: float, vocab_size: int) -> None:
-    """A step of greedy rows alone takes a shortcut to the same tokens."""
+    """A step of greedy rows alone takes a shortcut to the same tokens. A row with NaN or infinity has none."""
     logits, greedy = random_logits(4, vocab_size, spread=0.1), RowParameters(temperature=0.0)
     logits[1, [9, 40, 90]] = odd
     logits[2] = odd
     rows = rows_of([greedy] * 4)
     assert rows.plain
     alone = sample(logits, rows).token_ids
+    assert (alone[1] == NO_TOKEN) == (odd == torch.inf or math.isnan(odd))
+    assert (alone[2] == NO_TOKEN) == (not math.isfinite(odd))
+    assert NO_TOKEN not in (alone[0], alone[3])
     for beside in (RowParameters(seed=1), replace(greedy, logprobs=0), replace(greedy, bias={3: 1.0})):
         longer = rows_of([*[greedy] * 4, beside])
         assert not longer.plain
@@ -234,11 +239,11 @@ def test_logits_that_are_not_numbers_neither_raise_nor_win(
     logits = torch.tensor([values, [0.0] * len(values)])
     params = replace(params, logprobs=logprobs, temperature=0.0 if greedy else params.temperature)
     sampled = sample(logits, rows_of([params, params]))
-    value = values[sampled.token_ids[0]]
-    numbers = [v for v in values if v > -torch.inf]
-    assert value in numbers or (not numbers and sampled.token_ids[0] == 0)
-    if numbers and (greedy or torch.inf in numbers):
-        assert value == max(numbers)
+    token, numbers = sampled.token_ids[0], [v for v in values if v > -torch.inf]
+    sound = bool(numbers) and torch.inf not in numbers and not any(map(math.isnan, values))
+    assert (token == NO_TOKEN) == (not sound)
+    if sound:
+        assert values[token] == max(numbers) if greedy else values[token] in numbers
     for entry in sampled.logprobs:
         assert entry is not None
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()

@@ -60,6 +60,8 @@ def test_a_key_is_its_tenant() -> None:
     assert ring.tenant_of(f"bearer  {KEY} ") == tenant
     assert ring.tenant_of(f"Bearer {OTHER}") == Tenant(name="other")
     assert (tenant.capped(-9), tenant.capped(3)) == (-5, 3)
+    assert Tenant(name="other").capped(-1) == 0, "who is not allowed to go before others does not"
+    assert OPEN.capped(-100) == -100
 
 
 @pytest.mark.parametrize(

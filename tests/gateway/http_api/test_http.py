@@ -34,6 +34,10 @@ async def test_pages() -> None:
             MAX_LEN,
         )
         assert (await call(address, "/v1/models/toy")).json == model
+        # What --model said is a name too: of requests, and of the page, which says the real one.
+        assert (await call(address, "/v1/models/models/toy")).json == model
+        said = (await call(address, "/v1/completions", TEXT | {"model": "models/toy"})).json
+        assert (said["model"], said["choices"][0]["text"]) == ("toy", "The answer.")
         for path in ("/v1/models/other", "/v1/models/a/b"):
             missing = await call(address, path)
             assert (missing.status, missing.error["code"]) == (404, "model_not_found")

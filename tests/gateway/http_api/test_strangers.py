@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 import pathlib
 from collections.abc import AsyncIterator
+from operator import sub
+from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import HttpCall
+from pillion.kvstore.index import redis_link, redis_url
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from testbed.conditions import until
+from testbed.conditions import loop_turns, until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
-from tests.support.http import call, connected, request_bytes
+from tests.support.http import call, connected, request_bytes, send
 from tests.support.loop_clock import turn_clock
 
 KEY = "plk-" + "k" * 43
@@ -126,6 +130,41 @@ async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.
         await stack.aclose()
         await until("all connections to end", lambda: not http.connections)
         assert (await call(address, "/health")).status == 200
+
+
+async def test_clients_that_leave_leave_a_bounded_number_of_connections(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays are the gateway's links to Redis, which keep the connections of the busiest moment."""
+    for module in (redis_url, redis_link):
+        monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
+    async with guarded(tmp_path, monkeypatch) as fakes:
+        address, http = fakes.gateway.http_address, fakes.gateway.http
+        body = {"prompt": "a prompt of several blocks"}
+        raw = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEY}"})
+
+        def kept() -> tuple[int, int]:
+            info: Any = fakes.redis.command("INFO", "clients")
+            return psutil.Process().num_fds(), info["connected_clients"]
+
+        assert (await send(address, raw)).status == 200
+        await until("the connection to end", lambda: not http.connections)
+        before = kept()
+        for turns in (0, 10, 100, 1000):
+            # While Redis is slow, each request needs a connection to it of its own. Some clients stay.
+            async with contextlib.AsyncExitStack() as stack:
+                with fakes.redis.stopped():
+                    staying = [asyncio.create_task(send(address, raw)) for _ in range(30)]
+                    for _ in range(30):
+                        _, writer = await stack.enter_async_context(connected(address))
+                        writer.write(raw)
+                    await loop_turns(turns)
+                assert {reply.status for reply in await asyncio.gather(*staying)} == {200}
+            await until("all connections to end", lambda: not http.connections)
+            await fakes.settled()
+            # The index, the registry and the quotas have a link each.
+            await until("few connections", lambda: max(map(sub, kept(), before)) <= 3 * 4)
+        assert (await send(address, raw)).status == 200
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

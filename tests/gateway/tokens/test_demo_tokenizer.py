@@ -17,6 +17,7 @@ from pillion.types import ChatMessage
 
 pytestmark = pytest.mark.model
 
+MOST_TOKENS = 2**16
 CHATS = [
     [("user", "What is the capital of France?")],
     [("system", "Be brief."), ("user", "Привет! 你好 😀")],

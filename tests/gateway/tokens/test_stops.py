@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.detokenizer import new_detokenizer
-from pillion.gateway.tokens.stops import StopMatcher
+from pillion.gateway.tokens.stops import StopMatcher, StopStrings, stop_strings
 from testbed.toy_tokenizer import byte_tokenizer
 
 CODEC = byte_tokenizer()
-letters = st.text("abc", max_size=30)
-stops_strategy = st.lists(st.text("abc", min_size=1, max_size=5), max_size=3)
+letters = st.text("abc", max_size=40)
+stops_strategy = st.lists(st.text("abc", min_size=1, max_size=8), max_size=8)
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:
@@ -28,7 +30,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool]:
 @given(letters, stops_strategy, st.lists(st.integers(0, 6), max_size=30))
 @settings(max_examples=500)
 def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
-    matcher, got, rest = StopMatcher(stops), "", text
+    matcher, got, rest = StopMatcher(StopStrings(stops)), "", text
     final, stopped = expected(text, stops)
     for size in [*cuts, len(text)]:
         piece, rest = rest[:size], rest[size:]
@@ -41,14 +43,41 @@ def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: l
     assert (got, matcher.stopped) == (final, stopped)
 
 
+class CountedLabels(list[str]):
+    """A list that counts its look-ups."""
+
+    looked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looked += 1
+        return super().__getitem__(index)
+
+
+def test_many_long_stop_strings_cost_a_character_what_one_costs() -> None:
+    one = "a" * 255 + "z"
+    others = [("bcd"[n % 3] + "dcb"[n % 3]) * 127 + chr(ord("e") + n) for n in range(15)]
+    # Ends like stop strings again and again: what costs most where each of them is tried at each end.
+    text = ("a" * 255 + "y" + others[3][:200] + "ay" * 200 + "abcd") * 4
+    for stops in ([], [one], [one, *others]):
+        strings = StopStrings(stops)
+        labels = strings._labels = CountedLabels(strings._labels)
+        matcher = StopMatcher(strings)
+        assert "".join(map(matcher.push, text)) + matcher.flush() == text
+        assert labels.looked <= 2 * len(text), f"{labels.looked} look-ups for {len(text)} characters"
+
+
+def test_answers_with_equal_stop_strings_share_what_is_built() -> None:
+    assert stop_strings(("a", "b")) is stop_strings(("a", "b"))
+
+
 def test_what_looks_like_a_stop_is_let_go() -> None:
-    matcher = StopMatcher(["</s>"])
+    matcher = StopMatcher(StopStrings(["</s>"]))
     assert [matcher.push(p) for p in ("a<", "/", "b", "</s")] == ["a", "", "</b", ""]
     assert matcher.flush() == "</s"
 
 
 def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] = frozenset()) -> tuple[str, int, bool]:
-    answer, got, ids = AnswerText(new_detokenizer(CODEC), stops, stop_ids), "", CODEC.encode(text).ids
+    answer, got, ids = AnswerText(new_detokenizer(CODEC), stop_strings(stops), stop_ids), "", CODEC.encode(text).ids
     for at in range(0, len(ids), step):
         piece = answer.push(ids[at : at + step])
         got += piece.text
@@ -66,7 +95,7 @@ def test_an_answer_does_not_depend_on_batches(step: int) -> None:
 
 def test_a_stop_string_that_ends_with_the_flush() -> None:
     codec_ids = CODEC.encode("ab😀").ids[:-1]
-    answer = AnswerText(new_detokenizer(CODEC), ("b\ufffd",), frozenset())
+    answer = AnswerText(new_detokenizer(CODEC), stop_strings(("b\ufffd",)), frozenset())
     text = answer.push(codec_ids).text
     assert text == "a"
     assert answer.flush() == ""
@@ -79,6 +108,6 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 
 
 def test_flush_happens_once() -> None:
-    answer = AnswerText(new_detokenizer(CODEC), ("xyz",), frozenset())
+    answer = AnswerText(new_detokenizer(CODEC), stop_strings(("xyz",)), frozenset())
     assert answer.push(CODEC.encode("ax").ids).text == "a"
     assert [answer.flush(), answer.flush()] == ["x", ""]

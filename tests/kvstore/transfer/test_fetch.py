@@ -257,6 +257,7 @@ async def test_bytes_and_slots_are_bounds():
     node.add("a", 10)
     ticket_id = node.ticket()
     assert await node.bring(ticket_id, "a", max_bytes=4 * BLOCK_BYTES) == 4
+    assert [len(pinned) for pinned in node.sources["a"].pinned.values()] == [4], "a source reads all that it pins"
     node.check()
     worker = node.ledger.attach("w", "decode")
     node.ledger.lease(worker, NUM_SLOTS)

@@ -61,6 +61,27 @@ def test_the_sdk_imports_nothing_of_the_operators(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_bare_commands_print_their_help_as_it_is_written() -> None:
+    for words in ([], ["keys"]):
+        done = pillion(*words)
+        assert done.returncode == 2
+        assert done.stderr == pillion(*words, "--help").stdout
+        assert len(done.stderr.splitlines()) > 5
+
+
+def test_make_takes_a_model_whose_path_has_spaces(tmp_path: pathlib.Path) -> None:
+    """The recipe of `make serve` passes MODEL on as one word; a program that prints its words stands for Python."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "python"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    for name in (".made", ".torch", ".server"):
+        (tmp_path / name).touch()
+    asked = ["make", "-s", "serve", f"VENV={tmp_path}", 'MODEL=a model\'s "path"', "ARGS=--grpc-port 5"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["-m", "pillion", "serve", 'a model\'s "path"', "--grpc-port", "5"]
+
+
 def test_help_lists_every_command() -> None:
     done = pillion("--help")
     assert done.returncode == 0
@@ -101,7 +122,7 @@ def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
     from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
-    done = pillion("serve", model, "--kv-pool-bytes", "1MiB", PILLION_CACHE=str(tmp_path / "cache"))
+    done = pillion("serve", model, "--kv-pool-bytes", "256KiB", PILLION_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2
     assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]
     assert "kvnode" not in done.stderr

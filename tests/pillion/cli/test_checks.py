@@ -83,6 +83,12 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (DecodeFlags(max_num_seqs=-1), "--max-num-seqs -1 is less than 1"),
         (PrefillFlags(max_num_batched_prefill_tokens=8), "smaller than one block"),
         (KVNodeFlags(decode_reserve_percent=100), "more than 90"),
+        (KVNodeFlags(metrics_port=-1), "--metrics-port -1 is less than 0"),
+        (KVNodeFlags(low_watermark_percent=-1), "--low-watermark-percent -1 is less than 0"),
+        (KVNodeFlags(low_watermark_percent=9), "--low-watermark-percent must not be above --high-watermark-percent"),
+        (KVNodeFlags(fetch_timeout_ms=-5), "--fetch-timeout-ms -5 is less than 1"),
+        (KVNodeFlags(max_fetch_bytes=-1), "--max-fetch-bytes -1 is less than 0"),
+        (KVNodeFlags(disk_bytes=-1), "--disk-bytes -1 is less than 0"),
     ],
 )
 def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:

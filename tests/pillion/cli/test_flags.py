@@ -155,6 +155,13 @@ def test_every_flag_has_one_name_everywhere() -> None:
             assert field.metadata["help"].endswith((".", ")")), field.name
 
 
+@pytest.mark.parametrize("cls", ALL_FLAGS)
+def test_every_number_has_bounds(cls: Any) -> None:
+    """A negative one is refused by name, where nothing says that it means something."""
+    unbounded = [field.name for field in fields(cls) if type(field.default) in (int, float)]
+    assert [name for name in unbounded if cls.__dataclass_fields__[name].metadata["least"] is None] == []
+
+
 def test_children_do_not_inherit_the_parents_variables() -> None:
     environ = {"PILLION_MAX_NUM_SEQS": "1", "PILLION_CONFIG": "x", "PILLION_CACHE": "kept", "HOME": "kept"}
     assert without_flags(environ) == {"PILLION_CACHE": "kept", "HOME": "kept"}

@@ -173,11 +173,11 @@ def test_options_that_cannot_work(target: str, options: dict, complaint: str) ->
 
 
 def test_schemes_are_no_part_of_the_target() -> None:
-    assert (connect("grpc://h:1").target, connect("grpcs://h:1").target) == ("h:1", "h:1")
+    assert (connect("grpc://h:1").targets, connect("grpcs://h:1").targets) == (("h:1",), ("h:1",))
     assert connect("grpc://h:1").credentials is None
     assert connect("grpcs://h:1").credentials is not None
-    assert connect("unix:/x").target == "unix:/x"
-    assert connect("dns:///h:1").target == "dns:///h:1"
+    assert connect("unix:/x").targets == ("unix:/x",)
+    assert connect("dns:///h:1").targets == ("dns:///h:1",)
 
 
 async def test_the_api_key_goes_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:

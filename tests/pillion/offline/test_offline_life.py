@@ -10,6 +10,7 @@ import tempfile
 
 import pytest
 
+from pillion.supervisor.component_process import SERVER_PACKAGES
 from testbed.tiny_model import save_model
 from tests.support.processes import started
 
@@ -191,5 +192,7 @@ try:
 except pillion.ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", body, "torch"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "pip install 'pillion[server]'" in done.stdout, done.stdout + done.stderr
+    for missing in (["torch"], SERVER_PACKAGES):
+        words = [sys.executable, "-c", body, *missing]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.stdout == f"pillion.LLM needs {', '.join(missing)}: pip install 'pillion[server]'\n", done.stderr

@@ -12,18 +12,18 @@ from pillion.errors import ConfigError
 from pillion.supervisor import pool_fit as fit
 from pillion.supervisor.pool_fit import PoolFit, fit_pool, human_bytes
 
-POOL = ServeFlags(kv_pool_bytes=2**30, block_size=16, decode_reserve_percent=10)
+POOL = ServeFlags(kv_pool_bytes=2**30, block_size=16, decode_reserve_percent=10, max_model_len=8192)
 
 
 def fitted(flags: ServeFlags) -> PoolFit:
     """The pool of blocks of 256 KiB, for a model of 8,192 tokens and one decode worker."""
-    return fit_pool(flags, 2**18, 8192, 1)
+    return fit_pool(flags, 2**18, flags.max_model_len or 8192, 1)
 
 
 def test_the_pool_in_blocks_and_tokens() -> None:
     made = fitted(POOL)
     assert (made.total_blocks, made.total_tokens, made.request_blocks) == (4096, 65536, 513)
-    assert made.describe() == "4,096 blocks of 16 tokens = 65,536 tokens (1 GiB, 256 KiB a block)"
+    assert made.describe() == "1 GiB, room for 65,536 tokens"
 
 
 @pytest.mark.parametrize("reserve", [0, 10, 50, 90])
@@ -39,6 +39,20 @@ def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
     assert made.total_blocks >= made.needed_blocks
     with pytest.raises(ConfigError):
         fitted(replace(small, kv_pool_bytes=int(enough * 0.9)))
+
+
+@pytest.mark.parametrize("megabytes", [24, 40, 100, 200, 400])
+def test_a_length_that_nobody_asked_for_is_what_the_pool_holds(megabytes: int) -> None:
+    unasked = replace(POOL, kv_pool_bytes=megabytes * 2**20, max_model_len=0)
+    made = fitted(unasked)
+    assert made.needed_blocks <= made.total_blocks
+    assert made.max_model_len_tokens == 8192 or made.needed_blocks == made.total_blocks
+    assert fitted(replace(unasked, max_model_len=made.max_model_len_tokens // 16 * 16)) == made
+
+
+def test_a_length_is_not_lowered_to_nothing() -> None:
+    with pytest.raises(ConfigError, match="lower --max-model-len"):
+        fitted(replace(POOL, kv_pool_bytes=16 * 2**20, max_model_len=0))
 
 
 def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

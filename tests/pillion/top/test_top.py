@@ -117,9 +117,11 @@ def row(shown: str, first: str) -> str:
     ("places", "target", "found"),
     [
         ((), "127.0.0.1:50051", ["http://127.0.0.1:8000/metrics"]),
-        ((), "grpcs://edge.example:443", ["https://edge.example:8000/metrics"]),
+        ((), "grpcs://edge.example:50051", ["https://edge.example:8000/metrics"]),
         ((), "grpc://[::1]:50051", ["http://[::1]:8000/metrics"]),
         ((), "unix:/run/gateway.sock", []),
+        # Port 8000 of this host may be another cluster's.
+        ((), "127.0.0.1:50052", []),
         (("h:9500",), "x:1", ["http://h:9500/metrics"]),
         (("h:9500-9502", "h:9501"), "x:1", [f"http://h:{port}/metrics" for port in (9500, 9501, 9502)]),
         (("http://h:9/", "https://h/m?x=1"), "x:1", ["http://h:9/metrics", "https://h/m?x=1"]),
@@ -184,6 +186,17 @@ def test_changes_are_those_of_the_window() -> None:
     both = [gateway_page("gateway-0", 3), gateway_page("gateway-1", 5)]
     two = flow(reading(0, gateway_page("gateway-0", 1), gateway_page("gateway-1", 4)), reading(1, *both))
     assert (two.gateways, two.generated) == (2, 300)
+
+
+def test_nothing_found_is_zero_not_a_little_less() -> None:
+    def page(times: int) -> ComponentPage:
+        meters = Meters()
+        for source, tokens in (("pool", 0), ("prefill", 100), ("tail", 10)):
+            meters.counter(names.PROMPT_TOKENS, "demo", source).add(tokens * times)
+        return page_of(meters, "gateway-0", "gateway")
+
+    for tenths in range(1, 100):
+        assert flow(reading(0, page(0)), reading(tenths / 10, page(1))).cached == 0
 
 
 def test_what_began_anew_counts_from_nothing_and_what_is_new_not_at_all() -> None:

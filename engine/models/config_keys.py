@@ -1,0 +1,143 @@
+"""Refuses what a ``config.json`` says and nobody here obeys, by name and before weights are read. Imports no torch.
+
+A key that a family does not know may change its arithmetic, and a model without a part of it answers nonsense that
+looks like an answer. So each key must be one of these: read for every family, among the defaults of the family's row,
+bookkeeping, or set to a value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pillion.engine.models.families import ModelFamily
+from pillion.errors import ConfigError
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Keys that are read for every family.
+_READ = _words(
+    """
+    model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim rms_norm_eps max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
+    rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types bos_token_id eos_token_id
+    """
+)
+# Keys that say nothing about the arithmetic of a forward pass, or only about that of training: transformers' own,
+# what tools for training and conversion add, and sampling, which requests decide.
+BOOKKEEPING = _words(
+    """
+    architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
+    experts_implementation cache_implementation use_cache use_bfloat16 torchscript return_dict output_attentions
+    output_hidden_states initializer_range pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop
+    resid_pdrop router_aux_loss_coef router_jitter_noise output_router_logits is_decoder is_encoder_decoder
+    chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
+    tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder
+    pruned_heads tf_legacy_loss max_sequence_length model_max_length is_llama_config transformers.js_config
+    unsloth_version unsloth_fixed license
+
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    """
+)
+# Options that most families do not have, with the values that change nothing. Any other option is switched off by null,
+# false, 0 or an empty value.
+_NEUTRAL = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "decoder_sparse_step": 1,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+}
+# Without ``use_sliding_window`` these do nothing.
+_OF_WINDOWS = ("sliding_window", "max_window_layers")
+# The number of experts, as one family names it and as transformers 5 names it for all.
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+# Keys of a config for text and images around the text model's: they are about images.
+_AROUND_TEXT = _words(
+    """
+    text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
+    boi_token_id eoi_token_id
+    """
+)
+
+# Keys of rotary embeddings that are read, and those of the layers that have one of their own.
+_ROPE_READ = _words(
+    """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
+    beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
+    full_attention sliding_attention
+    """
+)
+_ROPE_BOOKKEEPING = frozenset({"finetuned"})
+_ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
+
+# Where checkpoints say how their weights are quantized.
+_QUANTIZED = ("quantization_config", "compression_config", "quantization")
+
+
+def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for quantized weights, and for the first key that the family ``name`` does not understand."""
+    _refuse_quantized(name, raw)
+    known = _READ | BOOKKEEPING | family.defaults.keys() | set(family.ignored)
+    if "num_experts_per_tok" in family.defaults:
+        known = known.union(_NUM_EXPERTS)
+    if raw.get("use_sliding_window") is False:
+        known = known.union(_OF_WINDOWS)
+    _refuse(name, "", raw, known, _NEUTRAL)
+
+
+def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping."""
+    _refuse_quantized(name, raw)
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {})
+
+
+def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first key of a rotary embedding's parameters that nobody here obeys."""
+    _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
+
+
+def _refuse(name: str, kind: str, raw: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, Any]) -> None:
+    for key in sorted(raw.keys() - set(known)):
+        value = raw[key]
+        # Keys with an underscore are transformers' notes to itself.
+        if key.startswith("_") or (value == neutral[key] if key in neutral else not value):
+            continue
+        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]}..."
+        raise ConfigError(
+            f"{name}: config.json has {kind}{key} = {shown}, which is not supported and may change the model's"
+            " arithmetic; remove it only if the model is right without it"
+        )
+
+
+def _refuse_quantized(name: str, raw: Mapping[str, Any]) -> None:
+    for key in _QUANTIZED:
+        if raw.get(key):
+            raise ConfigError(
+                f"{name}: weights quantized by {_method(key, raw[key])} (config.json: {key}) are not supported; use the"
+                " bf16, fp16 or fp32 release, or a GGUF file"
+            )
+
+
+def _method(key: str, found: Any) -> str:
+    """Names a quantization with its width: "awq, 4 bits"."""
+    if not isinstance(found, Mapping):
+        return repr(found)
+    # MLX writes no method, and old configs of bitsandbytes only the width.
+    old = {"load_in_4bit": "bitsandbytes, 4 bits", "load_in_8bit": "bitsandbytes, 8 bits"}
+    method = next((words for flag, words in old.items() if found.get(flag)), "")
+    if not method:
+        unnamed = "mlx" if key == "quantization" else "an unnamed method"
+        bits = found.get("bits") or found.get("w_bit")
+        method = str(found.get("quant_method") or unnamed) + (f", {bits} bits" if bits else "")
+    return method

@@ -1,0 +1,159 @@
+"""When and how a client asks for the rest of a stream that broke. Sans-IO: calls and clocks are the client's.
+
+    first call --messages--> breaks --delay--> next call, behind the last tokens --messages--> ... --> end
+                                |  ^                            |
+                                |  +---- refused, or broken ----+   at most MAX_RESUME_ATTEMPTS times in a row,
+                                |                                   for at most ``resume_timeout_s``
+                                +--> no gateway was there: each address is called once
+
+A stream of which nothing had come is sent as at first.
+
+Only the loss of a gateway or of the connection to it is mended here. What a gateway itself says about a request is
+final, unless it says so to an attempt to resume: a gateway that takes over the streams of another one may be full for a
+moment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import replace
+
+from pillion.errors import Cancelled, DeadlineExceeded, Overloaded, PillionError, Unavailable
+from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Resume, StreamOrigin
+from pillion.v1.gateway_pb2 import GenerateResponse
+from pillion.wire.public import delta_from_pb, origin_from_pb
+
+# Calls in a row that bring nothing new.
+MAX_RESUME_ATTEMPTS = 20
+# How long a broken stream may take to go on, if the client does not say otherwise.
+RESUME_TIMEOUT_S = 30.0
+# The first attempt comes at once, the others after pauses that double. Each is shortened at random, so that the streams
+# of a lost gateway do not all come at the same time.
+FIRST_RESUME_DELAY_MS = 50
+MAX_RESUME_DELAY_MS = 2000
+# How gRPC's errors begin where no gateway was reached at all.
+_NOT_CONNECTED = ("failed to connect", "DNS resolution failed")
+
+
+class StreamProgress:
+    """What a stream has brought so far, and the next request for it. Times are monotonic, in seconds.
+
+    Args:
+        timeout_s: time for the whole stream; None for no limit.
+        resume_timeout_s: as above; 0 never resumes.
+        addresses: gateways that may be called.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, timeout_s: float | None, resume_timeout_s: float, addresses: int, now_s: float
+    ) -> None:
+        self._request = request
+        self._deadline_s = None if timeout_s is None else now_s + timeout_s
+        self._resume_timeout_s = resume_timeout_s
+        self._addresses = addresses
+        self._origin: StreamOrigin | None = None
+        # By index of the answer.
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
+        self._reasons: dict[int, FinishReason] = {}
+        self._request_id = request.request_id
+        # Whether the next message is the first one of its call.
+        self._opening = True
+        # Whether a gateway was connected, and whether a message came.
+        self._reached = self._received = False
+        # Since when nothing new has come; None while calls bring something.
+        self._broke_s: float | None = None
+        self._attempts = 0
+        self._resumes = 0
+        # Whether the last message has come: how the call ends does not matter then.
+        self.over = False
+
+    def request(self) -> GenerateRequest:
+        """What to send next: the request as it came, or one for the rest."""
+        if self._origin is None:
+            return self._request
+        count = self._request.sampling.n or 1
+        answers = (AnswerSoFar(tuple(self._token_ids[n]), self._reasons.get(n)) for n in range(count))
+        return replace(self._request, request_id=self._request_id, resume=Resume(self._origin, tuple(answers)))
+
+    def timeout_s(self, now_s: float) -> float | None:
+        """Time that the next call may take; None for no limit. Raises DeadlineExceeded where none is left."""
+        if self._deadline_s is None:
+            return None
+        left_s = self._deadline_s - now_s
+        if left_s <= 0 and self._attempts:
+            raise DeadlineExceeded("the time for the stream passed while it was resumed")
+        return left_s
+
+    def note(self, message: GenerateResponse) -> Delta:
+        """The next delta. Raises Unavailable for one that does not continue the stream."""
+        delta = delta_from_pb(message)
+        if self._opening:
+            self._opens(message)
+        if delta.token_ids or delta.finish_reason is not None:
+            self._attempts, self._broke_s = 0, None
+            self._token_ids[delta.index] += delta.token_ids
+        if delta.finish_reason is not None:
+            self._reasons[delta.index] = delta.finish_reason
+        self.over = delta.usage is not None
+        if delta.timings is not None and self._resumes:
+            return replace(delta, timings=replace(delta.timings, replays=delta.timings.replays + self._resumes))
+        return delta
+
+    def delay_s(self, error: PillionError, spoken: bool, now_s: float) -> float:
+        """How long to wait before the next call.
+
+        Args:
+            error: why the last call ended.
+            spoken: whether a gateway said so, and not the connection.
+
+        Raises:
+            PillionError: where there is to be no further call; ``error``, or one that says what has been tried.
+        """
+        broken = is_loss(error, spoken)
+        self._reached = self._reached or not (spoken or error.message.startswith(_NOT_CONNECTED))
+        if not self._reached:
+            # gRPC itself has tried again, at this address.
+            self._attempts += 1
+            if not broken or self._attempts >= self._addresses:
+                raise error
+            return 0.0
+        if self._broke_s is None:
+            # The stream was under way, or waited. Its attempts, and their time, are counted from here.
+            self._broke_s, self._attempts = now_s, 0
+            if not broken or (self._received and self._origin is None) or self._resume_timeout_s <= 0:
+                raise error
+        elif not (broken or isinstance(error, Overloaded | Unavailable)):
+            raise error
+        waited_s = now_s - self._broke_s
+        if self._attempts >= MAX_RESUME_ATTEMPTS or (self._attempts and waited_s >= self._resume_timeout_s):
+            text = f"the stream broke and was not resumed in {self._attempts} attempts within {waited_s:.1f} s"
+            raise type(error)(f"{text}; the last one: {error.message}")
+        doubled_ms = FIRST_RESUME_DELAY_MS * 2 ** (self._attempts - 1) if self._attempts else 0
+        asked_ms = error.retry_after_ms if isinstance(error, Overloaded | Unavailable) else 0
+        delay_ms = min(max(doubled_ms, asked_ms), MAX_RESUME_DELAY_MS) * random.uniform(0.5, 1)  # noqa: S311
+        self._attempts += 1
+        self._opening = True
+        left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
+        return min(delay_ms / 1000, left_s)
+
+    def _opens(self, message: GenerateResponse) -> None:
+        """Takes the first message of a call."""
+        self._opening = False
+        self._reached = self._received = True
+        if self._origin is not None:
+            if not message.HasField("origin"):
+                raise Unavailable("the stream broke, and the gateway that was asked to resume it is too old for that")
+            self._resumes += 1
+        elif message.HasField("origin"):
+            self._origin = origin_from_pb(message.origin)
+        self._request_id = message.request_id or self._request_id
+
+
+def is_loss(error: PillionError, spoken: bool) -> bool:
+    """Whether an error means that a gateway is lost, or is stopping and says when to come again: then another one may
+    take the call."""
+    if isinstance(error, Unavailable):
+        return not spoken or error.retry_after_ms > 0
+    # A gateway that is shut down in the middle of a stream, and a proxy that resets one.
+    return not spoken and (isinstance(error, Cancelled) or "RST_STREAM" in error.message)

@@ -1,0 +1,131 @@
+"""When a client asks for the rest of a broken stream, how often and how long, and which address it calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from pillion.client.connection import MAX_ADDRESSES, connect
+from pillion.client.resume import MAX_RESUME_ATTEMPTS, MAX_RESUME_DELAY_MS, RESUME_TIMEOUT_S, StreamProgress
+from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
+from pillion.v1 import gateway_pb2
+from pillion.wire.public import finish_to_pb
+from testbed.cluster import free_port
+from tests.support.fake_components import running_fake_cluster
+
+LOST, NOWHERE = Unavailable("Socket closed"), Unavailable("failed to connect to all addresses")
+ORIGIN = StreamOrigin(-5, bytes(32), 8)
+
+
+def message(*token_ids: int, index: int = 0, first: bool = False, reason: FinishReason | None = None):
+    origin = gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8) if first else None
+    return gateway_pb2.GenerateResponse(
+        request_id="r-1", token_ids=token_ids, index=index, origin=origin, finish_reason=finish_to_pb(reason)
+    )
+
+
+def progress(
+    timeout_s: float | None = None, resume_timeout_s: float = RESUME_TIMEOUT_S, addresses: int = 1, n: int = 1
+):
+    request = GenerateRequest(text="x", sampling=SamplingParams(n=n))
+    return StreamProgress(request, timeout_s, resume_timeout_s, addresses, 100.0)
+
+
+def test_the_rest_is_asked_for_behind_the_last_tokens() -> None:
+    stream = progress(n=3)
+    assert stream.request().resume is None
+    for one in (message(3, 4, first=True), message(9, index=2, reason=FinishReason.STOP), message(5)):
+        stream.note(one)
+    assert stream.delay_s(LOST, False, 101.0) == 0
+    again = stream.request()
+    answers = (AnswerSoFar((3, 4, 5)), AnswerSoFar(), AnswerSoFar((9,), FinishReason.STOP))
+    assert (again.resume, again.request_id, again.text) == (Resume(ORIGIN, answers), "r-1", "x")
+
+
+def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() -> None:
+    stream, now_s = progress(resume_timeout_s=1e9), 100.0
+    for _ in range(3):
+        stream.note(message(7, first=True))
+        delays = []
+        for _ in range(MAX_RESUME_ATTEMPTS):
+            delays.append(stream.delay_s(LOST if len(delays) % 2 else NOWHERE, False, now_s))
+            now_s += 1
+        assert delays[0] == 0
+        assert 0 < delays[1] < max(delays) <= MAX_RESUME_DELAY_MS / 1000
+    with pytest.raises(Unavailable, match=f"not resumed in {MAX_RESUME_ATTEMPTS} attempts"):
+        stream.delay_s(LOST, False, now_s)
+    late = progress()
+    late.note(message(7, first=True))
+    late.delay_s(LOST, False, 500.0)
+    late.delay_s(Overloaded("full", 300), True, 500.0 + RESUME_TIMEOUT_S - 1)
+    with pytest.raises(Overloaded, match="full"):
+        late.delay_s(Overloaded("full", 300), True, 500.0 + RESUME_TIMEOUT_S)
+
+
+def test_what_a_gateway_says_is_final_unless_to_an_attempt_to_resume() -> None:
+    for error in (Unavailable("no decode worker lives"), Overloaded("full", 100), InvalidRequest("bad")):
+        for begun in (False, True):
+            stream = progress(addresses=3)
+            if begun:
+                stream.note(message(7, first=True))
+            with pytest.raises(type(error)):
+                stream.delay_s(error, True, 100.0)
+        stream = progress()
+        stream.note(message(7, first=True))
+        stream.delay_s(LOST, False, 100.0)
+        if isinstance(error, InvalidRequest):
+            with pytest.raises(InvalidRequest):
+                stream.delay_s(error, True, 100.0)
+        else:
+            assert stream.delay_s(error, True, 100.0) > 0
+
+
+def test_a_gateway_that_was_never_there_is_called_once_at_each_address() -> None:
+    stream = progress(addresses=3)
+    assert [stream.delay_s(NOWHERE, False, 100.0), stream.delay_s(NOWHERE, False, 100.0)] == [0, 0]
+    with pytest.raises(Unavailable):
+        stream.delay_s(NOWHERE, False, 100.0)
+    # A stream that waited for its first token when its gateway was lost is worth more.
+    waiting = progress()
+    assert waiting.delay_s(LOST, False, 100.0) == 0
+    assert waiting.delay_s(NOWHERE, False, 101.0) > 0
+    assert waiting.request().resume is None
+
+
+def test_time_for_the_whole_stream_is_not_prolonged() -> None:
+    stream = progress(timeout_s=10)
+    assert stream.timeout_s(100.0) == 10
+    stream.note(message(7, first=True))
+    stream.delay_s(LOST, False, 109.9)
+    assert stream.delay_s(Overloaded("full", 2000), True, 109.9) <= 0.1 + 1e-6
+    assert stream.timeout_s(109.5) == pytest.approx(0.5)
+    with pytest.raises(DeadlineExceeded):
+        stream.timeout_s(110.0)
+
+
+async def test_the_next_of_several_addresses_is_called() -> None:
+    async with running_fake_cluster("Hello") as fakes:
+        dead, alive = f"127.0.0.1:{free_port()}", fakes.gateway.grpc_address
+        async with AsyncClient([dead, alive]) as client:
+            assert "".join([delta.text async for delta in client.generate("x")]) == "Hello"
+            assert [model.name for model in await client.models()] == ["toy"]
+
+        def ask() -> str:
+            with Client(f"{dead}, {alive}") as client:
+                assert client.status().version
+                return "".join(delta.text for delta in client.generate("x"))
+
+        assert await asyncio.to_thread(ask) == "Hello"
+    async with AsyncClient([dead, dead]) as client:
+        with pytest.raises(Unavailable, match="failed to connect"):
+            await client.models()
+
+
+def test_addresses_are_checked() -> None:
+    assert connect("a:1,grpcs://b:2").targets == ("a:1", "b:2")
+    assert connect(["a:1", "unix:/x"]).targets == ("a:1", "unix:/x")
+    for bad in ("", "a:1,", [], ["a:1"] * (MAX_ADDRESSES + 1), "grpc://a:1,grpcs://b:2"):
+        with pytest.raises(ConfigError):
+            connect(bad)
