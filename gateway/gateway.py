@@ -16,14 +16,14 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from pillion._version import VERSION
-from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
-from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
+from pillion.errors import DeadlineExceeded, Overloaded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
-from pillion.gateway.request.message_bounds import LOOP_BYTES
+from pillion.gateway.request.message_bounds import LOOP_BYTES, MAX_WAITING_BYTES
 from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
@@ -50,12 +50,8 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
-<<<<<<< HEAD
-from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
-=======
 from pillion.gateway.tokens.stops import stop_strings
-from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
->>>>>>> main
+from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -110,6 +106,8 @@ class Gateway:
         self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
         self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
+        # Bytes of requests that are read on threads, or wait for it.
+        self._waiting_bytes = 0
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
@@ -164,11 +162,7 @@ class Gateway:
         permit: AdmissionPermit | None = None
         try:
             model = self.entry(request.model)
-<<<<<<< HEAD
             await self.check(request, tenant)
-=======
-            check_request(request, model.limits)
->>>>>>> main
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
@@ -204,8 +198,14 @@ class Gateway:
         in the tenant's turn. Raises what the job raises, and Overloaded where too many jobs wait."""
         if size_bytes <= LOOP_BYTES:
             return job(*arguments)
-        async with self._texts.of(self._known(tenant)):
-            return await self._pool.run(job, *arguments)
+        if self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
+            raise Overloaded(f"more than {MAX_WAITING_BYTES} bytes of requests wait to be read", RETRY_AFTER_MS)
+        self._waiting_bytes += size_bytes
+        try:
+            async with self._texts.of(self._known(tenant)):
+                return await self._pool.run(job, *arguments)
+        finally:
+            self._waiting_bytes -= size_bytes
 
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""

@@ -250,7 +250,7 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
 def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
     if not given:
-        yield FieldViolation("text", "the prompt is empty; give one of text, token_ids and messages")
+        yield FieldViolation("text", "the prompt is empty")
     for name in given if len(given) > 1 else ():
         yield FieldViolation(
             name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"

@@ -107,10 +107,10 @@ class ModelTokenizer:
     def _encode(self, text: str, specials: bool, most_tokens: int) -> list[int]:
         # Every token is an object that is freed under the interpreter's lock: a million of them stop all streams.
         if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
-            raw = text.encode()
-            if len(raw) > LIKELY_TOKEN_BYTES * most_tokens + CUT_TOKENS:
-                begins = self._encoding(raw[: 2 * most_tokens + CUT_TOKENS].decode(errors="ignore"), specials)
-                if len(begins) > most_tokens + CUT_TOKENS:
+            raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
+            if len(raw) > likely:
+                beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials)
+                if len(beginning) > most_tokens + CUT_TOKENS:
                     raise TextTooLong(f"more than {most_tokens}")
         encoding = self._encoding(text, specials)
         # A BOS that the text has itself is taken away later.
