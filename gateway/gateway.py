@@ -111,8 +111,10 @@ class Gateway:
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
-        admission, index = self.admission, cluster.index
-        self.meters.watch(lambda: readings(admission.requests, admission.waiting, index.available))
+        admission, index, registry = self.admission, cluster.index, cluster.registry
+        self.meters.watch(
+            lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
+        )
         # Tokens of ended requests.
         self.totals = Usage(0, 0, 0)
 
@@ -262,7 +264,7 @@ class Gateway:
             return error.message
         nodes = {component.node_id for component in served.components if component.role == "kvnode"}
         if not any(component.role == "decode" and component.node_id in nodes for component in served.components):
-            return f"no KV node lives for the decode workers of model {name!r}"
+            return f"no KV node lives for the decode workers of model {name!r}{self.cluster.blind_spot()}"
         return ""
 
     def not_ready(self) -> str:
@@ -316,7 +318,9 @@ class Gateway:
 
     def _operators_only(self, tenant: Tenant | None) -> None:
         if not self._known(tenant).operator:
-            raise PermissionDenied("only a tenant with operator = true may see the cluster")
+            raise PermissionDenied(
+                "only a tenant with operator = true may see the cluster: pillion keys add FILE --tenant NAME --operator"
+            )
 
     def _slots(self, model: str) -> int:
         """Answers that the model's workers are given at once; 0 while no bound is known."""
@@ -331,7 +335,8 @@ class Gateway:
                 encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
                 text = request.text
                 if request.messages:
-                    text, encode = await model.template.render(request.messages), tokenizer.encode_chat
+                    text = await model.template.render(request.messages, request.chat)
+                    encode = tokenizer.encode_chat
                 try:
                     prompt = await self._pool.run(encode, text, model.limits.max_prompt_tokens)
                 except TextTooLong as error:

@@ -27,6 +27,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
@@ -122,13 +123,24 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _beat(self, heartbeat_s: float) -> None:
+        defects = Defects("the gateway's heartbeat")
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
+            taken = not self._registry.refusal
             try:
                 await self._registry.heartbeat(now)
+                if not taken:
+                    log.warning("the registry takes heartbeats again")
             except PillionError as error:
-                log.debug("heartbeat not taken: %s", error.message)
+                if taken:
+                    log.warning(
+                        "the registry takes no heartbeats; this gateway goes on with the components that it is"
+                        " connected to and finds no new ones: %s",
+                        error.message,
+                    )
+            except Exception as error:  # noqa: BLE001  (a gateway without heartbeats is taken for dead)
+                defects.note(error)
             await asyncio.sleep(heartbeat_s)
 
 

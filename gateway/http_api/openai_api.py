@@ -58,15 +58,15 @@ class OpenAIApi:
         self._pacer = WritePacer()
 
     async def completions(self, call: HttpCall) -> None:
-        """POST /v1/completions."""
+        """Continues a prompt, or several."""
         await call.while_connected(self._answer(call, completion_request, await call.body()))
 
     async def chat(self, call: HttpCall) -> None:
-        """POST /v1/chat/completions."""
+        """Answers a conversation with the assistant's next message."""
         await call.while_connected(self._answer(call, chat_request, await call.body()))
 
     async def tokenize(self, call: HttpCall) -> None:
-        """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
+        """Gives the ids of a prompt or of a conversation, as they would be computed."""
         raw = await call.body()
         body, request = await self._gateway.off_loop(call.tenant, len(raw), tokenize_request, raw)
         entry = self._entry(body.model)
@@ -81,7 +81,7 @@ class OpenAIApi:
         await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
 
     async def detokenize(self, call: HttpCall) -> None:
-        """POST /detokenize: the text of ids."""
+        """Gives the text of ids."""
         raw = await call.body()
         body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
         entry = self._entry(body.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -14,6 +15,7 @@ from typing import Protocol
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
@@ -45,7 +47,13 @@ LINKS: dict[str, type[Link]] = {"kvnode": NodeLink, "prefill": PrefillLink, "dec
 
 
 class ComponentDirectory(Protocol):
-    """The records of live components: the registry, or the list of a process that holds all components itself."""
+    """The records of live components: the registry, or the list of a process that holds all components itself.
+
+    Attributes:
+        refusal: why it takes no heartbeats now, so that its records are old; empty where it takes them.
+    """
+
+    refusal: str
 
     async def components(self) -> list[ComponentRecord]:
         """Records of all live components. Raises Unavailable."""
@@ -124,6 +132,7 @@ class Cluster:
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
         # When a decode worker and a KV node for the model were last on record, by model.
         self._recorded_at_s: dict[str, float] = {}
+        self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -138,19 +147,24 @@ class Cluster:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
+        await self._waiters.aclose()
         links = [link for links in self._links.values() for link in links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Asks the registry now; its silence leaves the last view as it is."""
+        """Asks the registry now; its silence leaves the last view as it is. While it takes no heartbeats, what vanishes
+        from it is kept as long as it is connected."""
         async with self._polling:
             try:
                 records = await self.registry.components()
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
+                self.view.hold(self._connected(), time.monotonic())
                 return
             now = time.monotonic()
+            if self.registry.refusal:
+                self.view.hold(self._connected(), now)
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
@@ -161,7 +175,7 @@ class Cluster:
         mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
         spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
         if not spaces:
-            raise Unavailable(f"no decode worker of model {model!r} lives")
+            raise Unavailable(f"no decode worker of model {model!r} lives{self.blind_spot()}")
         # Workers of two releases may differ in layout; a request stays with those that can share its KV.
         namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
         workers = {p.component_id for p in mine if p.namespace == namespace}
@@ -172,19 +186,11 @@ class Cluster:
         """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
         starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a supervisor is bringing
         them back. Raises Unavailable."""
-        begun = time.monotonic()
-        while True:
-            waited_s = time.monotonic() - begun
-            over = waited_s >= RETURN_WAIT_S or (waited_s >= FIRST_LOOK_S and not self._expected(model))
-            try:
-                served = self.served(model, fingerprint)
-                if over or any(component.role == "kvnode" for component in served.components):
-                    return served
-            except Unavailable:
-                if over:
-                    raise
-            await self.refresh()
-            await asyncio.sleep(FIRST_LOOK_S / 5)
+        with contextlib.suppress(Unavailable):
+            served, complete = self._look((model, fingerprint))
+            if complete:
+                return served
+        return await self._waiters.wait((model, fingerprint))
 
     def request_slots(self, model: str) -> int:
         """Requests that the model's workers should be given at once: this gateway's share of the decode workers' slots,
@@ -192,7 +198,7 @@ class Cluster:
 
         The share is even, with what the other gateways do not use of theirs, as of their last heartbeat: connections
         are not spread evenly, and a client may have only one."""
-        workers = [record for record in self.view.records() if record.role == "decode" and record.model == model]
+        workers = [record for record in self._known() if record.role == "decode" and record.model == model]
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
@@ -214,7 +220,7 @@ class Cluster:
 
     def pools_tokens(self, model: str) -> list[int]:
         """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
-        records = self.view.records()
+        records = self._known()
         blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
         return [
             blocks.get(record.node_id, 0) * record.block_size_tokens
@@ -222,14 +228,37 @@ class Cluster:
             if record.role == "decode" and record.model == model
         ]
 
+    def blind_spot(self) -> str:
+        """What an error message adds while the registry takes no heartbeats; empty where it takes them."""
+        if not self.registry.refusal:
+            return ""
+        return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
+
+    def _known(self) -> tuple[ComponentRecord, ...]:
+        """All records; of a registry that takes no heartbeats, those of components that answer: it still lists all
+        others that lived when it ceased to."""
+        records = self.view.records()
+        return tuple(filter(self.answers, records)) if self.registry.refusal else records
+
+    def _connected(self) -> list[str]:
+        """Components that live as far as this gateway's connections show. It has none to other gateways."""
+        records = self.view.records()
+        return [record.component_id for record in records if record.role == "gateway" or self.answers(record)]
+
     def _note_models(self, now: float) -> None:
         records = self.view.records()
         if any(record.role == "kvnode" for record in records):
             self._recorded_at_s.update((record.model, now) for record in records if record.role == "decode")
 
-    def _expected(self, model: str) -> bool:
-        """Whether a decode worker and a KV node for the model were on record a short time ago."""
-        return time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
+    def _look(self, key: ModelKey) -> tuple[Served, bool]:
+        """How a model is served, and whether by a KV node too. Raises Unavailable."""
+        served = self.served(*key)
+        return served, any(component.role == "kvnode" for component in served.components)
+
+    def _patience_s(self, model: str) -> float:
+        """How long a request waits for the model: longer where it was served a short time ago."""
+        expected = time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
+        return RETURN_WAIT_S if expected else FIRST_LOOK_S
 
     def node(self, node_id: str) -> NodeLink:
         """The link to a KV node. Raises Unavailable."""
@@ -285,8 +314,7 @@ class Cluster:
         if component.component_id in self.view.fenced:
             return False
         link = self._links.get(component.role, {}).get(_link_name(component))
-        # A prefill worker is connected by its first call.
-        return link is not None and (component.role == "prefill" or link.alive)
+        return link is not None and link.alive
 
     async def _poll(self) -> None:
         while True:

@@ -1,23 +1,37 @@
-"""Calls to prefill workers: each runs one span, which is acknowledged chunk by chunk."""
+"""Calls to prefill workers: each runs one span, which is acknowledged chunk by chunk.
+
+made --> alive --its health cannot be watched, or it says NOT_SERVING--> not alive --SERVING--> alive
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
-from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from pillion.v1.prefill_pb2 import DESCRIPTOR, ChunkAck, RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.registry import ComponentRecord
 
+log = logging.getLogger("pillion.gateway")
+
+RECONNECT_DELAY_S = 0.2
+SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
+
 
 class PrefillLink:
-    """One prefill worker's channel; it connects with the first call and again when needed."""
+    """The link to one prefill worker.
+
+    Attributes:
+        alive: whether spans can be run: its health says so, or it has not been reached yet and nothing is known.
+    """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -25,12 +39,10 @@ class PrefillLink:
         self._gateway_id = gateway_id
         self._channel = rpc.open_channel(record.address)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._calls: set[Any] = set()
-
-    @property
-    def alive(self) -> bool:
-        """Whether a span runs on it."""
-        return bool(self._calls)
+        self.alive = True
+        self._keeper = asyncio.create_task(self._keep_watched(), name=f"health of {self.component_id}")
 
     async def run_span(self, request: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
         """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
@@ -51,7 +63,27 @@ class PrefillLink:
 
     async def aclose(self) -> None:
         """Cancels the spans under way, whose iterations raise Unavailable."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
         # Closing the channel alone would let them wait for a worker that is paused and never answers.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()
+
+    async def _keep_watched(self) -> None:
+        """Watches the worker's health, whose stream ends with the worker, and begins again for as long as there is this
+        link."""
+        while True:
+            call = self._health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+            try:
+                async for reply in call:
+                    self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING
+                    if not self.alive:
+                        # A worker that stops waits for its calls to end, and so for this one.
+                        break
+            except Exception as error:  # noqa: BLE001  (whatever it was, the worker may come back)
+                log.debug("the health of %s is unknown: %s", self.component_id, error)
+            finally:
+                self.alive = False
+                call.cancel()
+            await asyncio.sleep(RECONNECT_DELAY_S)

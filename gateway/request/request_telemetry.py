@@ -117,11 +117,12 @@ def count_refused(meters: Meters, error: PillionError) -> None:
     meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
 
 
-def readings(running: int, waiting: int, index_available: bool) -> Iterator[Reading]:
+def readings(running: int, waiting: int, index_available: bool, registry_writable: bool) -> Iterator[Reading]:
     """The gauges of a gateway."""
     yield names.REQUESTS_NOW, ("running",), running - waiting
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
+    yield names.REGISTRY_WRITABLE, (), float(registry_writable)
 
 
 def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:

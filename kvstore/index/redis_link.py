@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,16 @@ LEAST_PATIENCE_MS = 50
 # Between two looks at a Cluster's map of slots.
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
+
+# What helps where a Redis answers and refuses, by a pattern of its refusal: releases differ in their words, and the
+# client turns some of them into classes.
+REMEDIES = {
+    "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
+    "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
+    "MISCONF": "it could not save its data: mend its disk, or CONFIG SET stop-writes-on-bgsave-error no",
+    "NOREPLICAS": "it has fewer replicas than its min-replicas-to-write: start them, or lower that number",
+    "NoPermissionError|NOPERM|no permissions|can't run this command": "its ACL lacks what docs/index.md lists",
+}
 
 _SCRIPTS = Path(__file__).parent / "lua"
 _REGISTRY_SCRIPTS = ("heartbeat", "leave", "components", "nodes")
@@ -172,7 +183,7 @@ class RedisLink:
         if any(isinstance(one, MovedError | ClusterDownError) for one in refused):
             self._discover()
         if len(refused) == len(raw):
-            raise Unavailable(f"Redis refused: {refused[0]}")
+            raise Unavailable(f"Redis refuses: {_with_remedy(refused[0])}")
         return answers
 
     async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
@@ -235,6 +246,13 @@ async def _outcome(work: Any) -> Any:
         return await work
     except Unavailable as error:
         return error
+
+
+def _with_remedy(refusal: ResponseError) -> str:
+    """Returns a refusal with what helps against it, where that is known."""
+    named = f"{type(refusal).__name__} {refusal}"
+    remedies = [remedy for pattern, remedy in REMEDIES.items() if re.search(pattern, named)]
+    return f"{refusal} What helps: {remedies[0]}." if remedies else str(refusal)
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:

@@ -5,7 +5,8 @@
     gateway, KV node --Registry.nodes--> NodeTable: entry --> node id
 
 An *entry* is node number and boot epoch of a KV node, 4 bytes each. An entry that does not stand in the table is void:
-its node is dead or has restarted. Time is Redis's own (TIME), so clocks of machines do not matter.
+its node is dead or has restarted. Time is Redis's own (TIME), so clocks of machines do not matter. It stands still
+while nobody's heartbeat arrives: then Redis takes none, and a component's silence says nothing (lua/registry.lua).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
 from pillion.wire.registry import ComponentRecord
@@ -71,9 +73,15 @@ class NodeTable:
 
 class Registry:
     """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost. Every call
-    raises Unavailable when Redis does not answer."""
+    raises Unavailable when Redis does not answer, or refuses.
+
+    Attributes:
+        refusal: why Redis did not take the last heartbeat that was sent here; empty where it took it, or where none was
+            sent.
+    """
 
     def __init__(self, redis_url: str, ttl_ms: int) -> None:
+        self.refusal = ""
         self._ttl_ms = ttl_ms
         self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
 
@@ -88,7 +96,13 @@ class Registry:
             MAX_FORGOTTEN_COMPONENTS,
         ]
         call = ScriptCall(REGISTRY_KEYS, args)
-        return await self._link.call("heartbeat", call, _read_heartbeat, deadline_ms=REGISTRY_DEADLINE_MS)
+        try:
+            answer = await self._link.call("heartbeat", call, _read_heartbeat, deadline_ms=REGISTRY_DEADLINE_MS)
+        except Unavailable as error:
+            self.refusal = error.message
+            raise
+        self.refusal = ""
+        return answer
 
     async def leave(self, component_id: str) -> None:
         """Takes a component out at once."""

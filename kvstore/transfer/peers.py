@@ -340,7 +340,9 @@ class Peers:
         now = time.monotonic()
         if now >= self._known_until_s:
             with contextlib.suppress(PillionError):
-                self._known = await self._addresses()
+                found = await self._addresses()
+                # A registry without this very node has lost its memory; it may take no heartbeats either.
+                self._known = found if self._node_id in found else {**self._known, **found}
             self._known_until_s = now + ADDRESSES_TTL_S
         address = self._known.get(node_id, "")
         if not address:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
-from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
 
@@ -38,6 +39,21 @@ def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest
         raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
     return GenerateRequest(messages=tuple(checked), **options)
+
+
+def chat_options(
+    add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
+) -> ChatOptions:
+    """How a conversation becomes a prompt. Raises InvalidRequest for variables that are no JSON."""
+    try:
+        kwargs = json.dumps(dict(chat_template_kwargs), allow_nan=False) if chat_template_kwargs else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest.of(FieldViolation("chat.chat_template_kwargs", str(error))) from None
+    return ChatOptions(
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        chat_template_kwargs=kwargs,
+    )
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:

@@ -62,6 +62,8 @@ T = TypeVar("T")
 class LocalRegistry:
     """The registry of a process that holds all components: they live as long as the process does."""
 
+    refusal = ""
+
     def __init__(self, node: Any, worker: Any) -> None:
         self._node = node
         self._worker = worker

@@ -16,6 +16,15 @@ Number = TypeVar("Number", int, float)
 STEP_COSTS = 5
 # No component counts more of anything.
 MAX_COUNT = 2**64
+# Fields that hold at a worker's heartbeat only.
+LOAD = (
+    "running_requests",
+    "waiting_requests",
+    "waiting_tokens",
+    "queued_tokens",
+    "decoding_requests",
+    "context_tokens",
+)
 
 
 class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +110,15 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
                 fields[name] = _number(fields[name], default)
         fields["step_cost_s"] = _step_cost(fields.get("step_cost_s"))
         return msgspec.convert(fields, cls)
+
+    def outdated(self) -> ComponentRecord:
+        """What still holds of a record long after its heartbeat, where the component lives: not its load, and not whom
+        it had fenced. A gateway's load stays, as the best guess of its share."""
+        if self.role == "gateway":
+            return self
+        slots = self.running_requests + self.free_seqs
+        idle = dict.fromkeys(LOAD, 0)
+        return msgspec.structs.replace(self, **idle, free_seqs=slots, fenced_components=())
 
     def status(self) -> ComponentStatus:
         """Returns the public part of the record."""

@@ -43,7 +43,7 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     step_meter.StepMeter(meters)
     meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
-    meters.watch(lambda: request_telemetry.readings(0, 0, True))
+    meters.watch(lambda: request_telemetry.readings(0, 0, True, True))
     found: dict[tuple[str, str], set[str]] = {}
     for metric, cells in meters.collect().items():
         for labels in cells:

@@ -1,7 +1,7 @@
 -- Lists the live components. Returns now, then "heartbeat-ms record" of each.
 local now = now_ms()
 local answer = {now}
-for _, component in ipairs(redis.call('ZRANGEBYSCORE', expiry, '(' .. string.format('%.0f', now), '+inf')) do
+for _, component in ipairs(live_after(judged_at(now))) do
   local record = redis.call('HGET', components, component)
   if record then
     answer[#answer + 1] = record

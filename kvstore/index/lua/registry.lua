@@ -13,3 +13,21 @@ local function own_registry()
   own(numbers, 'hash')
   own(nodes, 'hash')
 end
+
+-- A field of `components` that is no component: the time in ms at which the newest heartbeat counts as lost, and its ttl.
+local NEWEST = ''
+
+-- Returns the time by which silence is judged. It stands still at the newest heartbeat once half of that one's ttl is over:
+-- when nobody's heartbeat arrives, it is Redis that takes none (a read-only replica, no memory, no disk), and a component's
+-- silence says nothing.
+local function judged_at(now)
+  local lost, ttl = string.match(redis.call('HGET', components, NEWEST) or '', '^(%d+) (%d+)$')
+  if lost and now > lost - ttl / 2 then
+    return lost - ttl
+  end
+  return now
+end
+
+local function live_after(time)
+  return redis.call('ZRANGEBYSCORE', expiry, '(' .. string.format('%.0f', time), '+inf')
+end

@@ -138,7 +138,12 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
 
     stuck = FakeDecode("x")
     stuck.gate.clear()
+
+    def add_prefill(server: Any) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(Silent(), server)
+
     server = await start_server(f"unix:{folder}/decode.sock", [("pillion.v1.Decode", add)])
+    prefill = await start_server(f"unix:{folder}/prefill.sock", [("pillion.v1.Prefill", add_prefill)])
     monkeypatch.setattr(registry, "components", components)
     monkeypatch.setitem(LINKS, "decode", CountedLink)
     cluster = Cluster("gateway-0", registry, index, 60.0)
@@ -171,3 +176,4 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
     finally:
         await cluster.aclose()
         await server.stop(0)
+        await prefill.stop(0)

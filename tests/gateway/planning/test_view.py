@@ -38,6 +38,29 @@ def test_without_an_answer_the_last_view_stands() -> None:
     assert view.aged(103)[0].heartbeat_age_ms == 3000
 
 
+def test_what_is_held_stays_and_grows_old() -> None:
+    view = ClusterView(grace_s=5)
+    view.update([A, B], 100)
+    for now in range(101, 131):
+        view.hold(["a"], now)
+        view.update([], now)
+    assert [(one.component_id, one.heartbeat_age_ms) for one in view.aged(130)] == [("a", 30_000)]
+    view.update([], 136)
+    assert not view.records()
+
+
+def test_an_old_record_says_nothing_of_load_and_fences() -> None:
+    view = ClusterView(grace_s=5)
+    busy = replace(A, running_requests=3, free_seqs=5, queued_tokens=900, heartbeat_age_ms=5001)
+    node = replace(B, role="kvnode", fenced_components=("a",), heartbeat_age_ms=5001)
+    gateway = replace(A, component_id="g", role="gateway", running_requests=7, heartbeat_age_ms=5001)
+    assert view.update([busy, node, gateway], 100) == frozenset()
+    found = {record.component_id: record for record in view.records()}
+    assert (found["a"].running_requests, found["a"].free_seqs, found["a"].queued_tokens) == (0, 8, 0)
+    assert found["g"] == gateway, "its share of the workers is as large as it was"
+    assert view.update([replace(node, heartbeat_age_ms=1)], 100) == {"a"}
+
+
 def test_suspects_are_left_out_for_a_moment() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)

@@ -190,9 +190,9 @@ async def test_a_lost_span_is_planned_again(chunks: int, error: PillionError) ->
 
 async def test_a_prefill_worker_that_is_not_there_at_all() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
+        link = fakes.gateway.cluster.prefill("prefill-0")
         await fakes.servers["prefill"].stop(0)
-        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
-        # The next request knows.
+        await until("its broken connection to be noticed", lambda: not link.alive)
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         await fakes.settled()
 

@@ -106,6 +106,22 @@ async def test_several_callers_share_one_meeting_and_the_directory_is_asked_once
         assert directory.asked == 1
 
 
+async def test_a_directory_that_lost_its_memory_is_not_believed(
+    source: SourceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "ADDRESSES_TTL_S", 0.0)
+    directory = Directory(source=source.address, reader="unix:me")
+    async with reading(directory) as (peers, _, _):
+        await peers.get("source")
+        directory.known = {}
+        peers.drop("source")
+        assert (await peers.get("source")).alive, "a list without the asker itself is no list of those who live"
+        directory.known = {"reader": "unix:me"}
+        peers.drop("source")
+        with pytest.raises(Unavailable, match="the registry has no address"):
+            await peers.get("source")
+
+
 @pytest.mark.parametrize(
     "shape", [BlockShape(BLOCK_BYTES * 2, NAMESPACE), BlockShape(BLOCK_BYTES, b"o" * 32)], ids=["block", "namespace"]
 )

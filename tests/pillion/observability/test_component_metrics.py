@@ -223,8 +223,9 @@ def test_refusals_name_the_bound_and_not_the_tenant() -> None:
         ("Overloaded: max_inflight_requests",),
         ("NotFound",),
     }
-    assert by_labels(under_way(5, 2, False), names.REQUESTS_NOW) == {"running": 3, "waiting": 2}
-    assert by_labels(under_way(5, 2, False), names.INDEX_UP) == {"": 0.0}
+    assert by_labels(under_way(5, 2, False, True), names.REQUESTS_NOW) == {"running": 3, "waiting": 2}
+    assert by_labels(under_way(5, 2, False, True), names.INDEX_UP) == {"": 0.0}
+    assert by_labels(under_way(5, 2, False, True), names.REGISTRY_WRITABLE) == {"": 1.0}
 
 
 def record(**more: object) -> logging.LogRecord:
