@@ -122,6 +122,13 @@ async def test_the_process_inherits_neither_secrets_nor_descriptors(
             assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
 
 
+async def test_what_is_no_text_is_no_prompt(template) -> None:
+    """A lone surrogate gets through JSON, and no tokenizer takes it."""
+    options = ChatOptions(chat_template_kwargs='{"a": "\\ud800"}')
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        await template("{{ a }}").render(MESSAGES, options)
+
+
 async def test_strftime_now(template) -> None:
     year = str(datetime.date.today().year)
     assert await template("{{ strftime_now('%Y') }}").render(MESSAGES) == year
