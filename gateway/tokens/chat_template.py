@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
