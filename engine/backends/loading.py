@@ -98,10 +98,8 @@ def precision_notes(flags: ModelFlags, prepared: PreparedModel) -> Iterator[str]
     for rope in load_config(prepared.folder).ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
-                f"--max-model-len {prepared.max_model_len} is above the {rope.switches_at} tokens up to which this"
-                f" model has the rotary frequencies of its training ({rope.kind}): all texts get those of the longest"
-                f" one, and shorter ones other answers than in transformers; --max-model-len {rope.switches_at} avoids"
-                " that"
+                f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
+                f" {rope.switches_at} tokens get other rotary frequencies ({rope.kind}), from their first token on"
             )
 
 

@@ -188,7 +188,7 @@ class ComponentCalls:
         else:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
-        root = request_root(served.namespace, cache_salt=job.cache_salt)
+        root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
         self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
@@ -199,7 +199,7 @@ class ComponentCalls:
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
-            components=served.holding(len(job.prompt) + job.resolved.max_tokens),
+            components=served.holding(job.text_tokens),
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
