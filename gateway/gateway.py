@@ -291,7 +291,9 @@ class Gateway:
 
     def _operators_only(self, tenant: Tenant | None) -> None:
         if not self._known(tenant).operator:
-            raise PermissionDenied("only a tenant with operator = true may see the cluster")
+            raise PermissionDenied(
+                "only a tenant with operator = true may see the cluster: pillion keys add FILE --tenant NAME --operator"
+            )
 
     def _slots(self, model: str) -> int:
         """Answers that the model's workers are given at once; 0 while no bound is known."""
@@ -302,7 +304,7 @@ class Gateway:
         if not prompt:
             async with self._texts.of(tenant):
                 if request.messages:
-                    rendered = await model.template.render(request.messages)
+                    rendered = await model.template.render(request.messages, request.chat)
                     prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
                 else:
                     prompt = await self._pool.run(model.tokenizer.encode_text, request.text)

@@ -27,6 +27,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
@@ -122,6 +123,7 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _beat(self, heartbeat_s: float) -> None:
+        defects = Defects("the gateway's heartbeat")
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
@@ -137,6 +139,8 @@ class GatewayServer:
                         " connected to and finds no new ones: %s",
                         error.message,
                     )
+            except Exception as error:  # noqa: BLE001  (a gateway without heartbeats is taken for dead)
+                defects.note(error)
             await asyncio.sleep(heartbeat_s)
 
 

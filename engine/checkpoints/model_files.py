@@ -59,6 +59,12 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
+def check_named(model: str) -> None:
+    """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
+    if not _HUB_ID.fullmatch(model) or model.endswith(".gguf") or Path(model).expanduser().exists():
+        locate(model, "", lambda line: None)
+
+
 def _is_gguf(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"

@@ -62,7 +62,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
     Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
     """
-    dtype = resolve_dtype(flags.dtype)
+    dtype, _ = choose_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
     name = flags.served_model_name or source.name
@@ -94,21 +94,25 @@ def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecor
     return record
 
 
-def resolve_dtype(dtype: str) -> str:
+def choose_dtype(dtype: str) -> tuple[str, str]:
     """Resolves "auto": bfloat16 if there is an NVIDIA GPU or the processor computes in bfloat16, else float32. float16
     becomes float32, which holds each of its numbers exactly; nothing computes in float16.
+
+    Returns the type, and in a few words why it is this one. Raises ConfigError for a type that is not supported.
     """
     if dtype != "auto":
         if dtype not in DTYPE_CHOICES:
             raise ConfigError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_CHOICES)}")
-        return "bfloat16" if dtype == "bfloat16" else "float32"
+        return "bfloat16" if dtype == "bfloat16" else "float32", f"for --dtype {dtype}"
     if Path("/proc/driver/nvidia/version").exists():
-        return "bfloat16"
+        return "bfloat16", "for there is an NVIDIA GPU"
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        return "float32"  # Not Linux: float32 works everywhere.
-    return "bfloat16" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
+        return "float32", "which every processor computes in"  # Not Linux: nothing says more.
+    if words & {"avx512_bf16", "amx_bf16", "bf16"}:
+        return "bfloat16", "which this processor computes in"
+    return "float32", "for this processor does not compute in bfloat16"
 
 
 def _model_len(requested: int, longest: int, original: int) -> int:

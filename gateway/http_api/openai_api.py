@@ -34,6 +34,7 @@ from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
     OpenAIRequest,
+    chat_options,
     chat_request,
     completion_request,
     read_messages,
@@ -56,21 +57,22 @@ class OpenAIApi:
         self._pacer = WritePacer()
 
     async def completions(self, call: HttpCall) -> None:
-        """POST /v1/completions."""
+        """Continues a prompt, or several."""
         await call.while_connected(self._answer(call, completion_request(await call.body(), call.request_id)))
 
     async def chat(self, call: HttpCall) -> None:
-        """POST /v1/chat/completions."""
+        """Answers a conversation with the assistant's next message."""
         await call.while_connected(self._answer(call, chat_request(await call.body(), call.request_id)))
 
     async def tokenize(self, call: HttpCall) -> None:
-        """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
+        """Gives the ids of a prompt or of a conversation, as they would be computed."""
         body = parse(await call.body(), TokenizeBody)
         entry = self._entry(body.model)
         if (body.prompt is None) is not given(body.messages):
             raise refused("prompt", "exactly one of prompt and messages is needed")
         messages = read_messages(body.messages) if given(body.messages) else ()
-        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages)
+        options = chat_options(body)
+        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages, chat=options)
         try:
             bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
@@ -87,7 +89,7 @@ class OpenAIApi:
         await call.answer(200, msgspec.json.encode(answer))
 
     async def detokenize(self, call: HttpCall) -> None:
-        """POST /detokenize: the text of ids."""
+        """Gives the text of ids."""
         body = parse(await call.body(), DetokenizeBody)
         entry = self._entry(body.model)
         if bytes(body.tokens).count(b",") >= MAX_PROMPT_IDS:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # Larger numbers have no use; their digits alone could be megabytes.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+# OpenAI's words, and those of templates that know more.
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 # Longest value of a field that changes nothing.
 _MAX_HARMLESS_BYTES = 64
@@ -29,7 +31,12 @@ _NAMED = re.compile(r"field `([^`]*)`")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream; ``continuous_usage_stats`` is vLLM's: usage so far, with every event."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send one more event, with the usage, at the end.
+        continuous_usage_stats: send the usage so far with every event, as vLLM does.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -37,7 +44,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both kinds of completion."""
+    """The fields of both kinds of completion; those of sampling are described in SamplingParams.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        stream: send the answer as server-sent events while it grows.
+        stream_options: options of that stream.
+        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters, without effect.
+        metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
+    """
 
     model: str = ""
     temperature: float | None = None
@@ -61,10 +78,18 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    metadata: Raw = Raw()
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
+        max_tokens: most tokens to generate; default 16.
+        echo: begin each answer with its prompt.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives.
+    """
 
     prompt: Raw
     echo: bool | None = None
@@ -72,17 +97,37 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    Attributes:
+        messages: the conversation, oldest message first.
+        max_completion_tokens: most tokens to generate; default: what the context has left.
+        max_tokens: the older name of max_completion_tokens.
+        logprobs: whether to report log probabilities of the answer's tokens.
+        top_logprobs: report so many alternatives with each of them.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        reasoning_effort: a variable of the template that some models know.
+        safety_identifier: a label of at most 512 characters, without effect.
+    """
 
     messages: Raw
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Raw = Raw()
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    reasoning_effort: ReasoningEffort | None = None
     safety_identifier: str | None = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content.
+
+    Attributes:
+        type: only "text" is supported.
+        text: the text.
+    """
 
     type: str
     text: str = ""
@@ -95,7 +140,12 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation; an assistant's may be sent back as it was received."""
+    """One message of a conversation; an assistant's may be sent back as it was received.
+
+    Attributes:
+        role: "system", "developer", "user" or "assistant"; the model's own template may know more.
+        content: a text, or parts that are joined by line ends.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -111,17 +161,34 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize, as vLLM has it."""
+    """The body of POST /tokenize, as vLLM has it: a prompt, or messages.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        prompt: a text.
+        messages: a conversation.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        return_token_strs: give the text of each token too.
+        add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
+    """
 
     model: str = ""
     prompt: str | None = None
     messages: Raw = Raw()
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Raw = Raw()
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize, as vLLM has it."""
+    """The body of POST /detokenize, as vLLM has it.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        tokens: the ids.
+    """
 
     model: str = ""
     tokens: Raw
@@ -130,27 +197,23 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # Fields that ask for what Pillion does not do, by body; see HARMLESS.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty metadata prompt_logprobs response_format
+    include_stop_str_in_output kv_transfer_params length_penalty prompt_logprobs response_format
     return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
     store structured_outputs truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
     ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    add_generation_prompt audio chat_template chat_template_kwargs continue_final_message documents echo
-    function_call functions mm_processor_kwargs modalities parallel_tool_calls prediction prompt_cache_key
-    prompt_cache_retention reasoning_effort tool_choice tools verbosity web_search_options
+    audio chat_template documents echo function_call functions mm_processor_kwargs modalities parallel_tool_calls
+    prediction prompt_cache_key prompt_cache_retention tool_choice tools verbosity web_search_options
     """,
-    TokenizeBody: "add_generation_prompt chat_template chat_template_kwargs continue_final_message tools",
+    TokenizeBody: "chat_template tools",
 }
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "annotations": ([],),
     "bad_words": ([],),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -159,7 +222,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
@@ -175,8 +237,17 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-# Read in the second step; every other raw field is not supported.
-READ_LATER = frozenset({"prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tokens"})
+# Read in the second step, as these; every other raw field is not supported.
+READ_LATER: Mapping[str, Any] = {
+    "prompt": str | list[str | Int | list[Int]],
+    "messages": list[MessageBody],
+    "stop": str | list[str],
+    "stop_token_ids": list[Int],
+    "logit_bias": dict[Int, float],
+    "metadata": dict[str, str],
+    "chat_template_kwargs": dict[str, Raw],
+    "tokens": list[Int],
+}
 
 
 def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
@@ -220,7 +291,9 @@ def refuse_unsupported(parsed: Any, prefix: str) -> None:
     for name in unsupported_fields(kind):
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
-            raise refused(prefix + name, "this is not supported here", "unsupported_parameter")
+            harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
+            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+            raise refused(prefix + name, reason, "unsupported_parameter")
 
 
 def _changes_nothing(name: str, raw: Raw) -> bool:

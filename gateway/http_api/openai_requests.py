@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
+    READ_LATER,
     ChatBody,
     CompletionBody,
     Int,
     MessageBody,
     StreamOptions,
+    TokenizeBody,
     given,
     parse,
     parse_field,
@@ -27,9 +30,10 @@ from pillion.gateway.request.validation import (
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPLATE_KWARGS_BYTES,
 )
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
-from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 
 # OpenAI's default, and vLLM's, for completions; a conversation's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -42,6 +46,15 @@ _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
 _STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
+_KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
+# OpenAI's bounds of metadata.
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_NAME_CHARS = 64
+_MAX_METADATA_BYTES = 8 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
+_METADATA_BOUND = (
+    f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
+    f"and a text of {MAX_LABEL_CHARS}"
+)
 # Fields that the body and SamplingParams hold alike.
 _SAME_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
@@ -110,7 +123,8 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     newer = body.max_completion_tokens is not None
     most = body.max_completion_tokens if newer else body.max_tokens
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
-    request = _request(body, request_id, sampling, messages=read_messages(body.messages))
+    messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
+    request = _request(body, request_id, sampling, messages=messages, chat=options)
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
     return _openai_request(body, (request,), names, echo=False, logprobs=bool(body.logprobs))
 
@@ -148,6 +162,21 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
 
 
+def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
+    """How the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template. Raises
+    ApiError."""
+    kwargs = _bounded(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    if reasoning_effort is not None:
+        effort = Raw(msgspec.json.encode(reasoning_effort))
+        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
+            raise refused("reasoning_effort", "chat_template_kwargs says something else")
+    return ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=msgspec.json.encode(kwargs).decode() if kwargs else "",
+    )
+
+
 def check_label(text: str | None, field: str) -> None:
     """Checks the length of a label that has no effect, such as the client's name of its user. Raises ApiError."""
     if text is not None and len(text) > MAX_LABEL_CHARS:
@@ -173,8 +202,8 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    stops = _bounded(body.stop, str | list[str], "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
-    stop_ids = _bounded(body.stop_token_ids, list[Int], "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
+    stops = _bounded(body.stop, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
         **{name: getattr(body, name) for name in _SAME_FIELDS},
         max_tokens=max_tokens,
@@ -182,7 +211,7 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        logit_bias=_bounded(body.logit_bias, dict[Int, float], "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
+        logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
 
@@ -208,6 +237,7 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
+    _check_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None:
         if not body.stream:
@@ -224,10 +254,18 @@ def _openai_request(
     )
 
 
-def _bounded(raw: Raw, kind: Any, field: str, most_bytes: int, bound: str) -> Any:
+def _check_metadata(raw: Raw) -> None:
+    """Checks the labels of a stored answer, which have no effect here: nothing is stored. Raises ApiError."""
+    labels = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+    too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
+    if too_long or len(labels) > MAX_METADATA_PAIRS:
+        raise refused("metadata", _METADATA_BOUND)
+
+
+def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:
     """Reads a raw field, None where it was not sent; one of too many bytes is refused before it is parsed."""
     if not given(raw):
         return None
     if len(bytes(raw)) > most_bytes:
         raise refused(field, bound)
-    return parse_field(raw, kind, field)
+    return parse_field(raw, READ_LATER[field], field)

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_ranges import range_violations
@@ -22,6 +24,8 @@ MAX_REQUEST_BYTES = 8 * 2**20
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
+# A template's own variables are a few words and numbers.
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -44,6 +48,13 @@ _DEFAULTS = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+# Variables of a template that are not the client's to set: they are made of the request's own fields and the model.
+TEMPLATE_OWN = frozenset(
+    {
+        *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    }
+)
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 # A request id goes into headers, trailers and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
@@ -236,6 +247,39 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
     else:
         yield from _ids("token_ids", request.token_ids, limits)
     yield from _messages(request)
+    yield from _chat(request)
+
+
+def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
+    options = request.chat
+    asked = {
+        "add_generation_prompt": options.add_generation_prompt is False,
+        "continue_final_message": options.continue_final_message,
+        "chat_template_kwargs": bool(options.chat_template_kwargs),
+    }
+    for name in asked if not request.messages else ():
+        if asked[name]:
+            yield FieldViolation(f"chat.{name}", "only a conversation has it; send messages")
+    if options.continue_final_message and options.add_generation_prompt:
+        text = "the prompt cannot end within the last message and begin another one, as add_generation_prompt asks"
+        yield FieldViolation("chat.continue_final_message", text)
+    wrong = _wrong_kwargs(options.chat_template_kwargs)
+    if wrong:
+        yield FieldViolation("chat.chat_template_kwargs", wrong)
+
+
+def _wrong_kwargs(text: str) -> str:
+    """What is wrong with the client's variables of the template; "" for good ones."""
+    if not text:
+        return ""
+    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_KWARGS_BYTES:
+        return f"more than {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
+    try:
+        names = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return "not a JSON object"
+    reserved = sorted(TEMPLATE_OWN.intersection(names))
+    return f"{', '.join(reserved)}: not a variable that a request may set here" if reserved else ""
 
 
 def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:

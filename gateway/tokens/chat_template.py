@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, Overloaded
-from pillion.types import ChatMessage
+from pillion.types import ChatMessage, ChatOptions
 
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
@@ -28,6 +28,7 @@ RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
+DEFAULT_OPTIONS = ChatOptions()
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -41,8 +42,8 @@ class ChatTemplate:
         self._turn = asyncio.Lock()
         self._waiting = 0
 
-    async def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt's text, up to where the assistant's answer begins.
+    async def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
+        """The prompt's text, up to where the answer begins. ``options`` have been checked.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
@@ -55,7 +56,14 @@ class ChatTemplate:
         self._waiting += 1
         try:
             async with self._turn:
-                answer = await self._render([asdict(message) for message in messages])
+                answer = await self._render(
+                    {
+                        "messages": [asdict(message) for message in messages],
+                        "add_generation_prompt": options.begins_message,
+                        "continue_final_message": options.continue_final_message,
+                        "kwargs": options.chat_template_kwargs,
+                    }
+                )
         finally:
             self._waiting -= 1
         if "text" in answer:
@@ -69,14 +77,14 @@ class ChatTemplate:
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
-    async def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    async def _render(self, conversation: dict[str, Any]) -> dict[str, Any]:
         """Sends one conversation to the process, which is killed after a failure or where the caller was cancelled."""
         answered = False
         try:
             async with asyncio.timeout(RENDER_WALL_S):
                 if self._process is None:
                     self._process = await self._start()
-                answer = await _exchange(self._process, messages)
+                answer = await _exchange(self._process, conversation)
             answered = True
         except TimeoutError:
             return {"broken": f"it took more than {RENDER_WALL_S:g} s"}
@@ -94,7 +102,7 @@ class ChatTemplate:
         )
         setup = {
             "template": self._source,
-            "variables": {**self._specials, "add_generation_prompt": True, "tools": None, "documents": None},
+            "variables": {**self._specials, "tools": None, "documents": None},
             "max_chars": MAX_RENDERED_CHARS,
             "cpu_s": RENDER_CPU_S,
             "memory_bytes": RENDER_MEMORY_BYTES,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
 
@@ -28,6 +29,21 @@ def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest
     """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
     return GenerateRequest(messages=tuple(checked), **options)
+
+
+def chat_options(
+    add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
+) -> ChatOptions:
+    """How a conversation becomes a prompt. Raises InvalidRequest for variables that are no JSON."""
+    try:
+        kwargs = json.dumps(dict(chat_template_kwargs), allow_nan=False) if chat_template_kwargs else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest.of(FieldViolation("chat.chat_template_kwargs", str(error))) from None
+    return ChatOptions(
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        chat_template_kwargs=kwargs,
+    )
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:

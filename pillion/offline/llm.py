@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Message, chat_request, prompt_request, to_pb
+from pillion.client.client_requests import Message, chat_options, chat_request, prompt_request, to_pb
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
@@ -102,14 +102,19 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] = 0,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next message in one conversation or many; the model's own template makes the prompts.
 
-        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` has the other arguments.
+        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
+        :meth:`pillion.AsyncClient.chat` have the other arguments.
         """
+        options = chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [chat_request(conversation) for conversation in conversations]
+        requests = [chat_request(conversation, chat=options) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority)
 
     def status(self) -> ClusterStatus:

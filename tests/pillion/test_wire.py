@@ -25,6 +25,7 @@ from pillion.errors import (
 from pillion.types import (
     AnswerSoFar,
     ChatMessage,
+    ChatOptions,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -91,13 +92,22 @@ LOGPROBS = st.lists(
     st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
 MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
+CHAT = built(ChatOptions, add_generation_prompt=st.none() | st.booleans())
 REASON = st.none() | st.sampled_from(list(FinishReason))
 RESUMES = st.builds(
     Resume,
     st.builds(StreamOrigin, st.integers(-(2**63), 2**63 - 1), st.binary(max_size=3), U32),
     st.lists(st.builds(AnswerSoFar, IDS, REASON), max_size=3).map(tuple),
 )
-REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32, resume=st.none())
+REQUESTS = built(
+    GenerateRequest,
+    token_ids=IDS,
+    messages=MESSAGES,
+    chat=CHAT,
+    sampling=SAMPLING,
+    priority=I32,
+    resume=st.none(),
+)
 DELTAS = built(
     Delta,
     token_ids=IDS,

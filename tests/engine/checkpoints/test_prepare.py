@@ -23,7 +23,7 @@ from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import prepare as prepare_module
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
-from pillion.engine.checkpoints.prepare import prepare, resolve_dtype
+from pillion.engine.checkpoints.prepare import choose_dtype, prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
@@ -154,9 +154,9 @@ def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
 
 
 def test_dtype_auto_is_one_of_two():
-    assert resolve_dtype("auto") in ("bfloat16", "float32")
+    assert choose_dtype("auto")[0] in ("bfloat16", "float32")
     with pytest.raises(ConfigError, match="int8"):
-        resolve_dtype("int8")
+        choose_dtype("int8")
 
 
 def test_bad_paths_are_refused_in_one_line(folder, tmp_path):

@@ -49,7 +49,7 @@ async def test_the_code_of_the_page_runs(tmp_path: pathlib.Path) -> None:
     assert code.count(TARGET) == 3
     assert code.count(MODEL) == 1
     for name in ("ca.pem", "client.pem", "client.key"):
-        (tmp_path / name).write_text("read when a connection is made")
+        (tmp_path / name).write_text("-----BEGIN CERTIFICATE-----, read when a connection is made")
     async with components_of(tmp_path) as components:
         options = ", dtype='float32', max_model_len=512, cpu_threads=1"
         code = code.replace(TARGET, repr(components.gateway.grpc_address))

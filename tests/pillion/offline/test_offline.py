@@ -67,6 +67,10 @@ def test_chat_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenize
     both = llm.chat([TALK, TALK[1:]], GREEDY, use_tqdm=False)
     assert len(both) == 2
     assert tokens(both)[0] == tokens([alone])[0]
+    (continued,) = llm.chat(TALK, GREEDY, use_tqdm=False, continue_final_message=True)
+    (open_end,) = llm.chat(TALK, GREEDY, use_tqdm=False, add_generation_prompt=False, chat_template_kwargs={"a": 1})
+    assert continued.prompt == TALK_TEXT[: TALK_TEXT.index("Hello?") + len("Hello?")]
+    assert open_end.prompt == TALK_TEXT.removesuffix(f"{BOS}assistant\n")
 
 
 @pytest.mark.parametrize(
