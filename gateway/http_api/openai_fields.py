@@ -1,8 +1,8 @@
 """The fields of OpenAI's requests, with those that vLLM adds. Any other field is refused by its name.
 
-A body is read in two steps, so that what is too long is refused before it is parsed whole: the lists and maps stay raw
-at first, and are counted. Fields that ask for what Pillion does not do are raw too: only the value that changes nothing
-is let through, and clients do send those.
+A body is read in two steps, so that what is too long is refused before it is parsed whole: its strings are counted
+first, and the lists and maps stay raw until each is counted. Fields that ask for what Pillion does not do are raw too:
+only the value that changes nothing is let through, and clients do send those.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import ApiError, refused
+from pillion.gateway.request.message_bounds import MAX_STRINGS, holds_too_many_strings
 
 T = TypeVar("T")
 
@@ -24,6 +25,8 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # OpenAI's words, and those of templates that know more.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
+# Characters of each end of the parser's message; between them it repeats what the client sent.
+_MAX_ERROR_CHARS = 1000
 # Longest value of a field that changes nothing.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -262,6 +265,11 @@ READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kin
 
 def parse(body: bytes, kind: type[T]) -> T:
     """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    if holds_too_many_strings(body):
+        # Only a list can hold so many, and the one that may be long is the prompt's.
+        names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
+        field = next(name for name in ("messages", "prompt", "tokens") if name in names)
+        raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
     except (ValueError, RecursionError) as error:
@@ -320,8 +328,12 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return ApiError(400, "the body is nested too deeply", param=field or None, code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
-    found = _PATH.match(str(error))
-    what, path = (found["what"], found["path"] or "") if found else (str(error), "")
+    text = str(error)
+    if len(text) > 2 * _MAX_ERROR_CHARS:
+        # The name of a field may have megabytes.
+        text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
+    found = _PATH.match(text)
+    what, path = (found["what"], found["path"] or "") if found else (text, "")
     named = _NAMED.search(what)
     if named:
         path = f"{path}.{named[1]}" if path else named[1]
