@@ -103,6 +103,8 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     if dtype != "auto":
         if dtype not in DTYPE_CHOICES:
             raise ConfigError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_CHOICES)}")
+        if dtype in ("float16", "half"):
+            return "float32", f"which holds every float16 number exactly, for --dtype {dtype}"
         return "bfloat16" if dtype == "bfloat16" else "float32", f"for --dtype {dtype}"
     if Path("/proc/driver/nvidia/version").exists():
         return "bfloat16", "for there is an NVIDIA GPU"
