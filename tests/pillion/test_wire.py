@@ -128,6 +128,7 @@ DECODE_DELTAS = st.builds(
     error=st.none() | ERRORS,
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
+    queued=st.none() | U32,
 )
 
 
