@@ -24,7 +24,7 @@ from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.links.defects import Defects
@@ -209,7 +209,7 @@ async def _listen(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
-        interceptors=[KeyCheck(gateway.tenant_of)],
+        interceptors=[KeyCheck(gateway.tenant_of), RawGenerate()],
         max_calls=MAX_GRPC_CALLS,
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,
