@@ -19,7 +19,7 @@ from pillion.gateway.request import runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.runner import Generation
 from testbed.conditions import until
-from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster
+from tests.support.fake_components import FakeCluster, FakeDecode, FakePrefill, record, running_fake_cluster
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -298,7 +298,7 @@ async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where:
     monkeypatch.setattr(runner, "MAX_SILENCE_S", 1.5)
     told: list[int] = []
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
-        worker = {"prefill": fakes.prefill, "decode": fakes.decode}[where]
+        worker: FakePrefill | FakeDecode = fakes.prefill if where == "prefill" else fakes.decode
         monkeypatch.setattr(Generation, "_handle", spying(Generation._handle, told))
         worker.gate.clear()
         worker.tells_queued = True
