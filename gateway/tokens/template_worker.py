@@ -118,7 +118,11 @@ def _read() -> Any:
 
 
 def _write(message: dict[str, str]) -> None:
-    data = json.dumps(message).encode()
+    try:
+        # As it is, without escapes: the gateway reads it on its event loop.
+        data = json.dumps(message, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
     sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
     sys.stdout.buffer.flush()
 

@@ -281,12 +281,20 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     import asyncio
 
     from pillion.net import rpc, tls
+    from pillion.net.advice import grpc_advice
+    from pillion.net.listener import find_listener
     from pillion.supervisor.probes import is_serving
 
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
     serving = asyncio.run(is_serving(address, ca or None))
-    click.echo("serving" if serving else f"{address} is not serving")
-    return 0 if serving else EXIT_FAILED
+    if serving:
+        click.echo("serving")
+        return 0
+    place, encrypted = address.removeprefix("grpcs://"), address.startswith("grpcs://") or bool(internal_tls_cert)
+    listener = find_listener(place)
+    advice = grpc_advice(place, listener, encrypted, "") if listener else ""
+    click.echo(f"{address} is not serving{': ' * bool(advice)}{advice}")
+    return EXIT_FAILED
 
 
 @cli.command()
@@ -314,11 +322,12 @@ def keys() -> None:
 @keys.command("add")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
-def keys_add(file: Path, tenant: str) -> None:
+@option("--operator", "Let the tenant see the whole cluster, as pillion status and top show it.", False, is_flag=True)
+def keys_add(file: Path, tenant: str, operator: bool) -> None:
     """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
     from pillion.cli.keys import add_key
 
-    click.echo(add_key(file, tenant))
+    click.echo(add_key(file, tenant, operator))
 
 
 @keys.command("hash")

@@ -178,8 +178,7 @@ def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) ->
 def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
     code = "\n".join(block.text for block in blocks(page) if block.language == "python")
     for name in ("ca.pem", "client.pem", "client.key"):
-        # They are read when a connection is made, and none is.
-        (clone.folder / name).touch()
+        (clone.folder / name).write_text("-----BEGIN CERTIFICATE-----, read when a connection is made")
     printed = clone.run([sys.executable, "-c", clone.here(code)])
     if page == "README.md":
         assert printed.count("Paris") >= 3, printed

@@ -115,8 +115,8 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
     assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).requests[0].sampling.max_tokens == 5
     assert refusal(chat, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
-    assert chat(max_tokens=5).names.get("sampling.max_tokens") is None
-    assert chat(max_completion_tokens=5).names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(max_tokens=5).names[0].get("sampling.max_tokens") is None
+    assert chat(max_completion_tokens=5).names[0]["sampling.max_tokens"] == "max_completion_tokens"
     assert chat(logprobs=True).requests[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
     assert chat(logprobs=False).requests[0].sampling.logprobs is None
