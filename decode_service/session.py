@@ -46,6 +46,7 @@ from pillion.errors import (
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import range_violations
+from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
@@ -200,6 +201,16 @@ class DecodeSession:
                 log.error("a request failed: %s", ending.error)
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
+
+    async def tell_queued(self) -> None:
+        """Adds a sign of life for every stream that waits for its turn or its prompt, if steps go on."""
+        if not self._streams:
+            return
+        positions = await self._worker.epoch.positions()
+        for key, stream in self._streams.items():
+            position = positions.get(stream.seq_id)
+            if position is not None:
+                self._pending_delta(key).queued.CopyFrom(Queued(position=position))
 
     # Inside.
 

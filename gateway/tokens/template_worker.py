@@ -106,7 +106,12 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
         return {"refused": str(error)[:1000]}
     except Exception as error:  # noqa: BLE001  (whatever a template does wrong)
         return {"broken": f"{type(error).__name__}: {error}"[:1000]}
-    return {"text": "".join(pieces)}
+    text = "".join(pieces)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return {"broken": "it wrote what is not valid Unicode"}
+    return {"text": text}
 
 
 def _read() -> Any:

@@ -82,6 +82,7 @@ class ChunkAck(_message.Message):
     END_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     chunk_index: _builtins.int
     """Position of the chunk in chunk_tokens."""
     end_tokens: _builtins.int
@@ -90,6 +91,12 @@ class ChunkAck(_message.Message):
     """Time from the span's arrival (or the chunk before) to the chunk's first step."""
     compute_ms: _builtins.float
     """Time of the chunk's steps."""
+    @_builtins.property
+    def queued(self) -> _common_pb2.Queued:
+        """Set in a message that acknowledges nothing, which is sent again and again while a chunk is not done. Its end_tokens
+        are those of the last acknowledgement.
+        """
+
     def __init__(
         self,
         *,
@@ -97,10 +104,11 @@ class ChunkAck(_message.Message):
         end_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
+        queued: _common_pb2.Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_index", b"chunk_index", "compute_ms", b"compute_ms", "end_tokens", b"end_tokens", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_index", b"chunk_index", "compute_ms", b"compute_ms", "end_tokens", b"end_tokens", "queue_ms", b"queue_ms", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

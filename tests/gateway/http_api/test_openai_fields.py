@@ -98,6 +98,8 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
 @pytest.mark.parametrize("read", [complete, chat])
 def test_labels_change_nothing_and_are_bounded(read) -> None:
     assert read(metadata={"a" * 64: "b" * 512}, user="me").requests == read().requests
+    longest = {f"{n:02}" + "\U0001f600" * 62: "\U0001f600" * 512 for n in range(16)}
+    assert read(metadata=longest).requests == read().requests
     assert read(metadata={}, store=False).requests == read().requests
     for wrong in ({"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys(map(str, range(17)), "x"), {"a": 5}, "a", [1]):
         assert str(refusal(read, metadata=wrong).param).startswith("metadata")
