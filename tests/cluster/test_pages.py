@@ -36,7 +36,7 @@ from tests.support.pages import (
     PAGES,
     PROGRAMS,
     ROOT,
-    Block,
+    PageBlock,
     blocks,
     check_command,
     commands,
@@ -209,7 +209,7 @@ def test_the_commands_of_a_page_run(clone: ServedClone, page: str) -> None:
             clone.run(["bash", "-c", clone.here(command)], asked=CHAT_INPUT)
 
 
-def all_commands() -> Iterator[tuple[Block, str]]:
+def all_commands() -> Iterator[tuple[PageBlock, str]]:
     for page in PAGES:
         for block in blocks(page):
             for command in commands(block) if block.language == "sh" else ():

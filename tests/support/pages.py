@@ -28,7 +28,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]+=.*")
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PageBlock:
     """A fenced block of a page. ``line`` is the number of its first line."""
 
     page: str
@@ -37,10 +37,10 @@ class Block:
     text: str
 
 
-def blocks(page: str) -> list[Block]:
+def blocks(page: str) -> list[PageBlock]:
     """All fenced blocks of a page, in order."""
     text = (ROOT / page).read_text("utf-8")
-    return [Block(page, text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in _FENCE.finditer(text)]
+    return [PageBlock(page, text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in _FENCE.finditer(text)]
 
 
 def outside_blocks(page: str) -> str:
@@ -48,7 +48,7 @@ def outside_blocks(page: str) -> str:
     return _FENCE.sub("", (ROOT / page).read_text("utf-8"))
 
 
-def commands(block: Block) -> Iterator[str]:
+def commands(block: PageBlock) -> Iterator[str]:
     """The commands of a block, continued lines joined, comments kept."""
     for line in block.text.replace("\\\n", " ").splitlines():
         yield from filter(None, (part.strip() for part in line.split("&&")))
