@@ -90,6 +90,7 @@ class KVNode:
             self._memory.fileno,
             self._admit,
             self.pool.ended,
+            self.pool.fence,
             self.regions.serve,
             exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
