@@ -104,8 +104,32 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes a prompt. The names are vLLM's, and so is what they mean.
+
+    Attributes:
+        add_generation_prompt: end the prompt where the assistant's next message begins; default: true, unless the last
+            message is continued.
+        continue_final_message: end the prompt within the last message, which the answer then continues.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; a JSON object,
+            as text. "" is none.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: str = ""
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the prompt ends where the assistant's next message begins."""
+        chosen = self.add_generation_prompt
+        return not self.continue_final_message if chosen is None else chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt.
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` goes with
+    messages alone.
 
     ``resume`` goes on with a broken stream; the clients set it by themselves.
     """
@@ -114,6 +138,7 @@ class GenerateRequest:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
+    chat: ChatOptions = ChatOptions()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     request_id: str = ""

@@ -135,7 +135,7 @@ def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedClus
     temporary.mkdir()
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
-    environment = {"PILLION_SPLIT_POLICY": "disaggregated", **os.environ}
+    environment = {"PILLION_SPLIT_POLICY": "disaggregated", "PILLION_LOG_LEVEL": "info", **os.environ}
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

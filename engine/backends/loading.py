@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pillion.config import ComputeFlags, WorkerFlags
@@ -13,12 +13,18 @@ from pillion.engine.backends.devices import resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
 
 log = logging.getLogger("pillion.worker")
+
+TORCH_BFLOAT16 = (
+    "torch's products in bfloat16 round by the number of rows: a stream that is replayed or preempted may go on with"
+    " another token where two are nearly as likely; the CPU kernels have no such limit, and --dtype float32 hardly any"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,8 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
+    for note in precision_notes(prepared):
+        log.warning("%s", note)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
 
@@ -56,6 +64,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         # Torch that was not requested is worth a warning: the kernels are faster.
         level = logging.INFO if flags.cpu_kernels == "torch" else logging.WARNING
         log.log(level, "all operators run on torch, %d threads: %s", threads, reason)
+        if prepared.dtype == "bfloat16":
+            log.warning("%s", TORCH_BFLOAT16)
         from pillion.engine.backends.torch_backend import TorchBackend
 
         return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
@@ -73,6 +83,22 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         model.weights.nbytes / 2**20,
     )
     return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
+
+
+def precision_notes(prepared: PreparedModel) -> Iterator[str]:
+    """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
+    saved = read_json(prepared.folder / "config.json")
+    if prepared.dtype == "bfloat16" and (saved.get("dtype") or saved.get("torch_dtype")) == "float16":
+        yield (
+            "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
+            " --dtype float32 computes with exactly its weights"
+        )
+    for rope in load_config(prepared.folder).ropes:
+        if 0 < rope.switches_at < prepared.max_model_len:
+            yield (
+                f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
+                f" {rope.switches_at} tokens get other rotary frequencies ({rope.kind}), from their first token on"
+            )
 
 
 def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:

@@ -16,6 +16,8 @@ from pillion.engine.models.config_json import token_ids
 from pillion.engine.models.model_config import parse_config
 from pillion.errors import ConfigError
 
+# Architectures of GGUF files that are read and tested; those of Llama, SmolLM2 and Mistral are all "llama".
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "phi3", "gemma2", "gemma3")
 # Metadata of GGUF files that transformers ignores, by architecture: the key, and its name in config.json.
 _IGNORED_METADATA = {
     "gemma2": {
@@ -53,12 +55,13 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         raise ConfigError(f"reading GGUF needs the package {error.name}, which is not installed") from None
     logging.disable_progress_bar()
     try:
+        reader = GGUFReader(source)
+        refuse_unread(reader)
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
         config = {k: v for k, v in json.loads(read.to_json_string(use_diff=False)).items() if k not in _PRIVATE_KEYS}
-        reader = GGUFReader(source)
         add_ignored_metadata(config, reader)
         add_rope(config, reader)
-        refuse_lost_experts(config, reader)
+        parse_config(config)
         progress("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         config["eos_token_id"] = turn_ends(config, reader, tokenizer)
@@ -108,13 +111,16 @@ def add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
         config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
 
 
-def refuse_lost_experts(config: dict[str, Any], reader: Any) -> None:
-    """Raises ConfigError for models that cannot be served, and for experts lost in conversion.
+def refuse_unread(reader: Any) -> None:
+    """Raises ConfigError for files that transformers cannot read, or reads wrongly.
 
     Mixtral's GGUF files have the architecture of Llama, as which transformers would read them without their experts.
     """
-    parsed = parse_config(config)
-    if parsed.moe is None and _metadata(reader, "{}.expert_count"):
+    name = _metadata(reader, "general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise ConfigError(f"GGUF files of the architecture {name!r} are not read ({known} are): use the model's folder")
+    if name != "qwen3moe" and _metadata(reader, "{}.expert_count"):
         raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
 
 

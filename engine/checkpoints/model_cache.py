@@ -72,7 +72,9 @@ class ModelCache:
             draft.write_text(json.dumps(asdict(record)), "utf-8")
             draft.replace(path)
         except OSError as error:
-            raise ConfigError(f"the model cache {self._root} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
+            ) from None
 
     def _record_path(self, source: Path, dtype: str) -> Path:
         key = hashlib.sha256(f"{CONVERSION_VERSION}\0{dtype}\0{source}".encode()).hexdigest()[:32]
@@ -128,7 +130,9 @@ class ModelCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"the model cache {self._root} cannot be made: {error.strerror}") from None
+            raise ConfigError(
+                f"the model cache {self._root} cannot be made: {error.strerror}; PILLION_CACHE names another"
+            ) from None
         return folder
 
 

@@ -1,9 +1,11 @@
 """Reads a model's rotary position embeddings from its ``config.json``. Imports no torch.
 
 KV must not depend on the length of the text, because blocks are found by their tokens alone (I2). In transformers two
-kinds of scaling do depend on it: dynamic NTK, and longrope with two sets of factors. Pillion fixes them for
-``max_model_len``, as vLLM does: up to the original length with the frequencies of training, above it with those that
-transformers uses for a text of ``max_model_len`` tokens. :func:`served_variant` keeps the two apart in the KV store.
+kinds of scaling do depend on it: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of
+frequencies for such a model. A request whose prompt and longest answer fit into the original length gets those of
+training, as in transformers. A longer one gets, from its first token on, those that transformers uses for a text of
+``max_model_len`` tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and
+:func:`served_variant` keeps workers of different ``max_model_len`` apart in the KV store.
 """
 
 from __future__ import annotations
@@ -51,9 +53,20 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     @property
+    def switches_at(self) -> int:
+        """The longest text, in tokens, with the frequencies of training; 0 where they are the same for every text."""
+        switches = self.kind == "dynamic" or (self.kind == "longrope" and self.short_factors != self.long_factors)
+        return self.original_max_position if switches else 0
+
+    @property
     def stretched_max_position(self) -> int:
         """Longest text after scaling, in tokens; 0 for kinds whose config holds that length as its maximum."""
         return int(self.original_max_position * self.factor) if self.kind in ("linear", "dynamic", "yarn") else 0
+
+
+def original_tokens(ropes: Sequence[RopeConfig]) -> int:
+    """Returns the longest text, in tokens, with the frequencies of training, where longer ones have others; else 0."""
+    return min((rope.switches_at for rope in ropes if rope.switches_at), default=0)
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
@@ -62,15 +75,8 @@ def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
     The name is part of ``KVLayout.version``: workers that serve one model with two lengths share blocks only if both
     compute the same KV.
     """
-    names = []
-    for rope in ropes:
-        if max_model_len <= rope.original_max_position:
-            continue
-        if rope.kind == "dynamic":
-            names.append(f"dynamic{max_model_len}")
-        elif rope.kind == "longrope" and rope.short_factors != rope.long_factors:
-            names.append("long")
-    return "+".join(names)
+    changed = [rope for rope in ropes if 0 < rope.switches_at < max_model_len]
+    return "+".join(f"dynamic{max_model_len}" if rope.kind == "dynamic" else "long" for rope in changed)
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool) -> RopeConfig:

@@ -95,4 +95,4 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
     """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``."""
     name, bracket, rest = field.partition("[")
-    return spelled.get(name, name.removeprefix("sampling.")) + bracket + rest
+    return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
+    READ_LATER,
     ChatBody,
     CompletionBody,
     Int,
     MessageBody,
     StreamOptions,
+    TokenizeBody,
     given,
     parse,
     parse_field,
@@ -27,9 +31,10 @@ from pillion.gateway.request.validation import (
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
+    MAX_TEMPLATE_KWARGS_BYTES,
 )
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
-from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 
 # OpenAI's default, and vLLM's, for completions; a conversation's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -42,11 +47,23 @@ _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
 _STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
+_KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
+# OpenAI's bounds of metadata.
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_NAME_CHARS = 64
+_MAX_METADATA_BYTES = 16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
+_METADATA_BOUND = (
+    f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
+    f"and a text of {MAX_LABEL_CHARS}"
+)
 # Fields that the body and SamplingParams hold alike.
 _SAME_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+
+# The beginning of a list, up to its first item.
+_LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
 # The client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
@@ -62,14 +79,14 @@ class OpenAIRequest:
 
     Attributes:
         requests: one for each prompt; they differ in it alone.
-        names: the client's names of fields, by the gateway's.
+        names: the client's names of fields, by the gateway's, for each prompt.
         stream: whether events are wanted, with ``include_usage`` at the end, with ``continuous_usage`` in each.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
     """
 
     requests: tuple[GenerateRequest, ...]
-    names: Mapping[str, str]
+    names: tuple[Mapping[str, str], ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -82,8 +99,9 @@ class OpenAIRequest:
         return self.requests[0].sampling.n or 1
 
 
-def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
-    """Reads the body of POST /v1/completions. Raises ApiError."""
+def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
+    """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused unread. Raises
+    ApiError."""
     body = parse(raw, CompletionBody)
     if body.echo and body.logprobs is not None:
         text = "log probabilities of a prompt are not computed; ask for one of echo and logprobs"
@@ -92,11 +110,13 @@ def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
+    prompts = read_prompts(body.prompt, most_ids)
     requests = tuple(
         _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
-        for prompt in read_prompts(body.prompt)
+        for prompt in prompts.values()
     )
-    return _openai_request(body, requests, COMPLETION_NAMES, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    names = tuple({"text": field, "token_ids": field} for field in prompts)
+    return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
 def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
@@ -110,42 +130,84 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     newer = body.max_completion_tokens is not None
     most = body.max_completion_tokens if newer else body.max_tokens
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
-    request = _request(body, request_id, sampling, messages=read_messages(body.messages))
+    messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
+    request = _request(body, request_id, sampling, messages=messages, chat=options)
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
-    return _openai_request(body, (request,), names, echo=False, logprobs=bool(body.logprobs))
+    return _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
 
 
-def read_prompts(raw: Raw) -> list[Prompt]:
-    """Reads a text, texts, ids, or lists of ids. Raises ApiError; too many are refused before they are parsed."""
+def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
+    """Reads the body of POST /tokenize. Raises ApiError."""
+    body = parse(raw, TokenizeBody)
+    if (body.prompt is None) is not given(body.messages):
+        raise refused("prompt", "exactly one of prompt and messages is needed")
+    options = chat_options(body)
+    if body.prompt is not None:
+        return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
+    return body, GenerateRequest(model=body.model, messages=read_messages(body.messages), chat=options)
+
+
+def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
+    """Reads a text, texts, ids, or lists of ids: each prompt by its field's name. Raises ApiError; too many of anything
+    are refused before they are parsed."""
     text = bytes(raw)
-    if not text.startswith(b"["):
-        return [str(parse_field(raw, str, "prompt"))]
-    if text.count(b",") >= MAX_PROMPT_IDS:
+    begins = _LIST.match(text)
+    if begins is None:
+        return {"prompt": _filled(str(parse_field(raw, str, "prompt")), "prompt")}
+    # The first item tells what all of them are, so nothing is made of a mixture.
+    first = begins[1]
+    if first == b'"':
+        items = parse_field(raw, list[str], "prompt")
+    elif text.count(b",") >= MAX_PROMPT_IDS:
         raise refused("prompt", f"more than {MAX_PROMPT_IDS} items")
-    if text[1:].lstrip().startswith(b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
-    items = parse_field(raw, list[str | Int | list[Int]], "prompt")
-    kinds = {type(item) for item in items}
-    if kinds == {int}:
-        return [tuple(items)]
-    if len(kinds) != 1:
-        raise refused("prompt", "it is empty" if not kinds else "either text, or ids, or lists of ids, not a mixture")
+    elif first == b"[":
+        if text.count(b"[") > MAX_PROMPTS + 1:
+            raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
+        lists = parse_field(raw, list[Raw], "prompt")
+        items = [read_ids(one, f"prompt[{n}]", most_ids) for n, one in enumerate(lists)]
+    else:
+        return {"prompt": _filled(read_ids(raw, "prompt", most_ids), "prompt")}
     if len(items) > MAX_PROMPTS:
         raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
-    for n, item in enumerate(items):
-        if not item:
-            raise refused(f"prompt[{n}]", "it is empty")
-    return [item if isinstance(item, str) else tuple(item) for item in items]
+    return {field: _filled(item, field) for field, item in ((f"prompt[{n}]", item) for n, item in enumerate(items))}
+
+
+def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
+    """Reads a list of ids. Raises ApiError; too many are refused before they are parsed."""
+    if bytes(raw).count(b",") >= most_ids:
+        raise refused(field, f"more than {most_ids} ids; no model's context holds them")
+    return tuple(parse_field(raw, list[Int], field))
+
+
+def _filled(prompt: Prompt, field: str) -> Prompt:
+    if not prompt:
+        raise refused(field, "it is empty")
+    return prompt
 
 
 def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """Reads a conversation. Raises ApiError; too many messages are refused before they are parsed."""
-    if bytes(raw).count(b'"role"') > MAX_MESSAGES:
-        raise refused("messages", f"more than {MAX_MESSAGES} messages")
+    """Reads a conversation. Raises ApiError. What it makes is bounded by the strings of the body."""
     messages = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise refused("messages", f"more than {MAX_MESSAGES} messages")
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
+
+
+def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
+    """How the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template. Raises
+    ApiError."""
+    kwargs = _bounded(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    if reasoning_effort is not None:
+        effort = Raw(msgspec.json.encode(reasoning_effort))
+        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
+            raise refused("reasoning_effort", "chat_template_kwargs says something else")
+    return ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=msgspec.json.encode(kwargs).decode() if kwargs else "",
+    )
 
 
 def check_label(text: str | None, field: str) -> None:
@@ -173,8 +235,8 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    stops = _bounded(body.stop, str | list[str], "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
-    stop_ids = _bounded(body.stop_token_ids, list[Int], "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
+    stops = _bounded(body.stop, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
         **{name: getattr(body, name) for name in _SAME_FIELDS},
         max_tokens=max_tokens,
@@ -182,7 +244,7 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        logit_bias=_bounded(body.logit_bias, dict[Int, float], "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
+        logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
 
@@ -202,12 +264,13 @@ def _request(
 def _openai_request(
     body: CompletionBody | ChatBody,
     requests: tuple[GenerateRequest, ...],
-    names: Mapping[str, str],
+    names: tuple[Mapping[str, str], ...],
     *,
     echo: bool,
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
+    _check_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None:
         if not body.stream:
@@ -224,10 +287,18 @@ def _openai_request(
     )
 
 
-def _bounded(raw: Raw, kind: Any, field: str, most_bytes: int, bound: str) -> Any:
+def _check_metadata(raw: Raw) -> None:
+    """Checks the labels of a stored answer, which have no effect here: nothing is stored. Raises ApiError."""
+    labels = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+    too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
+    if too_long or len(labels) > MAX_METADATA_PAIRS:
+        raise refused("metadata", _METADATA_BOUND)
+
+
+def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:
     """Reads a raw field, None where it was not sent; one of too many bytes is refused before it is parsed."""
     if not given(raw):
         return None
     if len(bytes(raw)) > most_bytes:
         raise refused(field, bound)
-    return parse_field(raw, kind, field)
+    return parse_field(raw, READ_LATER[field], field)

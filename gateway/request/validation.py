@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.priority import MAX_PRIORITY
@@ -22,6 +24,8 @@ MAX_REQUEST_BYTES = 8 * 2**20
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
+# A template's own variables are a few words and numbers.
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -44,6 +48,13 @@ _DEFAULTS = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
+# Variables of a template that are not the client's to set: they are made of the request's own fields and the model.
+TEMPLATE_OWN = frozenset(
+    {
+        *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    }
+)
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 # A request id goes into headers, trailers and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
@@ -51,11 +62,17 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The figures of a model that bound its requests."""
+    """The figures of a model that bound its requests. ``original_tokens``: see PreparedModel."""
 
     name: str
     max_model_len_tokens: int
     vocab_size: int
+    original_tokens: int = 0
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for one token."""
+        return self.max_model_len_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +131,36 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
 
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
     """Checks that a prompt leaves room for one token. Raises InvalidRequest."""
-    most = limits.max_model_len_tokens - 1
-    if prompt_tokens > most:
-        raise InvalidRequest.of(FieldViolation(field, f"{prompt_tokens} tokens; the model takes at most {most}"))
+    if prompt_tokens > limits.max_prompt_tokens:
+        raise too_long(str(prompt_tokens), field, limits)
     if prompt_tokens == 0:
         raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
+
+
+def too_long(tokens: str, field: str, limits: ModelLimits) -> InvalidRequest:
+    """The error of a prompt of so many ``tokens``, a number in words."""
+    text = f"{tokens} tokens; the model takes at most {limits.max_prompt_tokens}"
+    return InvalidRequest.of(FieldViolation(field, text))
+
+
+def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Checks that a list holds no more ids than the model's context, all of them its vocabulary's. Raises
+    InvalidRequest."""
+    if len(token_ids) > limits.max_model_len_tokens:
+        text = f"{len(token_ids)} ids; at most {limits.max_model_len_tokens}, the model's context"
+        raise InvalidRequest.of(FieldViolation(field, text))
+    found = tuple(itertools.islice(_ids(field, token_ids, limits), MAX_VIOLATIONS))
+    if found:
+        raise InvalidRequest.of(*found)
+
+
+def weight(request: GenerateRequest) -> int:
+    """About how many bytes of a prompt there are to be checked."""
+    contents = sum(len(message.content) for message in request.messages)
+    ids = len(request.token_ids)
+    if request.resume is not None:
+        ids += sum(len(answer.token_ids) for answer in request.resume.answers)
+    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
@@ -207,7 +249,7 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
         yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
-    if not _is_text(request.cache_salt):
+    elif not _is_text(request.cache_salt):
         yield FieldViolation("cache_salt", "not valid Unicode")
     if not request.request_id or is_request_id(request.request_id):
         return
@@ -220,7 +262,7 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
 def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
     if not given:
-        yield FieldViolation("text", "the prompt is empty; give one of text, token_ids and messages")
+        yield FieldViolation("text", "the prompt is empty")
     for name in given if len(given) > 1 else ():
         yield FieldViolation(
             name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
@@ -229,12 +271,44 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield FieldViolation("text", f"longer than {MAX_PROMPT_CHARS} characters")
     elif not _is_text(request.text):
         yield FieldViolation("text", "not valid Unicode")
-    if len(request.token_ids) >= limits.max_model_len_tokens:
-        most = limits.max_model_len_tokens - 1
-        yield FieldViolation("token_ids", f"{len(request.token_ids)} tokens; the model takes at most {most}")
+    if len(request.token_ids) > limits.max_prompt_tokens:
+        yield from too_long(str(len(request.token_ids)), "token_ids", limits).violations
     else:
         yield from _ids("token_ids", request.token_ids, limits)
     yield from _messages(request)
+    yield from _chat(request)
+
+
+def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
+    options = request.chat
+    asked = {
+        "add_generation_prompt": options.add_generation_prompt is False,
+        "continue_final_message": options.continue_final_message,
+        "chat_template_kwargs": bool(options.chat_template_kwargs),
+    }
+    for name in asked if not request.messages else ():
+        if asked[name]:
+            yield FieldViolation(f"chat.{name}", "only a conversation has it; send messages")
+    if options.continue_final_message and options.add_generation_prompt:
+        text = "the prompt cannot end within the last message and begin another one, as add_generation_prompt asks"
+        yield FieldViolation("chat.continue_final_message", text)
+    wrong = _wrong_kwargs(options.chat_template_kwargs)
+    if wrong:
+        yield FieldViolation("chat.chat_template_kwargs", wrong)
+
+
+def _wrong_kwargs(text: str) -> str:
+    """What is wrong with the client's variables of the template; "" for good ones."""
+    if not text:
+        return ""
+    if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_KWARGS_BYTES:
+        return f"more than {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
+    try:
+        names = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return "not a JSON object"
+    reserved = sorted(TEMPLATE_OWN.intersection(names))
+    return f"{', '.join(reserved)}: not a variable that a request may set here" if reserved else ""
 
 
 def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
@@ -312,7 +386,7 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
         yield from _ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
 
 
-def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterator[FieldViolation]:
+def _ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> Iterator[FieldViolation]:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < limits.vocab_size:
@@ -321,6 +395,8 @@ def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterato
 
 def _is_text(text: str) -> bool:
     """Whether it can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

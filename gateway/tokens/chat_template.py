@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from pillion.errors import FieldViolation, InvalidRequest, Overloaded
-from pillion.types import ChatMessage
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
+from pillion.types import ChatMessage, ChatOptions
 
+T = TypeVar("T")
+
+# About what a message has around its content.
+MESSAGE_BYTES = 64
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
 # Wall-clock time of one rendering, for a machine that is very busy.
@@ -28,6 +34,9 @@ RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
+DEFAULT_OPTIONS = ChatOptions()
+# The variables that a Python with libraries of its own needs to start, and those of strftime_now's time zone.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -41,8 +50,8 @@ class ChatTemplate:
         self._turn = asyncio.Lock()
         self._waiting = 0
 
-    async def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt's text, up to where the assistant's answer begins.
+    async def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
+        """The prompt's text, up to where the answer begins. ``options`` have been checked.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
@@ -55,7 +64,14 @@ class ChatTemplate:
         self._waiting += 1
         try:
             async with self._turn:
-                answer = await self._render([asdict(message) for message in messages])
+                answer = await self._render(
+                    {
+                        "messages": messages,
+                        "add_generation_prompt": options.begins_message,
+                        "continue_final_message": options.continue_final_message,
+                        "kwargs": options.chat_template_kwargs,
+                    }
+                )
         finally:
             self._waiting -= 1
         if "text" in answer:
@@ -69,14 +85,14 @@ class ChatTemplate:
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
-    async def _render(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+    async def _render(self, conversation: dict[str, Any]) -> dict[str, Any]:
         """Sends one conversation to the process, which is killed after a failure or where the caller was cancelled."""
         answered = False
         try:
             async with asyncio.timeout(RENDER_WALL_S):
                 if self._process is None:
                     self._process = await self._start()
-                answer = await _exchange(self._process, messages)
+                answer = await _exchange(self._process, conversation)
             answered = True
         except TimeoutError:
             return {"broken": f"it took more than {RENDER_WALL_S:g} s"}
@@ -88,18 +104,20 @@ class ChatTemplate:
         return answer
 
     async def _start(self) -> Process:
-        # -I: the process sees the installed packages, not the folder it was started from.
+        # -I: the process sees the installed packages, not the folder it was started from. It inherits neither keys and
+        # addresses in the environment nor descriptors.
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
         )
         setup = {
             "template": self._source,
-            "variables": {**self._specials, "add_generation_prompt": True, "tools": None, "documents": None},
+            "variables": {**self._specials, "tools": None, "documents": None},
             "max_chars": MAX_RENDERED_CHARS,
             "cpu_s": RENDER_CPU_S,
             "memory_bytes": RENDER_MEMORY_BYTES,
         }
-        _send(process, setup)
+        _send(process, msgspec.json.encode(setup))
         return process
 
     async def aclose(self) -> None:
@@ -118,17 +136,21 @@ def _violation(description: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("messages", description))
 
 
-def _send(process: Process, message: Any) -> None:
+def _send(process: Process, data: bytes) -> None:
     assert process.stdin is not None
-    data = json.dumps(message).encode()
     process.stdin.write(len(data).to_bytes(4, "big") + data)
 
 
-async def _exchange(process: Process, message: Any) -> dict[str, Any]:
+async def _exchange(process: Process, conversation: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
-    _send(process, message)
+    size = sum(MESSAGE_BYTES + len(message.content) for message in conversation["messages"])
+    _send(process, await _off_loop(size, msgspec.json.encode, conversation))
     await process.stdin.drain()
     head = await process.stdout.readexactly(4)
-    answer = json.loads(await process.stdout.readexactly(int.from_bytes(head, "big")))
-    return dict(answer)
+    answer = await process.stdout.readexactly(int.from_bytes(head, "big"))
+    return dict(await _off_loop(len(answer), msgspec.json.decode, answer))
+
+
+async def _off_loop(size_bytes: int, job: Callable[[Any], T], argument: Any) -> T:
+    return job(argument) if size_bytes <= LOOP_BYTES else await asyncio.to_thread(job, argument)

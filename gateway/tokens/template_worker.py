@@ -21,6 +21,9 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# Stands behind a message that is continued, while it is rendered.
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
 
 class GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks the assistant's words for training; when serving it is plain text."""
@@ -70,6 +73,26 @@ def tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def answer_to(conversation: dict[str, Any], template: jinja2.Template, setup: dict[str, Any]) -> dict[str, str]:
+    """What :func:`render` makes of a conversation; of one whose last message is continued, the text up to its end.
+
+    The end is found as transformers finds it: by a mark behind the message, whose trailing space a template may trim.
+    """
+    messages, continued = conversation["messages"], conversation["continue_final_message"]
+    kwargs = json.loads(conversation["kwargs"] or "{}")
+    final = messages[-1]["content"].strip()
+    if continued:
+        messages[-1]["content"] += END_MARK
+    own = {"messages": messages, "add_generation_prompt": conversation["add_generation_prompt"]}
+    answer = render(template, {**kwargs, **setup["variables"], **own}, setup["max_chars"])
+    if not continued or "text" not in answer:
+        return answer
+    text, mark, rest = answer["text"].rpartition(END_MARK.strip())
+    if not mark or final not in text:
+        return {"refused": "it leaves out the last message, which continue_final_message would continue"}
+    return {"text": text if rest.startswith(END_MARK[-1]) else text.rstrip()}
+
+
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> dict[str, str]:
     """{"text": ...}, or {"refused": ...} in the template's own words, or {"broken": ...}."""
     pieces, total = [], 0
@@ -83,7 +106,12 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
         return {"refused": str(error)[:1000]}
     except Exception as error:  # noqa: BLE001  (whatever a template does wrong)
         return {"broken": f"{type(error).__name__}: {error}"[:1000]}
-    return {"text": "".join(pieces)}
+    text = "".join(pieces)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return {"broken": "it wrote what is not valid Unicode"}
+    return {"text": text}
 
 
 def _read() -> Any:
@@ -95,7 +123,11 @@ def _read() -> Any:
 
 
 def _write(message: dict[str, str]) -> None:
-    data = json.dumps(message).encode()
+    try:
+        # As it is, without escapes: the gateway reads it on its event loop.
+        data = json.dumps(message, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
     sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
     sys.stdout.buffer.flush()
 
@@ -111,12 +143,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template: jinja2.Template | None = None
     while True:
-        messages = _read()
+        conversation = _read()
         # The signal's default action ends the process in the kernel, whatever code runs.
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
         try:
             template = template or environment().from_string(setup["template"])
-            answer = render(template, {**setup["variables"], "messages": messages}, setup["max_chars"])
+            answer = answer_to(conversation, template, setup)
         except Exception as error:  # noqa: BLE001  (a template that does not compile)
             answer = {"broken": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -90,7 +90,11 @@ def attach(
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
     Raises ConfigError, in one line, if the node refuses, does not answer or does not exist."""
     hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
-    with _asked(f"cannot attach to the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
+    with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
+        sock,
+        line,
+        fds,
+    ):
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")

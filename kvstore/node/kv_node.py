@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Conflict
+from pillion.errors import ConfigError, Conflict, PillionError
+from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.registry import Registry
@@ -40,6 +42,9 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
+# How long a node that bears this one's name has to answer at start.
+TWIN_TIMEOUT_S = 2.0
+
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
     """Starts a node; it serves when this returns. Raises ConfigError, with nothing left behind, if it cannot."""
@@ -61,7 +66,7 @@ class KVNode:
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
-        _check(flags)
+        flags = _checked(flags)
         self.address = flags.node_advertise
         self.pool = Pool(
             pool_bytes=0,
@@ -85,6 +90,7 @@ class KVNode:
             self._memory.fileno,
             self._admit,
             self.pool.ended,
+            self.pool.fence,
             self.regions.serve,
             exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
@@ -120,6 +126,9 @@ class KVNode:
         # Names may have to be looked up.
         listening = self._server.address
         self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
+        if flags.redis_url:
+            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+            await self._refuse_twin()
         self._attach.start()
         self._spawn(self._judge_silence(), "fencing")
         if flags.redis_url:
@@ -130,9 +139,38 @@ class KVNode:
                 record=self.record,
                 hashes=self._hashes,
             )
-            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
             self._spawn(self._announcer.run(), "announcing")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
+
+    async def _refuse_twin(self) -> None:
+        """Raises ConfigError where another node of this name is alive: with two of them, each would take the other's
+        entries in the index for its own.
+
+        A record alone proves nothing, because that of this node's last life stays for a moment. Only a node that
+        answers counts, at an address that is not this node's.
+        """
+        node_id = self._flags.node_id
+        try:
+            known = await self._addresses()
+        except PillionError as error:
+            log.warning("the registry does not answer, so nobody knows whether %s is taken: %s", node_id, error.message)
+            return
+        address = known.get(node_id, self.address)
+        if address == self.address:
+            return
+        twin = NodeClient(address, node_id)
+        try:
+            found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
+        except PillionError as error:
+            log.info("a record of %s at %s stood for a node that is gone: %s", node_id, address, error.message)
+            return
+        finally:
+            await twin.aclose()
+        if found == node_id:
+            raise ConfigError(
+                f"--node-id {node_id} is taken: a KV node of this name serves at {address}; give each node a name of"
+                " its own"
+            )
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Ends sessions and attachments, by which others learn of it, and frees the memory. Idempotent."""
@@ -286,6 +324,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_USAGE, (), min(1.0, held / status.total_blocks) if status.total_blocks else 0.0
     yield names.KV_BLOCK_BYTES, (), status.block_bytes
     yield names.KV_DISK_BLOCKS, (), status.disk_blocks
+    yield names.KV_PAUSED, (), int(status.disk_paused)
+    yield names.KV_LATE, (), status.late_blocks
     yield names.KV_TICKETS, ("held",), status.tickets
     yield names.KV_TICKETS, ("waiting",), status.waiting_tickets
     yield names.KV_FENCED, (), len(status.fenced_components)
@@ -299,7 +339,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_SHORT_FETCHES, (), status.short_fetches
 
 
-def _check(flags: KVNodeFlags) -> None:
+def _checked(flags: KVNodeFlags) -> KVNodeFlags:
+    """Returns the flags with the transport that they allow. Raises ConfigError for what makes no sense together."""
     if not 0 <= flags.decode_reserve_percent <= 90:
         raise ConfigError(f"--decode-reserve-percent {flags.decode_reserve_percent}: choose 0 to 90")
     if flags.max_waiting_tickets < 1:
@@ -308,3 +349,14 @@ def _check(flags: KVNodeFlags) -> None:
         raise ConfigError("--heartbeat-ms must be positive and less than --heartbeat-timeout-ms")
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
+    if flags.verify_blocks:
+        return flags
+    # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Nothing
+    # but the checksum tells then, and a wrong block would be served under a right name (I2).
+    if flags.disk_path:
+        raise ConfigError("--no-verify-blocks with --disk-path: a damaged file would be served; give only one of them")
+    if flags.kv_transport == "nixl":
+        raise ConfigError(
+            "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose grpc"
+        )
+    return replace(flags, kv_transport="grpc")

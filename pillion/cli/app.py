@@ -16,7 +16,7 @@ import click
 from pillion._version import PROTOCOL, VERSION
 from pillion.cli.bench_command import bench
 from pillion.cli.console import fail
-from pillion.cli.flags import CA, CERT, KEY, flag_option, flag_options, option, option_name, options
+from pillion.cli.flags import CA, CERT, KEY, CommandGroup, flag_option, flag_options, option, option_name, options
 from pillion.config import CommonFlags, ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(VERSION, prog_name="pillion")
 def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
@@ -108,8 +108,8 @@ def demo(**values: Any) -> int:
         if values[name]:
             raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # A demonstration must not meet another cluster's ports, nor hide its answers behind logs.
-    for name, value in {"http_port": 0, "grpc_port": 0, "log_level": "warning", "max_model_len": 4096}.items():
+    # A demonstration must not meet another cluster's ports.
+    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096}.items():
         if ctx.get_parameter_source(name) is default:
             values[name] = value
     return run_demo(with_model(ServeFlags, values))
@@ -141,13 +141,13 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @flag_options(ComputeFlags)
 def prepare(**values: Any) -> None:
     """Make MODEL ready in the cache, so that components start at once."""
-    from pillion.supervisor.component_process import require_server_packages
+    from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
     from pillion.engine.backends.loading import make_ready
 
     prepared = make_ready(with_model(ComputeFlags, values), click.echo)
-    click.echo(f"{prepared.name} is ready at {prepared.folder}")
+    click.echo(f"{prepared.name} {PREPARED} {prepared.folder}")
 
 
 def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
@@ -281,12 +281,20 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     import asyncio
 
     from pillion.net import rpc, tls
+    from pillion.net.advice import grpc_advice
+    from pillion.net.listener import find_listener
     from pillion.supervisor.probes import is_serving
 
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
     serving = asyncio.run(is_serving(address, ca or None))
-    click.echo("serving" if serving else f"{address} is not serving")
-    return 0 if serving else EXIT_FAILED
+    if serving:
+        click.echo("serving")
+        return 0
+    place, encrypted = address.removeprefix("grpcs://"), address.startswith("grpcs://") or bool(internal_tls_cert)
+    listener = find_listener(place)
+    advice = grpc_advice(place, listener, encrypted, "") if listener else ""
+    click.echo(f"{address} is not serving{': ' * bool(advice)}{advice}")
+    return EXIT_FAILED
 
 
 @cli.command()
@@ -314,11 +322,12 @@ def keys() -> None:
 @keys.command("add")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
-def keys_add(file: Path, tenant: str) -> None:
+@option("--operator", "Let the tenant see the whole cluster, as pillion status and top show it.", False, is_flag=True)
+def keys_add(file: Path, tenant: str, operator: bool) -> None:
     """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
     from pillion.cli.keys import add_key
 
-    click.echo(add_key(file, tenant))
+    click.echo(add_key(file, tenant, operator))
 
 
 @keys.command("hash")

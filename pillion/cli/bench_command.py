@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.flags import CA, CERT, KEY, option, options
+from pillion.cli.flags import CA, CERT, KEY, CommandGroup, option, options
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TABLE_WIDTH = 100
 
 
-class RunByDefault(click.Group):
+class RunByDefault(CommandGroup):
     """A command group whose options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -1,49 +1,97 @@
-"""Standard error as a person sees it: notices, progress, and components' logs with a coloured prefix each."""
+"""Standard error as a person sees it: notices, progress, and components' logs with a coloured prefix each.
+
+With ``--log-format json`` every line is a JSON object instead: a component's own objects go on as they are, and what is
+none (Redis, a traceback, a library) is put into one.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 PREFIX_WIDTH = 10
+OWN = "pillion"
 
 
 class Notices:
-    """Prints to standard error: with colours and a spinner on a terminal, as plain lines elsewhere."""
+    """Prints to standard error: with colours and a spinner on a terminal, as plain lines elsewhere.
 
-    def __init__(self, console: Console | None = None) -> None:
+    Args:
+        form: "text", or "json" for one object a line.
+        log_file: gets the components' lines in place of standard error.
+    """
+
+    def __init__(self, console: Console | None = None, *, form: str = "text", log_file: TextIO | None = None) -> None:
         from rich.console import Console
 
         self.console = console or Console(stderr=True, highlight=False)
+        self._json = form == "json"
+        self._log_file = log_file
         self._colours: dict[str, str] = {}
 
     def say(self, text: str, style: str = "") -> None:
         """Prints one line of the supervisor's own."""
-        self.component("pillion", text, style)
+        self._print(OWN, text, style)
+
+    def fact(self, name: str, text: str, style: str = "") -> None:
+        """Prints one of the lines with which a cluster starts."""
+        self._print(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
+
+    def command(self, text: str) -> None:
+        """Prints a command alone in its line, to be copied."""
+        if self._json:
+            self.say(f"try: {text}")
+        else:
+            self.console.print(f"  {text}", soft_wrap=True, markup=False)
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
-        """Prints one line of a component's log, as it is: nothing in it is markup."""
+        """Takes one line of a component's log, as it is: nothing in it is markup."""
+        if self._log_file is None:
+            self._print(component_id, line, style)
+        else:
+            text = as_json(component_id, line) if self._json else f"{component_id:<{PREFIX_WIDTH}} | {line}"
+            self._log_file.write(f"{text}\n")
+
+    def _print(self, component_id: str, line: str, style: str) -> None:
         from rich.text import Text
 
+        if self._json:
+            self.console.print(Text(as_json(component_id, line)), soft_wrap=True)
+            return
         colour = self._colours.setdefault(component_id, _COLOURS[len(self._colours) % len(_COLOURS)])
         text = Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style))
         self.console.print(text, soft_wrap=True)
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Shows ``title`` while the block runs; the yielded function shows a step of it."""
-        if not self.console.is_terminal:
-            self.say(title)
+        """Shows ``title`` while the block runs, where there is a terminal; the yielded function shows a step of it."""
+        if self._json or not self.console.is_terminal:
             yield self.say
             return
         with self.console.status(title) as status:
             yield lambda step: status.update(f"{title}: {step}")
+
+
+def as_json(component_id: str, line: str) -> str:
+    """The line itself where it is a JSON object, else an object with the line as its message."""
+    from pillion.observability.log_format import JsonFormatter
+
+    if line.startswith("{"):
+        try:
+            if isinstance(json.loads(line), dict):
+                return line
+        except ValueError:
+            pass
+    record = logging.LogRecord(f"{OWN}.output", logging.INFO, "", 0, "%s", (line,), None)
+    return JsonFormatter(component_id).format(record)
 
 
 def table_console(width: int) -> Console:
@@ -58,4 +106,9 @@ def table_console(width: int) -> Console:
 
 def fail(message: str) -> None:
     """Prints the one line on standard error with which a failed command ends."""
-    print(f"pillion: {' '.join(message.split())}", file=sys.stderr)
+    from pillion.observability.log_format import logs_json
+
+    if logs_json():
+        logging.getLogger(OWN).error(message)
+    else:
+        print(f"{OWN}: {' '.join(message.split())}", file=sys.stderr)

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -43,6 +45,9 @@ OTHER_VARIABLES = {
     "PILLION_VLLM": "benchmarks: vLLM's program",
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
+
+CONFIG_PATH = "config_path"
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -113,6 +118,54 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         return parsed
 
 
+class FlagCommand(click.Command):
+    """A command that refuses unknown variables, and whose errors say which variable or line of a file set a flag."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the command line, the environment and the file."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            if error.param is None:
+                raise
+            raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        check_variables(os.environ)
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            named = set(_FLAG.findall(error.message))
+            error.message += "".join(_origin(ctx, param) for param in self.params if named & set(param.opts))
+            raise
+
+
+class CommandGroup(click.Group):
+    """A group of such commands."""
+
+    command_class = FlagCommand
+    group_class = type
+
+
+def _origin(ctx: click.Context, param: click.Parameter) -> str:
+    """Who set a flag, in brackets; empty for the command line and the default."""
+    source, name = ctx.get_parameter_source(param.name or ""), param.opts[-1]
+    if source is click.core.ParameterSource.ENVIRONMENT:
+        return f" ({name} is set by {param.envvar})"
+    if source is click.core.ParameterSource.DEFAULT_MAP:
+        path = ctx.meta[CONFIG_PATH]
+        return f" ({name} is set by line {_line_of(name[2:], path)} of {path})"
+    return ""
+
+
+def _line_of(key: str, path: str) -> int:
+    """The number of the line that sets a key of a TOML file without tables."""
+    pattern = re.compile(rf"\s*[\"']?{key.replace('-', '[-_]')}[\"']?\s*=")
+    lines = Path(path).read_text("utf-8").splitlines()
+    return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
+
+
 def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
     """Decorates a click command with one option per field of ``cls``, and ``--config``.
 
@@ -121,7 +174,7 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
     """
     file = click.option(
         "--config",
-        "config_path",
+        CONFIG_PATH,
         envvar=ENV_PREFIX + "CONFIG",
         metavar="PATH",
         is_eager=True,
@@ -146,12 +199,13 @@ def flag_option(field: Field[Any]) -> Callable[[F], F]:
     if isinstance(field.default, tuple):
         # In the environment, white space separates values.
         common |= {"multiple": True, "show_default": False}
-    return click.option(name, field.name, type=FlagType(about["kind"], about["choices"]), **common)
+    also = [option_name(about["also"])] if about["also"] else []
+    return click.option(name, *also, field.name, type=FlagType(about["kind"], about["choices"]), **common)
 
 
 def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
-    check_variables(os.environ)
     if path:
+        ctx.meta[CONFIG_PATH] = path
         ctx.default_map = {**(ctx.default_map or {}), **read_config(path)}
 
 
@@ -183,9 +237,11 @@ def read_config(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
+    spelled = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
     repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
     for key, value in table.items():
         name = key.replace("-", "_")
+        name = spelled.get(name, name)
         if name not in known:
             hint = _did_you_mean(key, [one.replace("_", "-") for one in known])
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")

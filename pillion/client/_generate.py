@@ -30,6 +30,7 @@ REPLACEMENTS = (
     ("__aexit__", "__exit__"),
     ("run_batch_async", "run_batch"),
     ("open_async", "open"),
+    ("explained_async", "explained"),
     ("end_with_async", "end_with"),
     ("async def", "def"),
     ("async for", "for"),

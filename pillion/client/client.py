@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency,
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
 from pillion.client.resume import RESUME_TIMEOUT_S, StreamProgress, is_loss
-from pillion.errors import Cancelled
+from pillion.errors import Cancelled, PillionError
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -135,15 +135,32 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
         """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
 
+        Args:
+            add_generation_prompt: end the prompt where that message begins; default: true, unless the last message is
+                continued.
+            continue_final_message: go on with the last message instead of beginning another one.
+            chat_template_kwargs: further variables of the model's chat template, such as ``{"enable_thinking": False}``
+                or ``{"reasoning_effort": "low"}``.
+
         The other arguments are those of :meth:`generate`.
         """
         chosen = client_requests.sampling_of(sampling, fields)
+        options = client_requests.chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         request = client_requests.chat_request(
-            messages, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
+            messages,
+            model=model,
+            chat=options,
+            sampling=chosen,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
         )
         return self._stream(request, timeout_s).deltas()
 
@@ -251,9 +268,9 @@ class Client:
                 method = getattr(stub, name)
                 return method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
             except grpc.RpcError as error:
-                found = rpc.from_rpc_error(error)
-                if not left or not is_loss(found, rpc.said_by_server(error)):
-                    raise found from None
+                found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
+                if not left or not is_loss(found, spoken):
+                    raise self._connection.explained(found, found, spoken, number) from None
                 self._leave(number)
         raise AssertionError("the last address returns or raises")
 
@@ -277,12 +294,16 @@ class _BlockingStream:
                         yield progress.note(message)
                     return
                 except grpc.RpcError as error:
-                    found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
+                    found, spoken = client_requests.respelled(rpc.from_rpc_error(error)), rpc.said_by_server(error)
                 if progress.over:
                     return
                 if self._ended.is_set() or self._client._closed:
                     raise found
-                pause_s = progress.delay_s(found, spoken, time.monotonic())
+                try:
+                    pause_s = progress.delay_s(found, spoken, time.monotonic())
+                except PillionError as final:
+                    connection = self._client._connection
+                    raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
                     self._client._leave(self._number)
                 self._ended.wait(pause_s)

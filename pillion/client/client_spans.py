@@ -2,7 +2,7 @@
 
 begin --> the span's context travels with the call --> the call ends, well or not --> the span ends
 
-Where no tracer provider records, the API's no-op span is all that is made.
+Where neither the program nor the OTEL_* variables ask for spans, the API's no-op span is all that is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def begin(request: GenerateRequest) -> trace.Span:
     """The span of a Generate call, under the caller's own."""
     operation = "chat" if request.messages else "text_completion"
     model = request.model[:MAX_NAME_CHARS]
-    span = telemetry.tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
+    span = telemetry.client_tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
     if span.is_recording():
         named = {"gen_ai.request.model": model} if model else {}
         span.set_attributes({"gen_ai.operation.name": operation, "gen_ai.provider.name": "pillion", **named})

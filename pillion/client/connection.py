@@ -7,6 +7,7 @@ that answers and has no worker forbids the retry (see :mod:`pillion.wire.errors`
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, DeadlineExceeded, Internal, PillionError, Unauthenticated, Unavailable
 from pillion.net import rpc
+from pillion.net.advice import grpc_advice
+from pillion.net.listener import KnownListener, proxy_variable
 from pillion.observability import telemetry
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
@@ -38,6 +41,7 @@ class GatewayConnection:
     credentials: grpc.ChannelCredentials | None
     api_key: str
     max_message_bytes: int
+    listeners: tuple[KnownListener, ...]
 
     def open(self, number: int = 0) -> grpc.Channel:
         """A blocking channel to one of the addresses. It connects with its first call, and again whenever the
@@ -56,6 +60,43 @@ class GatewayConnection:
         """Metadata of every call: the API key, and the trace context of the caller."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + telemetry.inject()
+
+    def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
+        """``error``, its message saying what to do. Where the connection has failed, this asks what listens at the
+        address, and blocks for as long as :func:`pillion.net.listener.find_listener`.
+
+        Args:
+            error: what the caller gets.
+            found: what the last call failed with, whose message ``error`` repeats.
+            spoken: whether a gateway said so, and not the connection.
+            number: of the address.
+        """
+        advice = self._advice(found, spoken, number)
+        if advice:
+            error.message = error.message.replace(found.message, advice) if found.message else advice
+            error.args = (error.message,)
+        return error
+
+    async def explained_async(
+        self, error: PillionError, found: PillionError, spoken: bool, number: int
+    ) -> PillionError:
+        """:meth:`explained`, off the event loop."""
+        return await asyncio.to_thread(self.explained, error, found, spoken, number)
+
+    def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
+        target = self.targets[number]
+        if isinstance(found, Unauthenticated):
+            sent = "it does not know the one that was sent" if self.api_key else "none was sent"
+            where = f"give it in the environment's {API_KEY_VARIABLE} or as api_key="
+            return f"{found.message} ({target} wants an API key, and {sent}: {where})"
+        if isinstance(found, Internal) and found.message == "Method not found!":
+            return f"{target} speaks gRPC and is no gateway of Pillion: give the gateway's public gRPC port"
+        if spoken or not isinstance(found, Unavailable | DeadlineExceeded):
+            return ""
+        if variable := proxy_variable(target):
+            return f"{found.message} ({variable} is set, so gRPC goes to {target} by that proxy: see no_proxy)"
+        listener = self.listeners[number].find()
+        return grpc_advice(target, listener, self.credentials is not None, found.message) if listener else ""
 
     def _options(self) -> rpc.Options:
         return [*rpc.client_options(self.max_message_bytes), ("grpc.service_config", service_config())]
@@ -89,6 +130,8 @@ def connect(
     targets = tuple(one.strip() for one in given)
     if not 1 <= len(targets) <= MAX_ADDRESSES or not all(targets):
         raise ConfigError(f"target: from 1 to {MAX_ADDRESSES} addresses are needed, none of them empty")
+    for one in targets:
+        _check_address(one)
     plain = [one for one in targets if one.startswith("grpc://")]
     encrypted = tls or any(one.startswith("grpcs://") for one in targets)
     encrypted = encrypted or any(file is not None for file in (ca, cert, key))
@@ -103,7 +146,22 @@ def connect(
     credentials = None
     if encrypted:
         credentials = grpc.ssl_channel_credentials(_pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert"))
-    return GatewayConnection(targets, credentials, key_text, max_message_bytes)
+    listeners = tuple(map(KnownListener, targets))
+    return GatewayConnection(targets, credentials, key_text, max_message_bytes, listeners)
+
+
+def _check_address(target: str) -> None:
+    """Raises ConfigError for an address of another protocol."""
+    scheme, separator, rest = target.partition("://")
+    if separator and scheme in ("http", "https"):
+        place = rest.partition("/")[0]
+        written = f"grpcs://{place}" if scheme == "https" else place
+        raise ConfigError(
+            f"{target} is an address of HTTP, and this client speaks gRPC: write {written}, with the gateway's "
+            "gRPC port (50051 unless --grpc-port says otherwise)"
+        )
+    if "/" in rest and scheme in ("grpc", "grpcs"):
+        raise ConfigError(f"{target}: an address is HOST:PORT, without a path")
 
 
 def service_config() -> str:
@@ -122,9 +180,13 @@ def service_config() -> str:
 
 
 def _pem(source: Pem | None, name: str) -> bytes | None:
-    if source is None or isinstance(source, bytes):
-        return source
+    """The PEM. Raises ConfigError for anything else: gRPC would take it, and then every connection would fail."""
+    if source is None:
+        return None
     try:
-        return Path(source).read_bytes()
+        pem = source if isinstance(source, bytes) else Path(source).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name}: {source}: {error.strerror}") from None
+        raise ConfigError(f"{name}: {source!s}: {error.strerror}") from None
+    if b"-----BEGIN " not in pem:
+        raise ConfigError(f"{name}: {'these bytes are' if isinstance(source, bytes) else f'{source!s} is'} no PEM")
+    return pem

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import ssl
 import urllib.parse
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from pillion.errors import ConfigError
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
+from pillion.net.advice import http_advice
+from pillion.net.listener import find_listener
+from pillion.net.tls import client_context
 
 READ_BYTES = 1 << 16
 MAX_HEAD_BYTES = 1 << 16
@@ -134,7 +136,7 @@ class OpenAITarget:
         self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         self._path = url.path.rstrip("/")
         self._path += "" if self._path.endswith("/v1") else "/v1"
-        self._tls = _tls_context(ca, cert, key) if url.scheme == "https" else None
+        self._tls = client_context(ca, cert, key) if url.scheme == "https" else None
         self._fields = f"Host: {url.netloc}\r\nContent-Type: application/json\r\n"
         self._fields += f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._model = model
@@ -157,9 +159,17 @@ class OpenAITarget:
                 body = b"".join([payload async for payload in self._exchange("GET", "/models", b"")])
             models = [model["id"] for model in json.loads(body)["data"]]
             self._model = self._model or models[0]
+        except TargetError as error:
+            raise TargetError(error.status, await self._advice() or error.message) from None
         except (ValueError, TypeError, LookupError, TimeoutError) as error:
             raise TargetError("models", f"/v1/models gives no list of models: {error!r}; say --model") from None
         return {"models": models}
+
+    async def _advice(self) -> str:
+        """What to do where the server is not reached; "" where it is."""
+        address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        listener = await asyncio.to_thread(find_listener, address)
+        return http_advice(address, listener, self._tls is not None) if listener else ""
 
     async def aclose(self) -> None:
         for _, writer in self._idle:
@@ -244,13 +254,3 @@ def message_of(payload: bytes) -> AnswerMessage:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         text = payload[:ERROR_TEXT_BYTES].decode(errors="replace")
         raise TargetError("bad event", f"{error!r} in {text}") from None
-
-
-def _tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=ca)
-        if cert:
-            context.load_cert_chain(cert, key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--ca, --cert or --key: {error}") from None
-    return context

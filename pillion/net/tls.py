@@ -12,6 +12,7 @@ else. A Unix socket is never encrypted: the rights of its folder are its lock.
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 import threading
 import time
@@ -116,6 +117,39 @@ def http_context(identity: Identity) -> ssl.SSLContext:
     outer = identity.fresh_context()
     outer.sni_callback = choose
     return outer
+
+
+def client_context(
+    ca: str | os.PathLike[str] | bytes | None,
+    cert: str | os.PathLike[str] | None = None,
+    key: str | os.PathLike[str] | None = None,
+) -> ssl.SSLContext:
+    """The context of a client of a public port, which checks the server's certificate.
+
+    Args:
+        ca: PEM of the authorities that are trusted, as a path or as bytes; None: the system's.
+        cert, key: paths of the client's own certificate chain and private key, where it has them.
+
+    Raises ConfigError that names the file and what is wrong with it.
+    """
+    if ca is None:
+        context = ssl.create_default_context()
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
+        try:
+            context.load_verify_locations(cadata=(ca if isinstance(ca, bytes) else _read(shown)).decode())
+        except (ssl.SSLError, ValueError):
+            raise ConfigError(f"TLS: {shown} has no certificate in PEM") from None
+    if cert is not None:
+        own, secret = os.fspath(cert), os.fspath(key or cert)
+        for path in (own, secret):
+            _read(path)
+        try:
+            context.load_cert_chain(own, secret, password="-")  # noqa: S106
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"TLS: {own} and {secret}: {_reason(error)}") from None
+    return context
 
 
 class ComponentChannel:

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import time
+from types import TracebackType
 
 from opentelemetry import trace
 
@@ -41,10 +42,23 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+def logs_json() -> bool:
+    """Whether this process logs JSON, so that plain text on standard error would be out of place."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("pillion").critical("an error that nothing handles", exc_info=(kind, error, trace))
+
+
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     """Logs to standard error, one line per record; ``form`` is "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if form == "json":
+        # What Python itself would print as plain text.
+        logging.captureWarnings(True)
+        sys.excepthook = _log_uncaught
     # uvicorn's start-up lines repeat our own.
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)

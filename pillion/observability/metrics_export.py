@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +74,9 @@ class Exports:
         self._meters = meters
         meters.watch(lambda: [(names.BUILD, (VERSION, role, component_id), 1.0)])
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        self._reader = push(self._collect, telemetry.resource(component_id, role)) if push_wanted() else None
+        self._reader = (
+            push(self._collect, telemetry.resource(component_id, role)) if telemetry.wanted("METRICS") else None
+        )
         if port:
             registry = MetricsPage(self._collect, vllm_names=vllm_names).registry()
             try:
@@ -105,11 +106,6 @@ class Exports:
         except concurrent.futures.TimeoutError:
             future.cancel()
             raise
-
-
-def push_wanted() -> bool:
-    """Whether the environment asks for OTLP metrics."""
-    return telemetry.wanted("METRICS") and os.environ.get("OTEL_METRICS_EXPORTER", "").lower() != "none"
 
 
 def push(collect: Collect, resource: Any) -> Any:

@@ -1,14 +1,24 @@
 """OpenTelemetry tracing: one trace per request through all components, exported if the OTEL_* variables ask for it.
 
-Without them the API's no-op tracer answers and a span costs about a microsecond. The exporter is chosen as the
-specification says: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) switches tracing on,
-``OTEL_EXPORTER_OTLP_PROTOCOL`` picks grpc or http/protobuf, ``OTEL_SDK_DISABLED=true`` switches it off.
+    a component        setup() installs a provider for its process --> spans leave --> shutdown() sends the rest
+    SDK and commands   client_tracer(): the program's own provider, else one for the client's spans alone, whose rest is
+                       sent when the program ends
+
+Without the variables the API's no-op tracer answers and a span costs about a microsecond. The exporter is chosen as the
+specification says: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) or ``OTEL_TRACES_EXPORTER=otlp`` switches
+tracing on, ``OTEL_EXPORTER_OTLP_PROTOCOL`` picks grpc or http/protobuf, ``OTEL_TRACES_EXPORTER=none`` and
+``OTEL_SDK_DISABLED=true`` switch it off, ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` name the process.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import logging
 import os
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +30,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
+log = logging.getLogger("pillion.observability.telemetry")
+
+# Longest wait for the last spans of a process that ends.
+FLUSH_TIMEOUT_MS = 3000
+_making = threading.Lock()
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 Metadata = Sequence[tuple[str, str]]
@@ -32,8 +47,11 @@ def tracer() -> trace.Tracer:
 
 
 def wanted(signal: Signal) -> bool:
-    """Whether the environment asks for the export of ``signal``."""
-    return os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true" and bool(_otlp_setting(signal, "ENDPOINT"))
+    """Whether the environment asks for the export of ``signal`` by OTLP."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    chosen = [name.strip().lower() for name in os.environ.get(f"OTEL_{signal}_EXPORTER", "").split(",") if name.strip()]
+    return "otlp" in chosen or (not chosen and bool(_otlp_setting(signal, "ENDPOINT")))
 
 
 def exporter(signal: Signal) -> Any:
@@ -49,30 +67,75 @@ def _otlp_setting(signal: Signal, name: str) -> str:
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """The process's name wherever its traces and metrics go."""
-    from opentelemetry.sdk.resources import Resource
+    """The process's name wherever its traces and metrics go. What the environment says of it comes first."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
-    return Resource.create(names)
+    return Resource.create({**names, **OTELResourceDetector().detect().attributes})
+
+
+def _provider(component_id: str, role: str) -> Any:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=resource(component_id, role), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter("TRACES")))
+    return provider
 
 
 def setup(component_id: str, role: str) -> None:
     """Installs the SDK in this process if the environment asks for it. Called once, by a component's main."""
-    if not wanted("TRACES"):
-        return
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    if wanted("TRACES"):
+        trace.set_tracer_provider(_provider(component_id, role))
 
-    provider = TracerProvider(resource=resource(component_id, role))
-    provider.add_span_processor(BatchSpanProcessor(exporter("TRACES")))
-    trace.set_tracer_provider(provider)
+
+def client_tracer() -> trace.Tracer:
+    """The tracer of the client's spans: of the program's own provider, where it has one.
+
+    A library must not install a provider for its program, so the client's own one is kept here.
+    """
+    if not recording() and wanted("TRACES"):
+        with _making:
+            own: Any = _client_provider()
+        if own is not None:
+            found: trace.Tracer = own.get_tracer("pillion")
+            return found
+    return tracer()
+
+
+@functools.cache
+def _client_provider() -> Any:
+    """The provider of the client's own spans, made once; None, with a warning, where its packages are missing."""
+    try:
+        made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
+    except ImportError as error:
+        log.warning("no spans are sent, though the OTEL_* variables ask for it: %s", error)
+        return None
+    atexit.register(shutdown_client)
+    return made
+
+
+def shutdown_client() -> None:
+    """Sends what is left of the client's own spans; the next span makes a new provider."""
+    provider = _client_provider() if _client_provider.cache_info().currsize else None
+    _client_provider.cache_clear()
+    atexit.unregister(shutdown_client)
+    if provider is not None:
+        _stop(provider.shutdown)
 
 
 def shutdown() -> None:
     """Sends what is left. Called once, when a component stops."""
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
-        stop()
+        _stop(stop)
+
+
+def _stop(stop: Callable[[], None]) -> None:
+    """Calls ``stop`` and waits for it, but not longer than FLUSH_TIMEOUT_MS: a receiver may be down."""
+    stopping = threading.Thread(target=stop, name="last spans", daemon=True)
+    stopping.start()
+    stopping.join(FLUSH_TIMEOUT_MS / 1000)
 
 
 def recording() -> bool:

@@ -10,6 +10,8 @@
     lifeline.py             a child dies with its supervisor
     component_process.py    one component in this process, from its flags to its exit status
     embedded_redis.py       the cluster's own Redis
+    preflight.py            looks at files, ports and folders before anything starts
+    start_lines.py          the five lines with which a cluster starts
     probes.py, pool_fit.py, runtime_dir.py      readiness over gRPC, the pool's least size, the directory of sockets
 
 Decisions about requests never come in here, and nothing in here is imported by `import pillion`.

@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 log = logging.getLogger("pillion.component")
 
+# Ends what `pillion prepare` prints.
+PREPARED = "is ready at"
 # Packages that servers need and the SDK does without.
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
@@ -70,11 +72,13 @@ def run_component(role: str, flags: Any) -> int:
     from pillion.cli.checks import check_flags
     from pillion.net import rpc, tls
     from pillion.observability import telemetry
+    from pillion.supervisor.preflight import check_files
 
-    check_flags(flags)
-    require_server_packages()
     name = name_of(role, flags)
     set_up_logging(flags.log_level, flags.log_format, name)
+    check_flags(flags)
+    require_server_packages()
+    check_files(flags)
     rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
     # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
     if role != "gateway" and getattr(flags, "component_id", name) != name:
@@ -89,12 +93,16 @@ def run_component(role: str, flags: Any) -> int:
 
 
 async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+    from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
+    from pillion.supervisor.preflight import ask_redis
 
     stop = asyncio.Event()
     stop_on_signals(stop)
     watcher = asyncio.create_task(_watch_supervisor(stop))
     exports: Exports | None = None
+    if flags.redis_url and (trouble := await ask_redis(flags.redis_url)):
+        log.warning("%s; %s starts without it and keeps on trying", trouble, name)
     try:
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:
@@ -102,6 +110,7 @@ async def _run(name: str, role: str, start: Any, flags: Any) -> int:
         component = started.result()
         page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
         exports = Exports(component.meters, name, role, **page)
+        LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
         failed = await run_unless(stop.wait(), component.wait_failed())
         if failed:

@@ -76,8 +76,8 @@ def timed(stages: dict[str, float], name: str) -> Iterator[None]:
 def run_demo(flags: ServeFlags) -> int:
     """Runs the demonstration; returns the exit status. Raises PillionError."""
     require_server_packages()
-    set_up_logging(flags.log_level)
-    return asyncio.run(_demo(flags, Notices()))
+    set_up_logging(flags.log_level, flags.log_format, "pillion")
+    return asyncio.run(_demo(flags, Notices(form=flags.log_format)))
 
 
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
@@ -107,7 +107,6 @@ async def _demo(flags: ServeFlags, notices: Notices) -> int:
 async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]) -> list[DemoAnswer]:
     with timed(stages, "model ready"):
         await cluster.prepare()
-    notices.say(cluster.describe(), "bold")
     with timed(stages, "cluster ready"), notices.progress("starting redis, kvnode, prefill, decode and gateway"):
         supervisor = await cluster.start()
     notices.say(f"cluster ready after {stages['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")

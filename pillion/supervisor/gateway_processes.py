@@ -25,11 +25,11 @@ from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
 from pillion.cli.flags import subset
 from pillion.config import GatewayFlags
-from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import child_environ, component_argv
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
+from pillion.supervisor.preflight import bind_port, check_files
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
@@ -45,7 +45,7 @@ class PublicPorts:
     def hold(self, flags: E) -> E:
         """``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
-            self._held.append(bind_port(flags.host, name, getattr(flags, name)))
+            self._held.append(bind_port(flags.host, "host", name, getattr(flags, name)))
         http, grpc = (held.getsockname()[1] for held in self._held)
         if flags.gateway_workers == 1:
             self.close()
@@ -60,22 +60,6 @@ class PublicPorts:
         """Frees both ports. Idempotent."""
         while self._held:
             self._held.pop().close()
-
-
-def bind_port(host: str, name: str, port: int) -> socket.socket:
-    """A socket on ``port``, or on a free one for 0. Raises ConfigError where the port is in use.
-
-    The gateway binds the port later; chosen here, it stays the same when the gateway is started again.
-    """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} {port} on {host} cannot be used: {error.strerror}") from None
-    return bound
 
 
 def component_spec(role: str, component_id: str, flags: Any, address: str, **more: Any) -> ProcessSpec:
@@ -112,12 +96,13 @@ def run_gateways(flags: GatewayFlags) -> int:
     """
     check_flags(flags)
     require_server_packages()
-    set_up_logging(flags.log_level)
+    set_up_logging(flags.log_level, flags.log_format, "pillion")
+    check_files(flags)
     return asyncio.run(_run(flags))
 
 
 async def _run(flags: GatewayFlags) -> int:
-    stop, notices = asyncio.Event(), Notices()
+    stop, notices = asyncio.Event(), Notices(form=flags.log_format)
     stop_on_signals(stop)
     async with contextlib.AsyncExitStack() as stack:
         ports = PublicPorts()

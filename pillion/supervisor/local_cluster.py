@@ -1,6 +1,6 @@
 """The local cluster of `pillion serve` and `pillion demo`: which processes, with which flags, in which order.
 
-checked -> model prepared -> pool fits, ports free -> runtime directory -> redis -> kvnode -> workers -> gateway
+flags and places checked -> model prepared -> pool fits -> runtime directory -> redis -> kvnode -> workers -> gateway
 and back in the opposite order, from wherever a start failed
 """
 
@@ -12,8 +12,10 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
@@ -24,12 +26,14 @@ from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ
-from pillion.supervisor.component_process import STOP_GRACE_S, require_server_packages
+from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
+from pillion.supervisor.preflight import check_cluster, wait_for_redis
 from pillion.supervisor.runtime_dir import RuntimeDir
-from pillion.supervisor.supervisor import ProcessSpec, Supervisor
+from pillion.supervisor.start_lines import tell_model
+from pillion.supervisor.supervisor import FAILED, ProcessSpec, Supervisor
 
 PREPARE_STOP_GRACE_S = 2.0
 NODE_SOCKET = "kvnode-0.sock"
@@ -49,8 +53,6 @@ class LocalCluster:
         self.notices = notices
         self.supervisor: Supervisor | None = None
         self.runtime: RuntimeDir | None = None
-        self.model_name = ""
-        self.fit: PoolFit | None = None
         self._redis_binary: Path | None = None
         self._ports = PublicPorts()
         # What stop() has to do, the last first.
@@ -62,23 +64,28 @@ class LocalCluster:
         """Address of the public gRPC service, as a client on this machine reaches it."""
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
-    def describe(self) -> str:
-        """The prepared model and the pool, in one line."""
-        pool = self.fit.describe() if self.fit is not None else "what --gpu-memory-utilization leaves"
-        return f"model {self.model_name} on {self.flags.device}, KV pool {pool}"
-
     async def prepare(self) -> None:
-        """Checks and settles the flags, and makes the model ready. Raises ConfigError; no process is left then."""
+        """Settles the flags, makes the model ready and tells about it. Raises ConfigError; no process is left
+        then."""
         check_flags(self.flags)
         require_server_packages()
         from pillion.engine.backends.devices import resolved
 
         settled = resolved(self.flags)
-        self._redis_binary = None if settled.redis_url else redis.find_redis()
+        check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
         self.flags = self._ports.hold(settled)
+        if settled.redis_url:
+            await wait_for_redis(settled.redis_url, self.notices)
+        else:
+            self._redis_binary = redis.find_redis()
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
             await prepare_in_child(self.flags, step)
-        self.model_name, self.fit = describe_model(self.flags)
+        prepared, fit = prepared_model(self.flags)
+        if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
+            # All components have to agree on the length that the pool allows.
+            self.flags = replace(self.flags, max_model_len=fit.max_model_len_tokens)
+            prepared = replace(prepared, max_model_len=fit.max_model_len_tokens)
+        tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
 
     async def start(self) -> Supervisor:
         """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
@@ -113,9 +120,8 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
 
     redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
     environ = child_environ(os.environ, redis_url)
-    cores = parse_cores(flags.cpu_affinity)
-    threads = flags.cpu_threads or threads_per_worker(flags, len(cores) or usable_cores())
-    bound = cores_by_worker(flags, cores, threads)
+    threads = threads_of(flags)
+    bound = cores_by_worker(flags, parse_cores(flags.cpu_affinity), threads)
     compute = environ | compute_environ(threads)
     attach = str(folder / "attach.sock")
     specs = []
@@ -163,6 +169,11 @@ def compute_environ(threads: int) -> dict[str, str]:
     }
 
 
+def threads_of(flags: ServeFlags) -> int:
+    """--cpu-threads, else a worker's share of the cores that the cluster may use."""
+    return flags.cpu_threads or threads_per_worker(flags, len(parse_cores(flags.cpu_affinity)) or usable_cores())
+
+
 def threads_per_worker(flags: ServeFlags, cores: int) -> int:
     """A worker's share of ``cores`` among the workers that compute. Co-located, prefill workers are idle."""
     prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
@@ -197,7 +208,8 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
     def forward(line: str) -> None:
         nonlocal last
         last = line
-        step(line)
+        if not line.startswith(FAILED) and PREPARED not in line:
+            step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
     # Only the child's own lines are progress, not the libraries' warnings and bars.
@@ -208,11 +220,11 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
     finally:
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
-        raise ConfigError(last.removeprefix("pillion: ") or f"preparing the model ended with {code}")
+        raise ConfigError(last.removeprefix(FAILED) or f"preparing the model ended with {code}")
 
 
-def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
-    """The prepared model's name, and the pool's size where it is known before a GPU has loaded the weights.
+def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
+    """The prepared model, and the pool's size where it is known before a GPU has loaded the weights.
 
     Raises ConfigError where the pool cannot hold one request.
     """
@@ -221,6 +233,6 @@ def describe_model(flags: ServeFlags) -> tuple[str, PoolFit | None]:
 
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
-        return prepared.name, None
+        return prepared, None
     block_bytes = kv_layout(prepared, flags.block_size).block_bytes
-    return prepared.name, fit_pool(flags, block_bytes, prepared.max_model_len, flags.decode_workers)
+    return prepared, fit_pool(flags, block_bytes, prepared.max_model_len, flags.decode_workers)

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from typing import TextIO
 
 from pillion.cli.console import Notices
 from pillion.config import ServeFlags
+from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
+from pillion.supervisor.start_lines import tell_addresses
 from pillion.supervisor.supervisor import Supervisor
 
 
 def run_serve(flags: ServeFlags) -> int:
     """Blocks until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
-    set_up_logging(flags.log_level if flags.log_level == "debug" else "warning")
+    set_up_logging(flags.log_level if flags.log_level == "debug" else "warning", flags.log_format, "pillion")
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    return asyncio.run(_serve(flags, Notices()))
+    with contextlib.ExitStack() as stack:
+        log_file = stack.enter_context(open_log(flags.log_file)) if flags.log_file else None
+        return asyncio.run(_serve(flags, Notices(form=flags.log_format, log_file=log_file)))
+
+
+def open_log(path: str) -> TextIO:
+    """The file of --log-file, written line by line behind what it has. Raises ConfigError."""
+    try:
+        return open(path, "a", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise ConfigError(f"--log-file {path}: {error.strerror}") from None
 
 
 async def _serve(flags: ServeFlags, notices: Notices) -> int:
@@ -31,7 +45,7 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
         if not bringing_up:
             return 0
         supervisor = bringing_up.result()
-        announce_ready(cluster, notices, time.monotonic() - began)
+        tell_addresses(notices, cluster.flags, time.monotonic() - began)
         failed = await run_unless(stop.wait(), supervisor.failed())
         notices.say(f"stopping: {failed.result()}" if failed else "stopping", "bold red" if failed else "bold")
         return 1 if failed else 0
@@ -43,20 +57,6 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
 
 
 async def _bring_up(cluster: LocalCluster) -> Supervisor:
-    notices = cluster.notices
     await cluster.prepare()
-    notices.say(cluster.describe(), "bold")
-    with notices.progress("starting the components"):
+    with cluster.notices.progress("starting the components"):
         return await cluster.start()
-
-
-def announce_ready(cluster: LocalCluster, notices: Notices, seconds: float) -> None:
-    """Prints where the cluster is reached."""
-    flags, (host, _, port) = cluster.flags, cluster.target.rpartition(":")
-    scheme = "https" if flags.tls_cert else "http"
-    notices.say(
-        f"ready after {seconds:.1f} s: gRPC {host}:{port}, HTTP {scheme}://{host}:{flags.http_port}", "bold green"
-    )
-    target = f"grpcs://{cluster.target} --ca FILE" if flags.tls_cert else cluster.target
-    key = "PILLION_API_KEY=KEY " if flags.api_keys else ""
-    notices.say(f'try: {key}pillion chat --target {target}   or: {key}pillion generate --target {target} "Once"')

@@ -32,6 +32,8 @@ STOP_GRACE_S = 5.0
 # A component that leaves so many probes in a row unanswered hangs. Each probe may take a second: some twenty in all.
 ALIVE_INTERVAL_S = 1.0
 MAX_SILENCES = 10
+# Begins the one line with which a command of ours ends that failed.
+FAILED = "pillion: "
 # The last lines of a quiet component's output.
 MAX_KEPT_LINES = 20
 
@@ -64,11 +66,13 @@ class ProcessSpec:
 
 @dataclass(slots=True)
 class _SupervisedProcess:
-    """``child`` is None before the first start and between a death and the next start."""
+    """``child`` is None before the first start and between a death and the next start. ``failed`` is why it could not
+    start, in its own words."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
+    failed: str = ""
 
 
 class Supervisor:
@@ -160,7 +164,8 @@ class Supervisor:
             except OSError as error:
                 return self._fail(f"{name} cannot be started: {error}")
             if not self._was_ready:
-                return self._fail(f"{name} {describe_exit(code)} before it was ready")
+                ended = f"{name} {describe_exit(code)} before it was ready"
+                return self._fail(f"{name} cannot start: {component.failed}" if component.failed else ended)
             decision = self._policy.died(name, code, time.monotonic())
             if isinstance(decision, GiveUp):
                 return self._fail(decision.reason)
@@ -175,6 +180,10 @@ class Supervisor:
         kept: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
         def show(line: str) -> None:
+            if line.startswith(FAILED) and not self._was_ready:
+                # The whole cluster ends with these words, which need not be said twice.
+                component.failed = line.removeprefix(FAILED)
+                return
             self._notices.component(spec.component_id, line)
 
         child = await ChildProcess.start(spec.argv, spec.environ, kept.append if spec.quiet else show)

@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rich.console import Console
 from rich.live import Live
 
 from pillion.client.client import Client
 from pillion.client.connection import connect
-from pillion.errors import ConfigError, PillionError
+from pillion.errors import PillionError
+from pillion.net.advice import http_advice
+from pillion.net.listener import find_listener
+from pillion.net.tls import client_context
 from pillion.top.top_figures import ClusterReading
 from pillion.top.top_pages import ComponentPage, locate, parse
 from pillion.top.top_view import FrameStyle, frame
@@ -88,7 +91,8 @@ class PageReader:
             answer = connection.getresponse()
             body = answer.read(MAX_PAGE_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from None
+            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise ValueError(_advice(place, error) or said) from None
         finally:
             connection.close()
         if answer.status in (401, 403):
@@ -99,6 +103,14 @@ class PageReader:
         if len(body) > MAX_PAGE_BYTES:
             raise ValueError(f"more than {MAX_PAGE_BYTES >> 20} MiB")
         return body.decode(errors="replace")
+
+
+def _advice(place: SplitResult, error: Exception) -> str:
+    """What to do about a page that is not reached: the port may be another one, or speak TLS."""
+    if isinstance(error, TimeoutError | ssl.SSLCertVerificationError):
+        return ""
+    listener = find_listener(place.netloc.rpartition("@")[2])
+    return http_advice(place.netloc, listener, place.scheme == "https") if listener else ""
 
 
 class History:
@@ -194,12 +206,7 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
 def _page_reader(reach: dict[str, Any], places: Sequence[str]) -> PageReader:
     target = reach["target"]
     urls = locate(places, target)
-    try:
-        tls = ssl.create_default_context(cafile=reach.get("ca"))
-        if reach.get("cert"):
-            tls.load_cert_chain(reach["cert"], reach.get("key"))
-    except OSError as error:
-        raise ConfigError(f"TLS of the pages: {error}") from None
+    tls = client_context(reach.get("ca"), reach.get("cert"), reach.get("key"))
     place = urlsplit(target if "://" in target else f"grpc://{target}")
     host = "" if target.startswith("unix:") else place.hostname or ""
     return PageReader(urls, connect(**reach).api_key, host, tls)

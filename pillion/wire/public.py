@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from pillion.types import (
     AnswerSoFar,
     ChatMessage,
+    ChatOptions,
     ClusterStatus,
     ComponentStatus,
     Delta,
@@ -32,7 +33,7 @@ _FINISH_TO_PB = {
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None)
 # The fields of a request that dataclass and message hold alike.
-_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "sampling", "resume"}
+_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "chat", "sampling", "resume"}
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
@@ -81,6 +82,7 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
         **{name: getattr(message, name) for name in _PLAIN},
         token_ids=tuple(message.token_ids),
         messages=tuple(ChatMessage(m.role, m.content) for m in message.messages),
+        chat=_chat_from_pb(message.chat) if message.HasField("chat") else ChatOptions(),
         sampling=sampling_from_pb(message.sampling),
         resume=_resume_from_pb(message.resume) if message.HasField("resume") else None,
     )
@@ -92,8 +94,18 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
         **{name: getattr(request, name) for name in _PLAIN},
         token_ids=request.token_ids,
         messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in request.messages],
+        chat=None if request.chat == ChatOptions() else gateway_pb2.ChatOptions(**asdict(request.chat)),
         sampling=sampling_to_pb(request.sampling),
         resume=None if request.resume is None else _resume_to_pb(request.resume),
+    )
+
+
+def _chat_from_pb(message: gateway_pb2.ChatOptions) -> ChatOptions:
+    chosen = message.add_generation_prompt if message.HasField("add_generation_prompt") else None
+    return ChatOptions(
+        add_generation_prompt=chosen,
+        continue_final_message=message.continue_final_message,
+        chat_template_kwargs=message.chat_template_kwargs,
     )
 
 

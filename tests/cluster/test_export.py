@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pillion import Client
+from pillion.observability import telemetry
 from testbed.cluster import served
 from testbed.conditions import wait_for
 from testbed.otlp import Receiver, collecting
@@ -30,11 +31,13 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         for name, value in made.environ().items():
             monkeypatch.setenv(name, value)
         yield made
+        telemetry.shutdown_client()
 
 
 # The spans of a streamed prompt with three chunks and a prompt tail.
 EDGE = ("generate tiny", "tokenize", "admission", "plan", "lookup", "kv.pin")
 WANTED = {
+    "pillion-client": {"text_completion"},
     "pillion-gateway": set(EDGE),
     "pillion-prefill": {"prefill.chunk", "kv.commit"},
     "pillion-decode": {"decode.queue", "decode.prompt_tail", "decode"},
@@ -96,7 +99,7 @@ def _whole(trace: list[tuple[str, Any]]) -> bool:
     roots = [span.name for _, span in trace if span.parent_span_id not in ids]
     chunks = [span for _, span in trace if span.name == "prefill.chunk"]
     whole = all(names <= found.get(service, set()) for service, names in WANTED.items())
-    return whole and roots == ["generate tiny"] and len(chunks) == 3
+    return whole and roots == ["text_completion"] and len(chunks) == 3
 
 
 def _linked(receiver: Receiver) -> bool:

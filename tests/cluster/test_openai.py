@@ -12,9 +12,11 @@ import openai
 import pytest
 import pytest_asyncio
 
+from pillion.errors import InvalidRequest
 from testbed.conditions import until
-from testbed.tiny_model import save_model
+from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.components import Components, running_components
+from tests.support.http import call
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
@@ -150,6 +152,46 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
         letter = (await text(**forced))[0]
         assert await text(**forced, stop=letter * 3) == ""
         assert await text(**forced, max_tokens=2) == letter * 2
+    await proven(components)
+
+
+async def test_a_conversation_is_continued_alike_everywhere(components: Components) -> None:
+    """The same prompt, and so the same greedy answer, by each door, and as plain text."""
+    begun: Any = [*MESSAGES, {"role": "assistant", "content": "It is "}]
+    asked: Any = {"temperature": 0, "max_tokens": 6}
+    text = f"{BOS}system\nAnswer.{EOS}\n{BOS}user\n{MESSAGES[1]['content']}{EOS}\n{BOS}assistant\nIt is "
+    options = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    async with client_of(components) as client:
+        plain = await client.completions.create(model="tiny", prompt=text, extra_body={"ignore_eos": True}, **asked)
+        continued = await client.chat.completions.create(
+            model="tiny",
+            messages=begun,
+            metadata={"team": "a"},
+            reasoning_effort="low",
+            store=False,
+            user="me",
+            extra_body={**options, "add_generation_prompt": False, "ignore_eos": True},
+            **asked,
+        )
+        assert continued.choices[0].message.content == plain.choices[0].text
+        assert continued.usage.prompt_tokens == plain.usage.prompt_tokens
+        deltas = [delta async for delta in components.client.chat(begun, **options, **asked, ignore_eos=True)]
+        assert "".join(delta.text for delta in deltas) == plain.choices[0].text
+        for extra, param in (
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+            ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="tiny", messages=begun, extra_body=extra)
+            assert caught.value.param == param
+        with pytest.raises(InvalidRequest, match=r"chat\.chat_template_kwargs"):
+            await anext(components.client.chat(begun, chat_template_kwargs={"messages": []}))
+        with pytest.raises(InvalidRequest, match="not JSON serializable"):
+            components.client.chat(begun, chat_template_kwargs={"a": object()})
+    tokens = await call(
+        components.gateway.http_address, "/tokenize", {"messages": begun, "continue_final_message": True}
+    )
+    assert tokens.json["count"] == plain.usage.prompt_tokens
     await proven(components)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import json
 import pathlib
 import signal
 import tempfile
@@ -257,7 +258,8 @@ def test_emptied_redis_costs_nothing_but_hits_for_a_while(cluster: ServedCluster
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_behind(model: str, number: signal.Signals) -> None:
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as cluster:
+    flags = (*FLAGS, "--log-format", "json")
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
         with Client(cluster.target) as client:
             assert len(answer(client, prompt(1, 40), 4)) == 4
         assert len(cluster.processes()) >= 6
@@ -266,3 +268,8 @@ def test_nothing_is_left_behind(model: str, number: signal.Signals) -> None:
         if number != signal.SIGKILL:
             assert cluster.left_behind() == []
             assert cluster.process.returncode in (0, 130, 143)
+            # Each line of each component is an object, the supervisor's own lines too.
+            lines = [json.loads(line) for line in cluster.log.read_text().splitlines()]
+            components = {"pillion", "kvnode-0", "prefill-0", "decode-0", "gateway-0"}
+            assert components <= {line["component"] for line in lines}
+            assert all({"time", "level", "message"} <= set(line) for line in lines)

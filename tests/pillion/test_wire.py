@@ -26,6 +26,7 @@ from pillion.errors import (
 from pillion.types import (
     AnswerSoFar,
     ChatMessage,
+    ChatOptions,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -93,13 +94,22 @@ LOGPROBS = st.lists(
     st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
 MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
+CHAT = built(ChatOptions, add_generation_prompt=st.none() | st.booleans())
 REASON = st.none() | st.sampled_from(list(FinishReason))
 RESUMES = st.builds(
     Resume,
     st.builds(StreamOrigin, st.integers(-(2**63), 2**63 - 1), st.binary(max_size=3), U32),
     st.lists(st.builds(AnswerSoFar, IDS, REASON), max_size=3).map(tuple),
 )
-REQUESTS = built(GenerateRequest, token_ids=IDS, messages=MESSAGES, sampling=SAMPLING, priority=I32, resume=st.none())
+REQUESTS = built(
+    GenerateRequest,
+    token_ids=IDS,
+    messages=MESSAGES,
+    chat=CHAT,
+    sampling=SAMPLING,
+    priority=I32,
+    resume=st.none(),
+)
 DELTAS = built(
     Delta,
     token_ids=IDS,
@@ -120,7 +130,9 @@ DECODE_DELTAS = st.builds(
     error=st.none() | ERRORS,
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
-)
+    queued=st.none() | U32,
+    # A delta with tokens says by them that the stream goes on.
+).map(lambda delta: delta._replace(queued=None) if delta.token_ids else delta)
 
 
 @given(REQUESTS)
@@ -164,6 +176,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
                 error=delta.error,
                 timings=delta.timings,
                 logprobs=map(logprob_to_pb, delta.logprobs),
+                queued=None if delta.queued is None else common_pb2.Queued(position=delta.queued),
             )
             for delta in deltas
         ]

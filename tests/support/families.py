@@ -50,7 +50,8 @@ MULTIPLIERS = {
     "logits_scaling": 0.7,
 }
 
-# ``serve``: --max-model-len, where the rotary embedding depends on it.
+# ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
+# original length.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -59,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-wide-heads": {"head_dim": 32, "rms_norm_eps": 1e-3, "rope_parameters": {"rope_theta": 100_000.0}},
     "llama-llama3-rope": {"rope_parameters": LLAMA3},
     "llama-linear-rope": {"rope_parameters": {"rope_type": "linear", **THETA, "factor": 2.0}},
-    "llama-dynamic-rope-within": {**NTK, "max_position_embeddings": 100, "serve": 100},
+    "llama-dynamic-rope-within": {**NTK, "max_position_embeddings": 100},
     "llama-dynamic-rope-beyond": {**NTK, "serve": PROMPT_TOKENS},
     "llama-yarn-rope": {"rope_parameters": YARN},
     "llama-longrope": {"rope_parameters": {**ONE_SET, "original_max_position_embeddings": 1024}},
@@ -81,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-window": {"model_type": "qwen3", **QWEN_WINDOW, "attention_bias": True},
     "phi3": {**PHI3, "sliding_window": 24},
     "phi3-partial-rope": {**PHI3, "partial_rotary_factor": 0.5},
-    "phi3-longrope-short": {**PHI3_SCALED, "original_max_position_embeddings": 100, "serve": 100},
+    "phi3-longrope-short": {**PHI3_SCALED, "original_max_position_embeddings": 100},
     "phi3-longrope-long": {**PHI3_SCALED, "serve": PROMPT_TOKENS},
     "gemma2": {"model_type": "gemma2", **GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma2-no-caps": {

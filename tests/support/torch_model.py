@@ -37,6 +37,7 @@ class BackendDriver:
         seed: int = 0,
         backend: HostBackend | None = None,
     ) -> None:
+        self.prepared = prepared
         self.backend: Any = backend or TorchBackend(prepared, block_size, 1)
         self.bind(num_slots)
         self.sequences = Sequences(num_slots, block_size, seed)

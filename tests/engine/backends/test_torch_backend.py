@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pillion.config import ModelFlags
+from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends import torch_backend
+from pillion.engine.backends.loading import TORCH_BFLOAT16, load_model
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.sampling.sampler import sample
 from pillion.errors import Internal
 from testbed.tiny_model import save_model
+from tests.support.sampling import RowParameters, rows_of
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
@@ -40,6 +43,28 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length
     driver.step((other, prompt))
     driver.step((other, [200, 201, 202]))
     assert torch.equal(driver.step((fork, [3])), driver.step((other, [3])))
+
+
+def test_what_a_replay_computes_anew_is_as_near_as_is_promised(driver):
+    """KV that was written token by token is written as a chunk (I6). In float32 the same tokens are drawn; in bfloat16
+    torch's products round by the number of rows, and logits are near."""
+    text = [7 * i % 250 for i in range(60)]
+    alone, again = driver.sequences.add(2)
+    driver.step((alone, text[:40]), sample=[])
+    one_by_one = torch.cat([driver.step((alone, [token])) for token in text[40:]])
+    at_once = driver.step((again, text), sample=range(40, 60))
+    exact = driver.backend.layout.dtype == "float32"
+    assert (one_by_one - at_once).abs().max() < (1e-5 if exact else 0.1) * one_by_one.std()
+    rows = rows_of([RowParameters(seed=seed, position=41 + seed) for seed in range(20)])
+    if exact:
+        assert sample(one_by_one, rows) == sample(at_once, rows)
+
+
+def test_the_start_says_what_bfloat16_on_torch_does_not_promise(driver, caplog):
+    prepared = driver.prepared
+    flags = DecodeFlags(model=str(prepared.folder), dtype=prepared.dtype, cpu_kernels="torch", component_id="decode-0")
+    load_model(flags, 1)
+    assert (TORCH_BFLOAT16 in caplog.text) == (prepared.dtype == "bfloat16")
 
 
 def test_a_row_that_is_sampled_several_times_is_computed_once(driver, monkeypatch):

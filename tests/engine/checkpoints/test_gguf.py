@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints import convert
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import load_config, parse_config
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
@@ -27,6 +27,7 @@ GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
 
 # Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {"rope.dimension_count": 16}),
     "qwen2": ({}, {}),
     "qwen3": ({"head_dim": 32}, {"attention.key_length": 32}),
     "qwen3moe": (
@@ -82,6 +83,11 @@ def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
             continue
         stem, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
         shifted = tensor + 1 if architecture.startswith("gemma") and stem.endswith("norm") else tensor
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            # Pairs (i, i + D/2) of a head become neighbours.
+            shifted = (
+                tensor.view(-1, 2, model.config.head_dim // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            )
         found[f"{names.get_name(stem)}.{suffix}"] = shifted
     return {name: tensor.contiguous().numpy() for name, tensor in found.items()}
 
@@ -177,9 +183,16 @@ def test_the_file_names_the_end_of_a_turn(tmp_path):
     assert convert.turn_ends({"eos_token_id": 2}, reader, Plain()) == [2, 9]
 
 
-def test_experts_that_would_be_lost_are_refused(tmp_path):
-    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config["num_attention_heads"] = 1
-    assert parse_config(config).moe is None
+def test_files_that_transformers_reads_wrongly_or_not_at_all_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="experts"):
-        convert.refuse_lost_experts(config, read(tmp_path, expert_count=8))
+        convert.refuse_unread(read(tmp_path, expert_count=8))
+    for name in ("olmo2", "granite", "smollm3", "falcon"):
+        with pytest.raises(ConfigError, match=f"'{name}' are not read .llama, qwen2"):
+            convert.refuse_unread(read(tmp_path, name))
+    write_gguf(tmp_path / "b.gguf", "olmo2", {}, {"block_count": 1})
+    with pytest.raises(ConfigError, match="'olmo2' are not read"):
+        prepare(ModelFlags(model=str(tmp_path / "b.gguf")))
+
+
+def test_every_architecture_that_is_read_is_tested():
+    assert set(FILES) == set(convert.GGUF_ARCHITECTURES)

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
+from pillion.engine.backends.loading import precision_notes
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints import prepare as prepare_module
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
-from pillion.engine.checkpoints.prepare import prepare, resolve_dtype
+from pillion.engine.checkpoints.prepare import choose_dtype, prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
@@ -115,10 +116,48 @@ def test_max_model_len(folder):
     assert prepare(flags(folder, max_model_len=100_000)).max_model_len == 100_000
 
 
+@pytest.mark.parametrize(("kind", "length"), [("dynamic", 4096), ("longrope", 64), ("one set", 8192), ("yarn", 8192)])
+def test_a_model_whose_frequencies_depend_on_the_length_is_served_at_its_original_one(folder, kind, length):
+    """Longer texts change the answers to short ones, so they are asked for, and the start says what they change."""
+    rope = {"rope_type": "yarn" if kind == "yarn" else "dynamic" if kind == "dynamic" else "longrope", "factor": 4.0}
+    sets = {"short_factor": [1.0] * 8, "long_factor": [1.0 if kind == "one set" else 2.0] * 8}
+    rope |= {} if kind == "dynamic" else {"original_max_position_embeddings": 64}
+    rope |= sets if rope["rope_type"] == "longrope" else {}
+    edit_json(folder / "config.json", rope_parameters={"rope_theta": 1e4, **rope})
+    edit_json(folder / "config.json", max_position_embeddings=4096 if kind == "dynamic" else 20_000)
+    prepared = prepare(flags(folder))
+    assert prepared.max_model_len == length
+    assert not list(precision_notes(prepared))
+    longer = flags(folder, max_model_len=length + 1)
+    notes = list(precision_notes(prepare(longer)))
+    assert len(notes) == (kind in ("dynamic", "longrope"))
+    assert not notes or f"above {length} tokens get other rotary frequencies" in notes[0]
+
+
+def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
+    edit_tensors(
+        folder / "model.safetensors", lambda tensors: tensors.update({k: t.half() for k, t in tensors.items()})
+    )
+    edit_json(folder / "config.json", dtype="float16")
+    for dtype in ("float16", "half", "float32"):
+        half = flags(folder, dtype=dtype)
+        prepared = prepare(half)
+        assert prepared.dtype == "float32"
+        assert not list(precision_notes(prepared))
+        assert ("exactly" in choose_dtype(dtype)[1]) == (dtype != "float32")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([[5, 6, 7]])).logits[0]
+    driver = BackendDriver(prepared)
+    torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], [5, 6, 7], []), wanted, atol=1e-4, rtol=1e-4)
+    narrow = flags(folder, dtype="bfloat16")
+    assert "bfloat16 keeps 8" in next(precision_notes(prepare(narrow)))
+
+
 def test_dtype_auto_is_one_of_two():
-    assert resolve_dtype("auto") in ("bfloat16", "float32")
+    assert choose_dtype("auto")[0] in ("bfloat16", "float32")
     with pytest.raises(ConfigError, match="int8"):
-        resolve_dtype("int8")
+        choose_dtype("int8")
 
 
 def test_bad_paths_are_refused_in_one_line(folder, tmp_path):
@@ -152,6 +191,21 @@ def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
     assert "no route to host" in message
     assert request["revision"] == "v2"
     assert not [pattern for pattern in request["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    """Its config is fetched first, and alone."""
+    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    fetched = []
+
+    def fetch(model, **options):
+        listing, allowed = ["config.json", "a.safetensors"], options["allow_patterns"]
+        fetched.append(set(filter_repo_objects(listing, allow_patterns=allowed)))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert "quantized by awq, 4 bits" in refused(ModelFlags(model="owner/quantized"))
+    assert fetched == [{"config.json"}]
 
 
 def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):

@@ -16,7 +16,7 @@ from pillion.gateway.http_api.openai_requests import (
     completion_request,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
-from pillion.types import ChatMessage, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = {
@@ -72,6 +72,40 @@ def test_the_others_arrive(read) -> None:
     assert refusal(read, user="u" * 513).param == "user"
 
 
+def test_a_conversations_options_arrive() -> None:
+    options = chat(add_generation_prompt=False, chat_template_kwargs={"thinking": False, "n": 5}).requests[0].chat
+    assert (options.add_generation_prompt, options.continue_final_message) == (False, False)
+    assert json.loads(options.chat_template_kwargs) == {"thinking": False, "n": 5}
+    assert chat(continue_final_message=True).requests[0].chat == ChatOptions(continue_final_message=True)
+    unset = {"add_generation_prompt": None, "continue_final_message": None, "chat_template_kwargs": None}
+    assert chat(**unset, reasoning_effort=None).requests[0].chat == ChatOptions()
+    assert refusal(chat, chat_template_kwargs=[]).param == "chat_template_kwargs"
+    assert "16384 bytes" in refusal(chat, chat_template_kwargs={"a": "x" * 2**14}).message
+    for name in ("add_generation_prompt", "continue_final_message"):
+        assert refusal(chat, **{name: 1}).param == name
+        assert refusal(complete, **{name: True}).code == "unknown_parameter"
+
+
+def test_reasoning_effort_is_a_variable_of_the_template() -> None:
+    kwargs = chat(reasoning_effort="low", chat_template_kwargs={"a": 1}).requests[0].chat.chat_template_kwargs
+    assert json.loads(kwargs) == {"a": 1, "reasoning_effort": "low"}
+    chat(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"})
+    both = refusal(chat, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
+    assert both.param == "reasoning_effort"
+    assert refusal(chat, reasoning_effort="lots").param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_labels_change_nothing_and_are_bounded(read) -> None:
+    assert read(metadata={"a" * 64: "b" * 512}, user="me").requests == read().requests
+    longest = {f"{n:02}" + "\U0001f600" * 62: "\U0001f600" * 512 for n in range(16)}
+    assert read(metadata=longest).requests == read().requests
+    assert read(metadata={}, store=False).requests == read().requests
+    for wrong in ({"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys(map(str, range(17)), "x"), {"a": 5}, "a", [1]):
+        assert str(refusal(read, metadata=wrong).param).startswith("metadata")
+    assert refusal(read, store=True).message == "store: this is not supported here, only false is"
+
+
 def test_what_nobody_said_is_nobodys() -> None:
     assert chat().requests[0].sampling == SamplingParams()
     assert complete().requests[0].sampling == SamplingParams(max_tokens=DEFAULT_COMPLETION_TOKENS)
@@ -83,8 +117,8 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
     assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).requests[0].sampling.max_tokens == 5
     assert refusal(chat, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
-    assert chat(max_tokens=5).names.get("sampling.max_tokens") is None
-    assert chat(max_completion_tokens=5).names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(max_tokens=5).names[0].get("sampling.max_tokens") is None
+    assert chat(max_completion_tokens=5).names[0]["sampling.max_tokens"] == "max_completion_tokens"
     assert chat(logprobs=True).requests[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
     assert chat(logprobs=False).requests[0].sampling.logprobs is None

@@ -10,7 +10,7 @@ import pytest
 
 from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.request import validation as v
-from pillion.types import ChatMessage, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
 GOOD = GenerateRequest(text="hello")
@@ -26,6 +26,10 @@ def fields_of(request: GenerateRequest) -> list[str]:
 
 def sampled(**fields: Any) -> GenerateRequest:
     return replace(GOOD, sampling=SamplingParams(**fields))
+
+
+def chat(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(messages=(ChatMessage("user", "hi"),), chat=ChatOptions(**fields))
 
 
 def biases(*token_ids: int) -> list[str]:
@@ -114,6 +118,24 @@ BAD = {
     "broken stop": (sampled(stop=("\ud800",)), ["sampling.stop[0]"]),
     "stop ids": (sampled(stop_token_ids=(300, -1)), ["sampling.stop_token_ids[0]", "sampling.stop_token_ids[1]"]),
     "many stop ids": (sampled(stop_token_ids=(1,) * 65), ["sampling.stop_token_ids"]),
+    "options of no chat": (
+        replace(GOOD, chat=ChatOptions(continue_final_message=True, chat_template_kwargs='{"a": 1}')),
+        ["chat.continue_final_message", "chat.chat_template_kwargs"],
+    ),
+    "not begun, no chat": (
+        replace(GOOD, chat=ChatOptions(add_generation_prompt=False)),
+        ["chat.add_generation_prompt"],
+    ),
+    "begin and continue": (
+        chat(add_generation_prompt=True, continue_final_message=True),
+        ["chat.continue_final_message"],
+    ),
+    "kwargs of no object": (chat(chat_template_kwargs="[1]"), ["chat.chat_template_kwargs"]),
+    "kwargs of no JSON": (chat(chat_template_kwargs='{"a": }'), ["chat.chat_template_kwargs"]),
+    "deep kwargs": (chat(chat_template_kwargs=f'{{"a": {"[" * 8000 + "]" * 8000}}}'), ["chat.chat_template_kwargs"]),
+    "long kwargs": (chat(chat_template_kwargs='{"a": "' + "é" * 2**13 + '"}'), ["chat.chat_template_kwargs"]),
+    "broken kwargs": (chat(chat_template_kwargs='{"a": "\ud800"}'), ["chat.chat_template_kwargs"]),
+    "reserved kwargs": (chat(chat_template_kwargs='{"messages": [], "tools": []}'), ["chat.chat_template_kwargs"]),
     "salt": (replace(GOOD, cache_salt="x" * 257), ["cache_salt"]),
     "salt text": (replace(GOOD, cache_salt="\ud800"), ["cache_salt"]),
     "request id": (replace(GOOD, request_id="a b"), ["request_id"]),

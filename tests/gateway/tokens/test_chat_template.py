@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
+import os
+import pathlib
+import sys
 
 import psutil
 import pytest
@@ -12,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.tokens import chat_template as module
 from pillion.gateway.tokens.chat_template import ChatTemplate
-from pillion.types import ChatMessage
+from pillion.types import ChatMessage, ChatOptions
 from testbed.conditions import loop_turns
 from testbed.toy_tokenizer import TEMPLATE
 
@@ -62,6 +66,67 @@ async def test_renders_as_transformers_does(template, source: str) -> None:
     chat = [{"role": m.role, "content": m.content} for m in MESSAGES]
     expected = render_jinja_template([chat], chat_template=source, add_generation_prompt=True, **SPECIALS)[0][0]
     assert await template(source).render(MESSAGES) == expected
+
+
+CONTINUED = {
+    "kept": TEMPLATE,
+    "trimmed": "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}",
+    "behind": "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages[-1].role == 'x' %}!{% endif %} end",
+}
+
+
+@pytest.mark.parametrize("source", CONTINUED.values(), ids=CONTINUED)
+@pytest.mark.parametrize("begun", ["The capital is", "The capital is ", " \n", "", "be brief."])
+async def test_the_last_message_is_continued_as_transformers_does(template, source: str, begun: str) -> None:
+    chat = [{"role": "user", "content": "Be brief."}, {"role": "assistant", "content": begun}]
+    expected = render_jinja_template([chat], chat_template=source, continue_final_message=True, **SPECIALS)[0][0]
+    messages = [ChatMessage(**message) for message in chat]
+    assert await template(source).render(messages, ChatOptions(continue_final_message=True)) == expected
+
+
+async def test_a_template_that_drops_the_last_message_cannot_continue_it(template) -> None:
+    box = template("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="leaves out the last message"):
+        await box.render(MESSAGES, ChatOptions(continue_final_message=True))
+
+
+@pytest.mark.parametrize("begins", [True, False])
+async def test_the_generation_prompt_is_the_callers_choice(template, begins: bool) -> None:
+    chat = [{"role": m.role, "content": m.content} for m in MESSAGES]
+    expected = render_jinja_template([chat], chat_template=TEMPLATE, add_generation_prompt=begins, **SPECIALS)[0][0]
+    assert await template(TEMPLATE).render(MESSAGES, ChatOptions(add_generation_prompt=begins)) == expected
+
+
+async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours(template) -> None:
+    source = "{{ effort }} {{ thinking }} {{ list[1].a if list }} {{ messages | length }} {{ bos_token }}"
+    mine = {"effort": 5, "thinking": False, "list": [None, {"a": "é"}]}
+    box, chat = template(source), [{"role": m.role, "content": m.content} for m in MESSAGES]
+    expected = render_jinja_template([chat], chat_template=source, **mine, **SPECIALS)[0][0]
+    kwargs = json.dumps(mine | {"messages": [], "bos_token": "mine", "add_generation_prompt": 3})
+    assert await box.render(MESSAGES, ChatOptions(chat_template_kwargs=kwargs)) == expected
+    assert (await box.render(MESSAGES)).split() == ["2", "<bos>"], "they are one request's alone"
+
+
+async def test_the_process_inherits_neither_secrets_nor_descriptors(
+    template, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("PILLION_REDIS_URL", "redis://:secret@host/0")
+    monkeypatch.setenv("TZ", "HERE-5:45")
+    with (tmp_path / "keys.toml").open("w") as keys:
+        os.set_inheritable(keys.fileno(), True)
+        zone = await template("{{ strftime_now('%z') }}").render(MESSAGES)
+        assert zone == "+0545", "the gateway's own time zone"
+        [process] = psutil.Process().children(recursive=True)
+        if sys.platform == "linux":
+            assert {"TZ"} <= process.environ().keys() <= {"TZ", "TZDIR", "LD_LIBRARY_PATH"}
+            assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+
+
+async def test_what_is_no_text_is_no_prompt(template) -> None:
+    """A lone surrogate gets through JSON, and no tokenizer takes it."""
+    options = ChatOptions(chat_template_kwargs='{"a": "\\ud800"}')
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        await template("{{ a }}").render(MESSAGES, options)
 
 
 async def test_strftime_now(template) -> None:

@@ -106,6 +106,38 @@ def test_what_was_there_stays(tmp_path: pathlib.Path) -> None:
     assert read_keys(str(path)).tenant_of(f"Bearer {key}").weight == 3.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[tenant.ops]\n",
+        "[ tenant . 'ops' ] # us\nweight = 3\noperator = false\n[tenant.opsy]\noperator = false\n",
+        '[[key]]\ntenant = "ops"\nid = "x"\nhash = "sha256:'
+        + "0" * 64
+        + '"\n[tenant."ops"]\nweight=3\n# no operator\n',
+        "[tenant.ops]\noperator = true\n",
+    ],
+)
+def test_a_key_of_an_operator(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "keys.toml"
+    if text:
+        path.write_text(text)
+    result = CliRunner().invoke(cli, ["keys", "add", str(path), "--tenant", "ops", "--operator"])
+    assert result.exit_code == 0, result.output
+    ring = read_keys(str(path))
+    assert ring.tenant_of(f"Bearer {result.output.strip()}").operator
+    assert [name for name, tenant in ring.tenants.items() if tenant.operator] == ["ops"]
+    assert {line for line in text.splitlines() if "operator" not in line} <= set(path.read_text().splitlines())
+
+
+def test_a_table_that_is_not_found_is_named(tmp_path: pathlib.Path) -> None:
+    path, text = tmp_path / "keys.toml", "tenant = {ops = {weight = 2}}\n"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"write operator = true into \[tenant.ops\] by hand"):
+        add_key(path, "ops", operator=True)
+    assert path.read_text() == text
+
+
 @pytest.mark.parametrize(("text", "tenant"), [("[tenant", "acme"), ("", "a b"), ("", 'x"]'), ("", ""), ("", "-x")])
 def test_a_bad_file_or_name_changes_nothing(tmp_path: pathlib.Path, text: str, tenant: str) -> None:
     path = tmp_path / "keys.toml"

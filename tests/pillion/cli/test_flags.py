@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pillion.cli.app import cli
 from pillion.cli.flags import (
     ALL_FLAGS,
     env_name,
@@ -70,6 +71,19 @@ def test_what_may_be_repeated(tmp_path: pathlib.Path) -> None:
     assert parse(ServeFlags, []).also_model == ()
 
 
+def test_the_http_port_has_vllms_name_too(tmp_path: pathlib.Path) -> None:
+    """But not in the environment, where Kubernetes sets PILLION_PORT for a service called pillion."""
+    file = tmp_path / "pillion.toml"
+    file.write_text("port = 9001\n")
+    assert parse(ServeFlags, ["--port", "9000"]).http_port == 9000
+    assert parse(GatewayFlags, ["--config", str(file)]).http_port == 9001
+    kubernetes = {"PILLION_SERVICE_HOST": "10.0.0.1", "PILLION_PORT": "tcp://10.0.0.1:80"}
+    assert parse(GatewayFlags, [], kubernetes).http_port == 8000
+    file.write_text("port = 9001\nhttp-port = 9002\n")
+    with pytest.raises(ConfigError, match="'http-port' is there twice"):
+        read_config(str(file))
+
+
 def test_an_empty_variable_says_nothing() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
@@ -110,7 +124,7 @@ def test_a_missing_file_is_a_one_line_error() -> None:
     [
         (["--max-num-seqs", "many"], "'many' is not a valid integer"),
         (["--max-model-len", "8X"], "is not a size"),
-        (["--dtype", "int8"], "'int8' is not one of auto, bfloat16, float32"),
+        (["--dtype", "int8"], "'int8' is not one of auto, bfloat16, "),
         (["--no-such-flag"], "No such option"),
     ],
 )
@@ -168,6 +182,25 @@ def test_children_do_not_inherit_the_parents_variables() -> None:
 
 
 def test_a_component_gets_the_flags_it_shares() -> None:
-    flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m"), http_port=1)
+    flags = subset(GatewayFlags, ServeFlags(chunk_size=64, model="m", log_level="info"), http_port=1)
     assert flags == GatewayFlags(chunk_size=64, model="m", http_port=1)
     assert subset(ModelFlags, flags) == ModelFlags(model="m")
+
+
+@pytest.mark.parametrize("command", [["status"], ["keys", "hash"], ["bench", "run"], ["version"], ["kvnode"]])
+def test_every_command_refuses_a_variable_that_nothing_reads(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILLION_HTTP_PRT", "1")
+    with pytest.raises(ConfigError, match=r"variable PILLION_HTTP_PRT; did you mean PILLION_HTTP_PORT?"):
+        cli.main(command, standalone_mode=False)
+
+
+def test_a_value_that_does_not_parse_names_who_set_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pillion.toml").write_text('\nmax-num-seqs = "many"\n')
+    with pytest.raises(click.BadParameter, match=r"set by line 2 of .*pillion.toml"):
+        cli.main(["serve", "--config", str(tmp_path / "pillion.toml")], standalone_mode=False)
+    monkeypatch.setenv("PILLION_MAX_NUM_SEQS", "many")
+    with pytest.raises(click.BadParameter, match="set by PILLION_MAX_NUM_SEQS") as caught:
+        cli.main(["serve"], standalone_mode=False)
+    assert caught.value.format_message().startswith("Invalid value for '--max-num-seqs': 'many' is not")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import threading
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +21,7 @@ from pillion.errors import ConfigError
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
-from pillion.observability.metrics_export import Exports, MetricsPage, push_wanted
+from pillion.observability.metrics_export import Exports, MetricsPage
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
 from testbed.otlp import collecting
 
@@ -148,7 +150,7 @@ async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatc
     with collecting() as received:
         for name, value in received.environ().items():
             monkeypatch.setenv(name, value)
-        assert push_wanted()
+        assert telemetry.wanted("METRICS")
         exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False)
         # What is left goes out at the end.
         await asyncio.to_thread(exports.close)
@@ -165,14 +167,43 @@ async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatc
     assert latency.attributes[0].key == names.MODEL
 
 
-def test_the_push_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_METRICS_EXPORTER"):
-        monkeypatch.delenv(name, raising=False)
-    assert not push_wanted()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4317")
-    assert push_wanted()
-    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
-    assert not push_wanted()
+@pytest.mark.parametrize("signal", ["TRACES", "METRICS"])
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_{}_EXPORTER": "none"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_{}_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_{}_ENDPOINT": "x"}, True),
+        ({"OTEL_{}_EXPORTER": "console, otlp"}, True),
+        ({"OTEL_{}_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, False),
+    ],
+)
+def test_the_environment_says_whether_a_signal_is_exported(
+    monkeypatch: pytest.MonkeyPatch, signal: telemetry.Signal, variables: dict[str, str], wanted: bool
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name.format(signal), value)
+    assert telemetry.wanted(signal) is wanted
+
+
+def test_the_environment_names_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert telemetry.resource("g-1", "gateway").attributes["service.name"] == "pillion-gateway"
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=shop,team=a")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "llm")
+    found = telemetry.resource("g-1", "gateway").attributes
+    assert [found[f"service.{name}"] for name in ("name", "namespace", "instance.id")] == ["llm", "shop", "g-1"]
+    assert found["team"] == "a"
+
+
+def test_the_last_spans_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "FLUSH_TIMEOUT_MS", 10)
+    never = threading.Event()
+    telemetry._stop(never.wait)
+    never.set()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,16 @@ async def test_components_start_and_stop_level_by_level(folder: pathlib.Path) ->
     await supervisor.stop()
 
 
+async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    program = "print('loading'); print('pillion: --listen x: no'); raise SystemExit(2)"
+    supervisor = Supervisor([spec(folder, "a", program=program)], notices)
+    with pytest.raises(Unavailable, match=r"^a cannot start: --listen x: no$"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert notices.lines == ["a: loading"]
+
+
 async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     supervisor = Supervisor([spec(folder, "a"), spec(folder, "b", 1)], notices, RestartPolicy(first_delay_ms=10))

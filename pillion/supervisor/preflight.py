@@ -1,0 +1,135 @@
+"""Looks at the files, ports and folders that flags name before any process starts, so that an error comes once.
+
+Each error names the flag; :class:`pillion.cli.flags.FlagCommand` adds who said it: a variable, or a line of a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pillion.cli.console import Notices
+from pillion.cli.flags import option_name
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.net import tls
+from pillion.served_models import other_models
+
+# Longest wait for a Redis that is just being started.
+REDIS_WAIT_MS = 5000
+REDIS_ASK_MS = 1000
+REDIS_POLL_MS = 250
+
+
+def check_files(flags: Any) -> None:
+    """Raises ConfigError for a file or folder that a component with these flags could not use."""
+    if getattr(flags, "model", ""):
+        from pillion.engine.checkpoints.model_files import check_named
+
+        with naming("model"):
+            check_named(flags.model)
+        for other in other_models(flags) if hasattr(flags, "also_model") else ():
+            with naming("also_model"):
+                check_named(other.model)
+    if getattr(flags, "api_keys", ""):
+        from pillion.gateway.admission.api_keys import read_keys
+
+        with naming("api_keys"):
+            read_keys(flags.api_keys)
+    if getattr(flags, "tls_cert", ""):
+        with naming("tls_cert", "tls_key", *(["tls_ca"] if flags.tls_ca else [])):
+            tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
+    if flags.internal_tls_cert:
+        with naming("internal_tls_cert", "internal_tls_key", "internal_tls_ca"):
+            tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca)
+    if getattr(flags, "disk_path", ""):
+        _check_folder("disk_path", flags.disk_path)
+
+
+@contextmanager
+def naming(*fields: str) -> Iterator[None]:
+    """Puts the names of these flags before the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{', '.join(map(option_name, fields))}: {error.message}") from None
+
+
+def _check_folder(field: str, path: str) -> None:
+    """Raises ConfigError where the folder neither exists nor can be made, or cannot be written."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option_name(field)} {path}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option_name(field)} {path}: this user may not write there")
+
+
+def check_cluster(flags: ServeFlags, components: int) -> None:
+    """Raises ConfigError for a place that a whole cluster of so many components could not use, public ports aside."""
+    check_files(flags)
+    for port in range(flags.metrics_port, flags.metrics_port + components if flags.metrics_port else 0):
+        bind_port(flags.metrics_host, "metrics_host", "metrics_port", port).close()
+
+
+def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:
+    """A socket on ``port``, or on a free one for 0. Raises ConfigError, naming the flag of the address or of the port.
+
+    A component binds the port later; chosen here, it stays the same when the component is started again.
+    """
+    try:
+        family = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        raise ConfigError(f"{option_name(host_field)} {host} is no address of this machine") from None
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        why = getattr(error, "strerror", None) or f"ports end at {2**16 - 1}"
+        raise ConfigError(f"{option_name(field)} {port} on {host} cannot be used: {why}") from None
+    return bound
+
+
+async def wait_for_redis(url: str, notices: Notices) -> None:
+    """Returns when the Redis at ``url`` answers. Raises ConfigError where it does not in time."""
+    until_s = asyncio.get_running_loop().time() + REDIS_WAIT_MS / 1000
+    told = False
+    while trouble := await ask_redis(url):
+        if asyncio.get_running_loop().time() >= until_s:
+            raise ConfigError(f"{trouble}; start it, or leave --redis-url out for an embedded one")
+        if not told:
+            notices.say(f"{trouble}; waiting for it up to {REDIS_WAIT_MS / 1000:g} s", "bold yellow")
+            told = True
+        await asyncio.sleep(REDIS_POLL_MS / 1000)
+
+
+async def ask_redis(url: str) -> str:
+    """Why the Redis at ``url`` is of no use now; empty where it answers.
+
+    Raises ConfigError for a URL that cannot be meant.
+    """
+    from redis.exceptions import RedisError
+
+    from pillion.kvstore.index.redis_url import connect, parse, without_password
+
+    client, place = connect(parse(url)), f"--redis-url {without_password(url)}"
+    try:
+        async with asyncio.timeout(REDIS_ASK_MS / 1000):
+            await client.ping()
+    except (RedisError, OSError, TimeoutError) as error:
+        return f"{place}: no Redis serves us there ({str(error) or f'no answer within {REDIS_ASK_MS} ms'})"
+    finally:
+        with contextlib.suppress(RedisError, OSError):
+            await client.aclose()
+    return ""

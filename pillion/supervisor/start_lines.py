@@ -1,0 +1,97 @@
+"""The five lines with which a cluster starts: model, type, kernels, memory, and where it is reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from pillion.cli.console import Notices
+from pillion.config import ServeFlags
+from pillion.supervisor.pool_fit import PoolFit, human_bytes
+from pillion.supervisor.probes import reachable_host
+
+# The port that clients try without --target.
+USUAL_GRPC_PORT = 50051
+
+
+def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit | None, threads: int) -> None:
+    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
+    from pillion.engine.backends.devices import device_count
+    from pillion.engine.checkpoints.prepare import choose_dtype
+
+    called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
+    notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens")
+    weights = f", linear layers' weights in {flags.quantization}" if flags.quantization != "none" else ""
+    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}")
+    workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
+    if flags.device == "cuda":
+        notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
+        weights_bytes = 0
+    else:
+        kernels, weights_bytes = _cpu_kernels(flags, prepared)
+        notices.fact("kernels", f"{kernels}; {workers}, threads of each: {threads}")
+    pool = fit.describe() if fit is not None else "what --gpu-memory-utilization leaves"
+    packed = f"; weights {human_bytes(weights_bytes)}, shared by all workers" if weights_bytes else ""
+    notices.fact("memory", f"KV pool {pool}{packed}")
+
+
+def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
+    """The kernels in words, and the bytes of the packed weights, 0 where there are none."""
+    from pillion.engine.backends.loading import choose_kernels
+    from pillion.engine.checkpoints.model_cache import ModelCache
+
+    isa, reason = choose_kernels(flags, prepared)
+    if isa is None:
+        return f"torch, for {reason}", 0
+    packed = ModelCache().packed_weights(prepared.fingerprint, flags.quantization)
+    return f"{isa.name} on the CPU", packed.stat().st_size if packed.exists() else 0
+
+
+def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
+    """Prints the fifth line, and below it two commands that work as they stand, less what only their user knows."""
+    host = reachable_host(flags.host)
+    url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
+    notices.fact("ready", f"after {seconds:.1f} s: gRPC {host}:{flags.grpc_port}, HTTP {url}", "bold green")
+    notices.command(" ".join(_curl(flags, url)))
+    notices.command(" ".join(_chat(flags, host)))
+
+
+def _curl(flags: ServeFlags, url: str) -> list[str]:
+    words = ["curl", f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
+    if flags.tls_cert:
+        words += ["--cacert", "CA.pem"]
+    if flags.tls_ca:
+        words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+    if flags.api_keys:
+        words += ["-H", '"Authorization: Bearer $PILLION_API_KEY"']
+    body: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 32}
+    if flags.also_model:
+        body["model"] = flags.served_model_name or flags.model
+    return [*words, "-d", shlex.quote(json.dumps(body))]
+
+
+def _chat(flags: ServeFlags, host: str) -> list[str]:
+    words = [own_command(), "chat"]
+    if flags.tls_cert:
+        words += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
+    elif (host, flags.grpc_port) != ("127.0.0.1", USUAL_GRPC_PORT):
+        words += ["--target", f"{host}:{flags.grpc_port}"]
+    if flags.tls_ca:
+        words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+    return words
+
+
+def own_command() -> str:
+    """How this program is called from the working directory: ``pillion`` where the PATH has it, else its path."""
+    script, here = Path(sys.executable).with_name("pillion"), Path.cwd()
+    found = shutil.which("pillion")
+    if found and script.exists() and os.path.samefile(found, script):
+        return "pillion"
+    program = script if script.exists() else Path(sys.executable)
+    shown = program.relative_to(here) if program.is_relative_to(here) else program
+    return shlex.quote(str(shown)) + ("" if script.exists() else " -m pillion")

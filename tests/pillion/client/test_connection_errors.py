@@ -1,0 +1,197 @@
+"""What a client says about a connection that fails, against real servers of each kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+import uvicorn
+
+from pillion import AsyncClient, Client, ConfigError, PillionError, Unauthenticated, Unavailable
+from pillion.cli.certs import make_certs
+from pillion.client.connection import connect
+from pillion.loadgen.openai_target import OpenAITarget
+from pillion.loadgen.target import TargetError
+from pillion.net import listener
+from pillion.net.listener import KnownListener, Listener, find_listener, place_of
+from pillion.net.tls import client_context
+from pillion.top.top import PageReader
+from testbed.cluster import free_port
+from tests.pillion.client.test_connection import Scripted, server_credentials, serving
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("certs")
+    make_certs(folder)
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def http_server(certs: pathlib.Path | None = None):
+    """A gateway's kind of HTTP port, over TLS where there are certificates."""
+
+    async def app(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    files = {"ssl_certfile": certs / "server.pem", "ssl_keyfile": certs / "server.key"} if certs else {}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", **files))
+    listening = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve([listening]))
+    try:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def complaint(target: str, **options: object) -> str:
+    async with AsyncClient(target, **options) as client:
+        with pytest.raises(PillionError) as caught:
+            await client.models()
+    assert isinstance(caught.value, Unavailable), caught.value
+    assert str(caught.value) == caught.value.message
+    return caught.value.message
+
+
+@needs_openssl
+async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -> None:
+    ca, nobody, unix = {"ca": made / "ca.pem"}, f"127.0.0.1:{free_port()}", f"unix:{made}/no.sock"
+    pair = [((made / "internal.key").read_bytes(), (made / "internal.pem").read_bytes())]
+    async with contextlib.AsyncExitStack() as stack:
+        plain = await stack.enter_async_context(serving(Scripted()))
+        encrypted = await stack.enter_async_context(
+            serving(Scripted(), credentials=server_credentials(made, mutual=False))
+        )
+        mutual = await stack.enter_async_context(serving(Scripted(), credentials=server_credentials(made, mutual=True)))
+        renamed = await stack.enter_async_context(serving(Scripted(), credentials=grpc.ssl_server_credentials(pair)))
+        http, https = [await stack.enter_async_context(http_server(certs)) for certs in (None, made)]
+        missed = {
+            nobody: ({}, f"no server listens at {nobody}: Connection refused; start a cluster with `pillion serve`"),
+            unix: ({}, f"no server listens at {unix}: No such file"),
+            "no.such.host.invalid:1": ({}, "the host of no.such.host.invalid:1 is not known"),
+            f"grpcs://{plain}": (ca, f"{plain} speaks gRPC without TLS: leave out grpcs://, --ca"),
+            encrypted: ({}, f"{encrypted} speaks TLS: write grpcs://{encrypted}, with --ca FILE"),
+            f"grpcs://{encrypted}": ({}, f"the certificate of {encrypted} is not trusted (unable to get local issuer"),
+            f"grpcs://{mutual}": (ca, f"{mutual} takes clients with a certificate that it trusts only: give --cert"),
+            f"grpcs://{renamed}": ({"ca": made / "internal-ca.pem"}, "is for other names than 127.0.0.1"),
+            http: ({}, f"{http} is a port of HTTP, and this client speaks gRPC: give the gateway's gRPC port"),
+            f"grpcs://{http}": (ca, f"{http} is a port of HTTP"),
+            https: ({}, f"{https} is a port of HTTP"),
+            f"grpcs://{https}": (ca, f"{https} is a port of HTTP"),
+        }
+        said = await asyncio.gather(*(complaint(target, **options) for target, (options, _) in missed.items()))
+        for text, (_, expected) in zip(said, missed.values(), strict=True):
+            assert expected in text
+
+        # The blocking client, a stream, and two addresses of which the last one is named.
+        with Client(f"{nobody},{nobody}") as blocking, pytest.raises(Unavailable, match="no server listens at"):
+            await asyncio.to_thread(lambda: list(blocking.generate("x")))
+
+        # Clients of HTTP that meet a gRPC port, and the wrong kind of HTTP.
+        for url, expected in {
+            f"http://{plain}": "is a port of gRPC: give the gateway's HTTP port",
+            f"https://{encrypted}": "is a port of gRPC",
+            f"http://{https}": "speaks TLS: write https://",
+            f"https://{http}": "speaks HTTP without TLS: write http://",
+            f"http://{nobody}": "no server listens at",
+        }.items():
+            target = OpenAITarget("", False, 0.0, target=url, ca=str(made / "ca.pem"))
+            with pytest.raises(TargetError, match=expected):
+                await target.describe()
+            reader = PageReader([f"{url}/metrics"], "", "", client_context(made / "ca.pem"))
+            (trouble,) = (await asyncio.to_thread(reader.read))[1]
+            assert expected in trouble
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-m", "pillion", "health", http], capture_output=True, text=True
+        )
+        assert (done.returncode, f"{http} is not serving: {http} is a port of HTTP" in done.stdout) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "expected"),
+    [
+        (
+            "http://h:8000",
+            {},
+            "is an address of HTTP, and this client speaks gRPC: write h:8000, with",
+        ),
+        ("https://h:8000/v1", {}, "write grpcs://h:8000, with the gateway's gRPC port"),
+        ("grpcs://h:1/v1", {}, "an address is HOST:PORT, without a path"),
+        ("h:1", {"ca": b"x"}, "ca: these bytes are no PEM"),
+        ("h:1", {"ca": __file__}, "test_connection_errors.py is no PEM"),
+    ],
+)
+def test_addresses_and_files_that_cannot_be_are_refused_at_once(target: str, options: dict, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connect(target, **options)
+    assert expected in caught.value.message
+
+
+async def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "PROBE_TIMEOUT_MS", 50)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert await asyncio.to_thread(find_listener, address) == Listener("silent")
+
+
+async def test_a_key_that_is_missing_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PILLION_API_KEY", raising=False)
+    async with serving(Scripted(*[Unauthenticated("no") for _ in range(3)])) as address:
+        for key, expected in [("", "none was sent: give it in the environment's PILLION_API_KEY"), ("k", "not know")]:
+            async with AsyncClient(address, api_key=key) as client:
+                with pytest.raises(Unauthenticated, match=expected):
+                    await client.models()
+
+
+async def test_a_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(Scripted()) as address:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+        assert f"http_proxy is set, so gRPC goes to {address} by that proxy" in await complaint(address)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        async with AsyncClient(address) as client:
+            assert await client.models() == []
+
+
+def test_streams_that_fail_together_share_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(listener, "find_listener", lambda address: asked.append(address) or Listener("grpc"))
+    known = KnownListener("h:1")
+    assert [known.find(), known.find()] == [Listener("grpc")] * 2
+    assert asked == ["h:1"]
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("h:1", ("h", 1)),
+        ("[::1]:5", ("::1", 5)),
+        ("h", ("h", 443)),
+        ("[::1]", ("::1", 443)),
+        ("unix:/a/b", ("/a/b", 0)),
+        ("unix:///a/b", ("/a/b", 0)),
+        ("dns:///h:1", ("h", 1)),
+        ("xds:///h:1", None),
+        ("h:x", None),
+    ],
+)
+def test_places_of_addresses(address: str, place: tuple[str, int] | None) -> None:
+    assert place_of(address) == place
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)

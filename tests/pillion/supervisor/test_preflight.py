@@ -1,0 +1,108 @@
+"""What cannot work is refused before any process starts, in one line that names the flag and who set it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import socket
+
+import pytest
+
+from pillion.cli.app import cli
+from pillion.errors import ConfigError
+from pillion.supervisor import local_cluster, preflight
+from pillion.supervisor.preflight import ask_redis, wait_for_redis
+from testbed.conditions import until
+from testbed.redis import running_redis
+from testbed.tiny_model import save_tokenizer
+from tests.support.notices import RecordedNotices
+
+
+@pytest.fixture
+def model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder that is a model as far as anybody looks before a start; no process may start in its test."""
+    monkeypatch.setattr(local_cluster.ChildProcess, "start", lambda *_: pytest.fail("a process was started"))
+    for name in [name for name in os.environ if name.startswith("PILLION_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "model").mkdir()
+    save_tokenizer(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cli.main([*argv, "--http-port", "0", "--grpc-port", "0"], standalone_mode=False)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--api-keys", "/nowhere.toml"], "--api-keys: keys file /nowhere.toml: No such file"),
+        (["--tls-cert", "/no.pem", "--tls-key", "/no.key"], "--tls-cert, --tls-key: TLS: /no.pem: No such file"),
+        (
+            [f"--internal-tls-{name}=/no.pem" for name in ("cert", "key", "ca")],
+            "--internal-tls-cert, --internal-tls-key, --internal-tls-ca: TLS: /no.pem: No such file",
+        ),
+        (["--also-model", "b=/no/model"], "--also-model: /no/model is no file or folder here"),
+        (["--disk-path", "/proc/pillion"], "--disk-path /proc/pillion: No such file"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is no address of this machine"),
+        (["--metrics-host", "203.0.113.7", "--metrics-port", "9"], "--metrics-host 203.0.113.7 is no address"),
+        (["--metrics-port", "65534"], "--metrics-port 65536 on 127.0.0.1 cannot be used: ports end at 65535"),
+        (["--log-file", "/no/where"], "--log-file /no/where: No such file"),
+        (["--redis-url", "http://x"], "--redis-url http://x: choose redis://"),
+    ],
+)
+def test_places_that_cannot_be_used(model: str, flags: list[str], complaint: str) -> None:
+    assert complaint in refusal("serve", model, *flags)
+
+
+def test_a_model_that_is_not_there(model: str) -> None:
+    assert refusal("serve", f"{model}-not").startswith(f"--model: {model}-not is no file or folder here")
+
+
+def test_somebody_elses_metrics_port_is_refused(model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--metrics-port {port} on 127.0.0.1 cannot be used" in refusal("serve", model, "--metrics-port", port)
+
+
+def test_the_variable_or_the_line_that_said_it(
+    model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pillion.toml"
+    file.write_text('# Ours.\nblock-size = 16\napi_keys = "/nowhere.toml"\n')
+    assert refusal("serve", model, "--config", str(file)).endswith(f"(--api-keys is set by line 3 of {file})")
+    monkeypatch.setenv("PILLION_API_KEYS", "/elsewhere.toml")
+    assert refusal("serve", model, "--config", str(file)).endswith("(--api-keys is set by PILLION_API_KEYS)")
+    assert "is set by" not in refusal("serve", model, "--api-keys", "/here.toml")
+    monkeypatch.setenv("PILLION_BLOCK_SIZE", "0")
+    assert refusal("serve", model).startswith("--block-size 0 is less than 1 (--block-size is set by PILLION_BLOCK_S")
+
+
+async def test_a_dead_redis_gets_a_word_and_a_bounded_wait(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "REDIS_WAIT_MS", 300)
+    monkeypatch.setattr(preflight, "REDIS_POLL_MS", 10)
+    notices, url = RecordedNotices(), f"redis://:secret@127.0.0.1:{unused_tcp_port}"
+    with pytest.raises(ConfigError, match=r"no Redis serves us there .*; start it, or leave --redis-url out") as caught:
+        await wait_for_redis(url, notices)
+    [line] = notices.lines
+    assert "waiting for it up to" in line
+    assert "secret" not in line + caught.value.message
+
+
+async def test_a_redis_that_comes_in_time_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "REDIS_WAIT_MS", 60_000)
+    monkeypatch.setattr(preflight, "REDIS_POLL_MS", 10)
+    with running_redis() as redis:
+        assert await ask_redis(redis.url) == ""
+        redis.kill()
+        notices = RecordedNotices()
+        waiting = asyncio.create_task(wait_for_redis(redis.url, notices))
+        await until("the word", lambda: notices.lines)
+        redis.start()
+        await waiting

@@ -1,0 +1,64 @@
+"""The commands that a start prints, for flags that change how a cluster is reached."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import pytest
+
+from pillion.config import ServeFlags
+from pillion.supervisor import start_lines
+from pillion.supervisor.start_lines import own_command, tell_addresses
+from tests.support.notices import RecordedNotices
+
+TLS = {"tls_cert": "c", "tls_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "curl", "chat"),
+    [
+        ({}, "curl http://127.0.0.1:8000/v1/completions JSON -d", "chat"),
+        (
+            {"host": "::1", "http_port": 9, "grpc_port": 8},
+            "curl http://[::1]:9/v1/completions JSON -d",
+            "chat --target [::1]:8",
+        ),
+        ({"host": "0.0.0.0"}, "curl http://127.0.0.1:8000/v1/completions JSON -d", "chat"),
+        ({"api_keys": "k"}, '/completions JSON -H "Authorization: Bearer $PILLION_API_KEY" -d', "chat"),
+        (TLS, "curl https://127.0.0.1:8000/v1/completions JSON --cacert", "chat --target grpcs://127.0.0.1:50051 --ca"),
+        (TLS | {"tls_ca": "a"}, "--cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d", "--cert CLIENT.pem --key"),
+        ({"also_model": ("b=/b",), "model": "/a b"}, '"model": "/a b"}', "chat"),
+    ],
+)
+def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -> None:
+    class Printed(RecordedNotices):
+        def command(self, text: str) -> None:
+            self.lines.append(text)
+
+    notices = Printed()
+    tell_addresses(notices, ServeFlags(**flags), 1.0)
+    ready, *commands = notices.lines
+    assert ready.startswith("ready: after 1.0 s: gRPC ")
+    assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
+    assert f"{own_command()} chat" in commands[1]
+    assert chat in commands[1]
+
+
+def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a clone" / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(start_lines.shutil, "which", lambda _: None)
+    monkeypatch.chdir(tmp_path / "a clone")
+    assert own_command() == ".venv/bin/python -m pillion"
+    (folder / "pillion").touch()
+    assert own_command() == ".venv/bin/pillion"
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == "'a clone/.venv/bin/pillion'"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert own_command() == f"'{folder}/pillion'"
+    monkeypatch.setattr(start_lines.shutil, "which", lambda _: str(folder / "pillion"))
+    assert own_command() == "pillion"
