@@ -2,8 +2,9 @@
 
     app.py             the commands
     flags.py           options that commands share; flags from command line, environment and file, and back into an argv
+    help_groups.py     the groups of a command's help
     checks.py          refuses flags that cannot work
-    talk.py            generate, chat, status
+    talk.py, chat.py   generate, status; chat
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys
     console.py         what commands print on standard error

@@ -222,13 +222,22 @@ def generate(prompt: str, **values: Any) -> None:
 
 @cli.command()
 @option("--system", "System message of the conversation.", "")
+@option(
+    "--history/--no-history",
+    "Keep a terminal's lines for the next time, in ~/.local/state/pillion.",
+    True,
+    envvar="PILLION_CHAT_HISTORY",
+)
 @talks_to_gateway
 @samples
-def chat(system: str, **values: Any) -> None:
-    """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
-    from pillion.cli.talk import run_chat
+def chat(system: str, history: bool, **values: Any) -> None:
+    """Talk with the model; each line is a message, /help lists commands, Ctrl-D ends.
 
-    run_chat(system, pop_reach(values), values)
+    Where standard input is no terminal, each of its lines is a message.
+    """
+    from pillion.cli.chat import run_chat
+
+    run_chat(system, history, pop_reach(values), values)
 
 
 @cli.command()
