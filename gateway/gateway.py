@@ -8,20 +8,22 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from pillion._version import VERSION
-from pillion.errors import DeadlineExceeded, PermissionDenied, PillionError, Unauthenticated, Unavailable
-from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
+from pillion.errors import DeadlineExceeded, Overloaded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
+from pillion.gateway.request.message_bounds import LOOP_BYTES, MAX_WAITING_BYTES
 from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
@@ -35,6 +37,7 @@ from pillion.gateway.request.request_telemetry import (
 from pillion.gateway.request.runner import Generation
 from pillion.gateway.request.validation import (
     ModelLimits,
+    check_ids,
     check_length,
     check_model,
     check_origin,
@@ -42,15 +45,19 @@ from pillion.gateway.request.validation import (
     check_request,
     prompt_field,
     resolve,
+    too_long,
+    weight,
 )
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
-from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TokenizerPool
+from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 from pillion.wire.registry import ComponentRecord
+
+T = TypeVar("T")
 
 STOPPING = "this gateway is stopping"
 # A client may come again at once: it reaches another gateway, or the next one behind this port.
@@ -99,6 +106,8 @@ class Gateway:
         self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
         self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
+        # Bytes of requests that are read on threads, or wait for it.
+        self._waiting_bytes = 0
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
@@ -155,7 +164,7 @@ class Gateway:
         permit: AdmissionPermit | None = None
         try:
             model = self.entry(request.model)
-            check_request(request, model.limits)
+            await self.check(request, tenant)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
@@ -181,6 +190,25 @@ class Gateway:
             end_refused_span(span, error)
             raise
 
+    async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
+        """Checks all fields but the length of a text. Raises NotFound, and InvalidRequest with every wrong field."""
+        limits = self.entry(request.model).limits
+        await self.off_loop(tenant, weight(request), check_request, request, limits)
+
+    async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
+        """Runs ``job(*arguments)``, which works through so many bytes: on a thread where they are more than LOOP_BYTES,
+        in the tenant's turn. Raises what the job raises, and Overloaded where too many jobs wait."""
+        if size_bytes <= LOOP_BYTES:
+            return job(*arguments)
+        if self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
+            raise Overloaded(f"more than {MAX_WAITING_BYTES} bytes of requests wait to be read", RETRY_AFTER_MS)
+        self._waiting_bytes += size_bytes
+        try:
+            async with self._texts.of(self._known(tenant)):
+                return await self._pool.run(job, *arguments)
+        finally:
+            self._waiting_bytes -= size_bytes
+
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
         return self._by_name.get(name) or self._models[check_model(name, self._models)]
@@ -191,16 +219,15 @@ class Gateway:
         """The ids of a prompt as they would be computed; ``bare`` leaves out special tokens that are added to a text.
         Counts as a request. Raises InvalidRequest and Overloaded."""
         model, tenant = self.entry(request.model), self._known(tenant)
-        check_request(request, model.limits)
+        await self.check(request, tenant)
         async with self._counted(tenant):
-            if bare and request.text:
-                async with self._texts.of(tenant):
-                    return await self._pool.run(model.tokenizer.encode_bare, request.text)
-            return await self._tokenize(request, model, tenant)
+            return await self._tokenize(request, model, tenant, bare=bare)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
-        """The text of ids that the model knows, special tokens skipped; counts as a request. Raises Overloaded."""
+        """The text of ids, special tokens skipped; counts as a request. Raises InvalidRequest, naming ``tokens``, and
+        Overloaded."""
         tenant = self._known(tenant)
+        check_ids("tokens", token_ids, self.entry(name).limits)
         async with self._counted(tenant):
             return await self.text_of(name, token_ids, tenant)
 
@@ -299,16 +326,22 @@ class Gateway:
         """Answers that the model's workers are given at once; 0 while no bound is known."""
         return self._options.max_running_requests or self.cluster.request_slots(model)
 
-    async def _tokenize(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
-        prompt = request.token_ids
+    async def _tokenize(
+        self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, *, bare: bool = False
+    ) -> tuple[int, ...]:
+        prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
         if not prompt:
             async with self._texts.of(tenant):
+                encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
+                text = request.text
                 if request.messages:
-                    rendered = await model.template.render(request.messages, request.chat)
-                    prompt = await self._pool.run(model.tokenizer.encode_chat, rendered)
-                else:
-                    prompt = await self._pool.run(model.tokenizer.encode_text, request.text)
-        check_length(len(prompt), prompt_field(request), model.limits)
+                    text = await model.template.render(request.messages, request.chat)
+                    encode = tokenizer.encode_chat
+                try:
+                    prompt = await self._pool.run(encode, text, model.limits.max_prompt_tokens)
+                except TextTooLong as error:
+                    raise too_long(str(error), field, model.limits) from None
+        check_length(len(prompt), field, model.limits)
         return prompt
 
     async def _turn(

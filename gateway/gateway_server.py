@@ -24,9 +24,10 @@ from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
@@ -122,6 +123,7 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def _beat(self, heartbeat_s: float) -> None:
+        defects = Defects("the gateway's heartbeat")
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
@@ -137,6 +139,8 @@ class GatewayServer:
                         " connected to and finds no new ones: %s",
                         error.message,
                     )
+            except Exception as error:  # noqa: BLE001  (a gateway without heartbeats is taken for dead)
+                defects.note(error)
             await asyncio.sleep(heartbeat_s)
 
 
@@ -205,7 +209,7 @@ async def _listen(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
-        interceptors=[KeyCheck(gateway.tenant_of)],
+        interceptors=[KeyCheck(gateway.tenant_of), RawGenerate()],
         max_calls=MAX_GRPC_CALLS,
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,

@@ -16,7 +16,9 @@ to the components that have it, except those marked ``placement`` (names, addres
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
@@ -38,6 +40,12 @@ EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more."
 
+ALLOWED_ORIGINS = (
+    "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
+    "or give a JSON list."
+)
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -73,6 +81,21 @@ def parse_split_policy(text: str) -> Fraction | None:
     return share
 
 
+def listed_origins(values: Sequence[str]) -> list[str]:
+    """All origins of --allowed-origins. Raises ConfigError for what no browser sends as an origin."""
+    origins: list[str] = []
+    for value in values:
+        try:
+            read = json.loads(value) if value.startswith("[") else [value]
+        except ValueError:
+            read = [value]
+        for origin in read:
+            if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"--allowed-origins: {origin!r} is not '*' or like https://chat.example.org:8443")
+            origins.append(origin)
+    return origins
+
+
 def flag(
     default: Any,
     help: str,  # noqa: A002
@@ -82,6 +105,7 @@ def flag(
     placement: bool = False,
     least: float | None = None,
     most: float | None = None,
+    also: str = "",
 ) -> Any:
     """A dataclass field that is a flag; one whose default is a tuple may be repeated.
 
@@ -92,9 +116,10 @@ def flag(
         choices: the only values that are allowed; empty: any.
         placement: the flag names or places one process, so ``pillion serve`` chooses it for each component.
         least, most: the bounds of a number, both allowed; :mod:`pillion.cli.checks` refuses others.
+        also: another spelling, on the command line and in the file; it is no variable of the environment.
     """
     about = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    return field(default=default, metadata=about | {"least": least, "most": most})
+    return field(default=default, metadata=about | {"least": least, "most": most, "also": also})
 
 
 def size_flag(default: int, help: str, **bounds: Any) -> Any:  # noqa: A002
@@ -285,7 +310,7 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
     host: str = flag("127.0.0.1", "Address of the public ports.")
-    http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.", least=0, most=MAX_PORT)
+    http_port: int = flag(8000, "Port of the HTTP API. 0: any free one.", least=0, most=MAX_PORT, also="port")
     grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free one.", least=0, most=MAX_PORT)
     split_policy: str = flag("auto", "Where prefill ends: auto, disaggregated, colocated or fraction:x.")
     chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
@@ -293,6 +318,10 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
     max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.", least=1)
     max_running_requests: int = flag(
         0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.", least=0
+    )
+    allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
+    allow_credentials: bool = flag(
+        False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")

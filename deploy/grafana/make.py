@@ -329,6 +329,12 @@ def _kv() -> Dashboard:
             "Blocks with a wrong checksum, which were dropped. Any means that memory, disk or network is faulty.",
         ),
         Panel("On disk", "bytes", (Query(disk_bytes, "{{component}}"),), "The disk tier's blocks."),
+        Panel(
+            "Late reads",
+            "suffix: blocks",
+            (Query(by_component("pillion_kv_late_blocks"), "{{component}}"),),
+            "Slots that reads keep which outlived their fetch: a disk or a node that does not answer.",
+        ),
     )
     health = (
         Panel(

@@ -8,12 +8,17 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from pillion.errors import InvalidRequest
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.request.validation import check_counts, check_size, is_request_id
+from pillion.gateway.request.message_bounds import check_generate_message
+from pillion.gateway.request.validation import check_counts, is_request_id
 from pillion.observability import telemetry
+from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import (
     DeltaWriter,
@@ -28,6 +33,7 @@ from pillion.wire.public import (
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
 # Health and reflection are open to everybody.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
+_GENERATE = "/pillion.v1.Gateway/Generate"
 _COUNTED = (
     "token_ids",
     "messages",
@@ -51,6 +57,16 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         return await continuation(details)
 
 
+class RawGenerate(grpc.aio.ServerInterceptor):
+    """Hands the messages of Generate on as bytes: the servicer counts what they hold before it reads them."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if details.method != _GENERATE:
+            return handler
+        return grpc.unary_stream_rpc_method_handler(handler.unary_stream, None, handler.response_serializer)
+
+
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """Serves pillion.v1.Gateway."""
 
@@ -60,15 +76,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         self.streams = 0
 
     async def Generate(  # noqa: N802
-        self, request: gateway_pb2.GenerateRequest, context: Any
+        self, request: Any, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """Streams an answer; the call's end, however it comes, cancels what is left of the request."""
+        """Streams an answer; the call's end, however it comes, cancels what is left of the request. The ``request`` is
+        a serialized GenerateRequest, as RawGenerate hands it on."""
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(_header(metadata, "authorization"))
-        check_size(request.ByteSize())
-        check_counts({name: len(attrgetter(name)(request)) for name in _COUNTED})
-        check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in request.resume.answers)})
-        generate = request_from_pb(request)
+        generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
         label = generate.request_id or _header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
         if is_request_id(label):
             # It is sent however the call ends. A bad one is refused, and repeated nowhere.
@@ -106,6 +120,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         """Components and totals."""
         tenant = self._gateway.tenant_of(_header(context.invocation_metadata(), "authorization"))
         return status_to_pb(self._gateway.status(tenant))
+
+
+def read_generate(raw: bytes) -> GenerateRequest:
+    """Reads a serialized GenerateRequest. Raises InvalidRequest."""
+    check_generate_message(raw)
+    try:
+        message = gateway_pb2.GenerateRequest.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest(f"the message cannot be read: {str(error)[:200]}") from None
+    check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
+    check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
+    return request_from_pb(message)
 
 
 def _timeout_s(context: Any) -> float | None:

@@ -5,6 +5,7 @@ http_call.py         one call: its body, its response, the client that goes away
 http_errors.py       errors as OpenAI's clients know them
 openai_api.py        handlers of OpenAI's endpoints, and the pace of writes
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first
+openapi.py           /openapi.json and /docs: what bodies may hold, made of those fields
 openai_requests.py   from bodies to requests of the gateway
 openai_reader.py     deltas of one call with one prompt or several
 openai_events.py     from deltas to events, or to one object

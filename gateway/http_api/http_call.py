@@ -186,31 +186,39 @@ class Endpoint:
 
     Args:
         method: the only one that is allowed; GET allows HEAD too, "" allows any.
-        handle: answers a call.
+        handler: answers a call.
         tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
+        body: what the handler reads a body as, for the API's description.
     """
 
     def __init__(
         self,
         method: str,
-        handle: Callable[[HttpCall], Awaitable[None]],
+        handler: Callable[[HttpCall], Awaitable[None]],
         tenant_of: Callable[[str], Tenant] | None = None,
+        body: type | None = None,
     ) -> None:
-        self._method = method
-        self._handle = handle
+        self.method = method
+        self.handler = handler
         self._tenant_of = tenant_of
+        self.body = body
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the page is closed to strangers where API keys are in use."""
+        return self._tenant_of is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         call = HttpCall(scope, receive, send)
         with contextlib.suppress(ClientGone):
             try:
-                if self._method not in ("", "GET" if call.method == "HEAD" else call.method):
-                    raise ApiError(405, f"{call.path} takes {self._method}", code="method_not_allowed")
+                if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
+                    raise ApiError(405, f"{call.path} takes {self.method}", code="method_not_allowed")
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
                 if self._tenant_of is not None:
                     call.tenant = self._tenant_of(call.header(b"authorization"))
-                await self._handle(call)
+                await self.handler(call)
             except ApiError as error:
                 await call.fail(error)
             except PillionError as error:

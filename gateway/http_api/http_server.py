@@ -13,16 +13,20 @@ from typing import Any
 import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pillion._version import VERSION
-from pillion.config import GatewayFlags
+from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
+from pillion.gateway.http_api import openapi
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
+from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
 from pillion.types import ModelInfo
@@ -46,6 +50,8 @@ class _Pages:
         self._gateway = gateway
         self._vllm_names = vllm_names
         self._started = int(time.time())
+        # OpenAPI's document of the port and the page that is made of it, once the routes are known.
+        self.description = self.description_page = b""
 
     async def health(self, call: HttpCall) -> None:
         """200 when a request would be served now, 503 with what is missing when not."""
@@ -82,6 +88,15 @@ class _Pages:
                 return
         raise Unavailable(self._gateway.missing(name))
 
+    async def openapi(self, call: HttpCall) -> None:
+        """Gives this description of the API, as OpenAPI 3.1."""
+        await call.answer(200, self.description)
+
+    async def docs(self, call: HttpCall) -> None:
+        """Shows this page."""
+        policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
+        await call.answer(200, self.description_page, [policy], content_type=b"text/html; charset=utf-8")
+
     async def nothing(self, call: HttpCall) -> None:
         """404, for every other path."""
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
@@ -98,24 +113,40 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, vllm_names: bool) -> Router:
+def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
     """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
+    With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, api, tenant_of = _Pages(gateway, vllm_names), OpenAIApi(gateway), gateway.tenant_of
+    pages, api, tenant_of = _Pages(gateway, flags.vllm_metric_names), OpenAIApi(gateway), gateway.tenant_of
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
         Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
         Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
-        Route("/v1/completions", Endpoint("POST", api.completions, tenant_of)),
-        Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of)),
-        Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of)),
-        Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of)),
+        Route("/v1/completions", Endpoint("POST", api.completions, tenant_of, CompletionBody)),
+        Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody)),
+        Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
+        Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
+        Route("/openapi.json", Endpoint("GET", pages.openapi)),
+        Route("/docs", Endpoint("GET", pages.docs)),
     ]
-    return Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+    described = openapi.describe(routes)
+    pages.description, pages.description_page = msgspec.json.encode(described), openapi.page(described)
+    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+    origins = listed_origins(flags.allowed_origins)
+    if not origins:
+        return router
+    return CORSMiddleware(
+        router,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_credentials=flags.allow_credentials,
+        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+    )
 
 
 class HttpConnection(H11Protocol):
@@ -206,7 +237,7 @@ async def start_http(gateway: Gateway, flags: GatewayFlags, identity: tls.Identi
     listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, flags.vllm_metric_names),
+        make_app(gateway, flags),
         # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

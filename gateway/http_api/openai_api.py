@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -28,24 +28,25 @@ from pillion.gateway.http_api.openai_events import (
     error_event,
     usage_json,
 )
-from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, TokenizeBody, given, parse, parse_field
+from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, parse, parse_field
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
     OpenAIRequest,
-    chat_options,
     chat_request,
     completion_request,
-    read_messages,
+    tokenize_request,
 )
 from pillion.gateway.request.runner import Generation
-from pillion.gateway.request.validation import MAX_PROMPT_IDS
 from pillion.types import GenerateRequest
 
 # Writes of all streams together: half a core's worth. A write costs more than a token: the wake-up, the framing, the
 # system call.
 MAX_WRITES_PER_S = 12_000
+# What a token's id, and its text, cost in an answer, by the measure of LOOP_BYTES.
+TOKEN_ID_BYTES = 1
+TOKEN_STRING_BYTES = 8
 
 
 class OpenAIApi:
@@ -57,60 +58,58 @@ class OpenAIApi:
         self._pacer = WritePacer()
 
     async def completions(self, call: HttpCall) -> None:
-        """POST /v1/completions."""
-        await call.while_connected(self._answer(call, completion_request(await call.body(), call.request_id)))
+        """Continues a prompt, or several."""
+        await call.while_connected(self._answer(call, completion_request, await call.body()))
 
     async def chat(self, call: HttpCall) -> None:
-        """POST /v1/chat/completions."""
-        await call.while_connected(self._answer(call, chat_request(await call.body(), call.request_id)))
+        """Answers a conversation with the assistant's next message."""
+        await call.while_connected(self._answer(call, chat_request, await call.body()))
 
     async def tokenize(self, call: HttpCall) -> None:
-        """POST /tokenize: ids of a prompt or of a conversation, as they would be computed."""
-        body = parse(await call.body(), TokenizeBody)
+        """Gives the ids of a prompt or of a conversation, as they would be computed."""
+        raw = await call.body()
+        body, request = await self._gateway.off_loop(call.tenant, len(raw), tokenize_request, raw)
         entry = self._entry(body.model)
-        if (body.prompt is None) is not given(body.messages):
-            raise refused("prompt", "exactly one of prompt and messages is needed")
-        messages = read_messages(body.messages) if given(body.messages) else ()
-        options = chat_options(body)
-        request = GenerateRequest(model=entry.limits.name, text=body.prompt or "", messages=messages, chat=options)
         try:
             bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
-        texts = self._texts_of(entry)
-        strings = [texts.text_of(token) for token in tokens] if body.return_token_strs else None
-        answer = {
-            "count": len(tokens),
-            "max_model_len": entry.limits.max_model_len_tokens,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-        await call.answer(200, msgspec.json.encode(answer))
+        texts = self._texts_of(entry) if body.return_token_strs else None
+        size = len(tokens) * (TOKEN_STRING_BYTES if texts else TOKEN_ID_BYTES)
+        longest = entry.limits.max_model_len_tokens
+        await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
 
     async def detokenize(self, call: HttpCall) -> None:
-        """POST /detokenize: the text of ids."""
-        body = parse(await call.body(), DetokenizeBody)
+        """Gives the text of ids."""
+        raw = await call.body()
+        body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
         entry = self._entry(body.model)
-        if bytes(body.tokens).count(b",") >= MAX_PROMPT_IDS:
-            raise refused("tokens", f"more than {MAX_PROMPT_IDS} ids")
-        tokens = tuple(parse_field(body.tokens, list[Int], "tokens"))
-        size = entry.limits.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < size:
-            raise refused("tokens", f"not all ids are in [0, {size})")
+        if bytes(body.tokens).count(b",") >= entry.limits.max_model_len_tokens:
+            raise refused("tokens", f"more than {entry.limits.max_model_len_tokens} ids, the model's context")
+        tokens = await self._gateway.off_loop(call.tenant, len(raw), _read_ids, body.tokens)
         text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
-        """The prompt's text, for an echo. Ids that the model does not know are refused later, with their place."""
+        """The prompt's text, for an echo."""
         if not request.token_ids:
             return request.text
-        known = tuple(one for one in request.token_ids if 0 <= one < 2**31)
-        return await self._gateway.text_of(request.model, known, tenant)
+        return await self._gateway.text_of(request.model, request.token_ids, tenant)
 
-    async def _answer(self, call: HttpCall, asked: OpenAIRequest) -> None:
+    async def _check_prompts(self, asked: OpenAIRequest, tenant: Tenant) -> None:
+        """Checks several prompts before any of them is run. Raises ApiError, naming the prompt."""
+        for request, names in zip(asked.requests, asked.names, strict=True):
+            try:
+                await self._gateway.check(request, tenant)
+            except PillionError as error:
+                raise from_pillion(error, names) from None
+
+    async def _answer(self, call: HttpCall, read: Callable[[bytes, str], OpenAIRequest], raw: bytes) -> None:
+        asked = await self._gateway.off_loop(call.tenant, len(raw), read, raw, call.request_id)
         entry, parent = self._entry(asked.requests[0].model), call.trace_parent()
-        echoed = [await self._prompt_text(request, call.tenant) for request in asked.requests] if asked.echo else []
+        if len(asked.requests) > 1:
+            await self._check_prompts(asked, call.tenant)
 
         async def start(request: GenerateRequest) -> Generation:
             return await self._gateway.generate(request, tenant=call.tenant, parent=parent)
@@ -118,6 +117,8 @@ class OpenAIApi:
         reader = DeltaReader(asked.requests, start)
         try:
             batch = await reader.read()
+            # After the first delta: what is refused, or waits for its turn, is not decoded.
+            echoed = [await self._prompt_text(one, call.tenant) for one in asked.requests] if asked.echo else []
             writer = self._writer(call, asked, entry, reader.fingerprint, echoed)
             if asked.stream:
                 await self._stream(call, asked, reader, writer, batch)
@@ -128,7 +129,7 @@ class OpenAIApi:
                 batch = await reader.read()
             await call.answer(200, writer.whole(reader.usage()))
         except PillionError as error:
-            raise from_pillion(error, asked.names) from None
+            raise from_pillion(error, asked.names[reader.failed]) from None
         finally:
             reader.close()
 
@@ -148,7 +149,8 @@ class OpenAIApi:
                         await pacer.rest(wrote)
                     batch = await reader.read()
         except PillionError as error:
-            await call.write(error_event(from_pillion(error, asked.names).body()), last=True)
+            failed = from_pillion(error, asked.names[reader.failed])
+            await call.write(error_event(failed.body()), last=True)
             return
         last = writer.usage_event(reader.usage()) if asked.include_usage else b""
         await call.write(last + DONE, last=True)
@@ -174,7 +176,7 @@ class OpenAIApi:
     def _texts_of(self, entry: ModelEntry) -> TokenTexts:
         name = entry.limits.name
         if name not in self._texts:
-            self._texts[name] = TokenTexts(entry.tokenizer.codec)
+            self._texts[name] = TokenTexts(entry.tokenizer.spellings)
         return self._texts[name]
 
     def _entry(self, name: str) -> ModelEntry:
@@ -207,6 +209,17 @@ class WritePacer:
         left_s = wrote + self.streams / MAX_WRITES_PER_S - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s)
+
+
+def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:
+    """The answer of /tokenize, with the text of each token where there are ``texts``."""
+    strings = None if texts is None else [texts.text_of(token) for token in tokens]
+    answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
+    return msgspec.json.encode(answer)
+
+
+def _read_ids(raw: msgspec.Raw) -> tuple[int, ...]:
+    return tuple(parse_field(raw, list[Int], "tokens"))
 
 
 def unknown_model(message: str) -> ApiError:

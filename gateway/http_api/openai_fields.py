@@ -1,8 +1,8 @@
 """The fields of OpenAI's requests, with those that vLLM adds. Any other field is refused by its name.
 
-A body is read in two steps, so that what is too long is refused before it is parsed whole: the lists and maps stay raw
-at first, and are counted. Fields that ask for what Pillion does not do are raw too: only the value that changes nothing
-is let through, and clients do send those.
+A body is read in two steps, so that what is too long is refused before it is parsed whole: its strings are counted
+first, and the lists and maps stay raw until each is counted. Fields that ask for what Pillion does not do are raw too:
+only the value that changes nothing is let through, and clients do send those.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import ApiError, refused
+from pillion.gateway.request.message_bounds import MAX_STRINGS, holds_too_many_strings
 
 T = TypeVar("T")
 
@@ -24,6 +25,8 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 # OpenAI's words, and those of templates that know more.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
+# Characters of each end of the parser's message; between them it repeats what the client sent.
+_MAX_ERROR_CHARS = 1000
 # Longest value of a field that changes nothing.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -31,7 +34,12 @@ _NAMED = re.compile(r"field `([^`]*)`")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream; ``continuous_usage_stats`` is vLLM's: usage so far, with every event."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send one more event, with the usage, at the end.
+        continuous_usage_stats: send the usage so far with every event, as vLLM does.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -39,7 +47,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both kinds of completion."""
+    """The fields of both kinds of completion; those of sampling are described in SamplingParams.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        stream: send the answer as server-sent events while it grows.
+        stream_options: options of that stream.
+        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters, without effect.
+        metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
+    """
 
     model: str = ""
     temperature: float | None = None
@@ -67,7 +85,14 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions.
+
+    Attributes:
+        prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
+        max_tokens: most tokens to generate; default 16.
+        echo: begin each answer with its prompt.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives.
+    """
 
     prompt: Raw
     echo: bool | None = None
@@ -75,7 +100,18 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions.
+
+    Attributes:
+        messages: the conversation, oldest message first.
+        max_completion_tokens: most tokens to generate; default: what the context has left.
+        max_tokens: the older name of max_completion_tokens.
+        logprobs: whether to report log probabilities of the answer's tokens.
+        top_logprobs: report so many alternatives with each of them.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        reasoning_effort: a variable of the template that some models know.
+        safety_identifier: a label of at most 512 characters, without effect.
+    """
 
     messages: Raw
     add_generation_prompt: bool | None = None
@@ -89,7 +125,12 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content.
+
+    Attributes:
+        type: only "text" is supported.
+        text: the text.
+    """
 
     type: str
     text: str = ""
@@ -102,7 +143,12 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation; an assistant's may be sent back as it was received."""
+    """One message of a conversation; an assistant's may be sent back as it was received.
+
+    Attributes:
+        role: "system", "developer", "user" or "assistant"; the model's own template may know more.
+        content: a text, or parts that are joined by line ends.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -118,7 +164,16 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize, as vLLM has it."""
+    """The body of POST /tokenize, as vLLM has it: a prompt, or messages.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        prompt: a text.
+        messages: a conversation.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        return_token_strs: give the text of each token too.
+        add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
+    """
 
     model: str = ""
     prompt: str | None = None
@@ -131,7 +186,12 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize, as vLLM has it."""
+    """The body of POST /detokenize, as vLLM has it.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        tokens: the ids.
+    """
 
     model: str = ""
     tokens: Raw
@@ -205,6 +265,11 @@ READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kin
 
 def parse(body: bytes, kind: type[T]) -> T:
     """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    if holds_too_many_strings(body):
+        # Only a list can hold so many, and the one that may be long is the prompt's.
+        names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
+        field = next(name for name in ("messages", "prompt", "tokens") if name in names)
+        raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
     except (ValueError, RecursionError) as error:
@@ -263,8 +328,12 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return ApiError(400, "the body is nested too deeply", param=field or None, code="invalid_json")
     if not isinstance(error, msgspec.ValidationError):
         return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
-    found = _PATH.match(str(error))
-    what, path = (found["what"], found["path"] or "") if found else (str(error), "")
+    text = str(error)
+    if len(text) > 2 * _MAX_ERROR_CHARS:
+        # The name of a field may have megabytes.
+        text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
+    found = _PATH.match(text)
+    what, path = (found["what"], found["path"] or "") if found else (text, "")
     named = _NAMED.search(what)
     if named:
         path = f"{path}.{named[1]}" if path else named[1]

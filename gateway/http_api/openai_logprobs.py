@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from typing import Any
 
-import tokenizers
-
-from pillion.gateway.tokens.detokenizer import token_bytes
+from pillion.gateway.tokens.detokenizer import Spellings
 from pillion.types import TokenLogprob
 
 # JSON has no infinity; OpenAI uses this number for a token that is as good as impossible.
 LEAST_LOGPROB = -9999.0
-# Tokens of one model; a vocabulary has some hundred thousand tokens, and few of them are ever reported.
-MAX_KEPT_TOKENS = 65_536
 
 
 class TokenTexts:
-    """The bytes and texts of a model's tokens, cached."""
+    """The bytes and texts of a model's tokens."""
 
-    def __init__(self, codec: tokenizers.Tokenizer) -> None:
+    def __init__(self, spellings: Spellings) -> None:
         # The token's own bytes, which may be a part of a character.
-        self.bytes_of = lru_cache(MAX_KEPT_TOKENS)(partial(token_bytes, codec))
+        self.bytes_of = spellings.own_bytes
 
     def text_of(self, token_id: int) -> str:
         """The token's text; bytes that are no whole characters are written as ``bytes:\\xe2``, as OpenAI does in

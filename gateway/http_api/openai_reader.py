@@ -35,7 +35,9 @@ class DeltaReader:
         self._start = start
         self._generations: list[Generation] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, Delta] | PillionError | None] = asyncio.Queue(MAX_WAITING_DELTAS)
+        self._queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = asyncio.Queue(MAX_WAITING_DELTAS)
+        # The prompt whose error was raised.
+        self.failed = 0
         self._running = 0
         # The next deltas, at least one; none at the end. Raises PillionError.
         self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
@@ -89,17 +91,19 @@ class DeltaReader:
                     await self._queue.put((number, delta))
                 await self._queue.put(None)
             except PillionError as error:
-                await self._queue.put(error)
+                await self._queue.put((number, error))
             except Exception:
                 # A defect must end the response: the client would wait for ever.
                 log.exception("a prompt of a list failed")
-                await self._queue.put(Internal(DEFECT))
+                await self._queue.put((number, Internal(DEFECT)))
 
-    def _taken(self, item: tuple[int, Delta] | PillionError | None, batch: DeltaBatch) -> DeltaBatch:
-        if isinstance(item, PillionError):
-            raise item
+    def _taken(self, item: tuple[int, Delta | PillionError] | None, batch: DeltaBatch) -> DeltaBatch:
         if item is None:
             self._running -= 1
-        else:
-            batch.append(item)
+            return batch
+        number, came = item
+        if isinstance(came, PillionError):
+            self.failed = number
+            raise came
+        batch.append((number, came))
         return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ _KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
 # OpenAI's bounds of metadata.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_NAME_CHARS = 64
-_MAX_METADATA_BYTES = 8 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
+_MAX_METADATA_BYTES = 16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
 _METADATA_BOUND = (
     f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
     f"and a text of {MAX_LABEL_CHARS}"
@@ -60,6 +61,9 @@ _SAME_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+
+# The beginning of a list, up to its first item.
+_LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
 # The client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
@@ -75,14 +79,14 @@ class OpenAIRequest:
 
     Attributes:
         requests: one for each prompt; they differ in it alone.
-        names: the client's names of fields, by the gateway's.
+        names: the client's names of fields, by the gateway's, for each prompt.
         stream: whether events are wanted, with ``include_usage`` at the end, with ``continuous_usage`` in each.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
     """
 
     requests: tuple[GenerateRequest, ...]
-    names: Mapping[str, str]
+    names: tuple[Mapping[str, str], ...]
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -105,11 +109,13 @@ def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
+    prompts = read_prompts(body.prompt)
     requests = tuple(
         _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
-        for prompt in read_prompts(body.prompt)
+        for prompt in prompts.values()
     )
-    return _openai_request(body, requests, COMPLETION_NAMES, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    names = tuple({"text": field, "token_ids": field} for field in prompts)
+    return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
 def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
@@ -126,39 +132,58 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
     request = _request(body, request_id, sampling, messages=messages, chat=options)
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
-    return _openai_request(body, (request,), names, echo=False, logprobs=bool(body.logprobs))
+    return _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
 
 
-def read_prompts(raw: Raw) -> list[Prompt]:
-    """Reads a text, texts, ids, or lists of ids. Raises ApiError; too many are refused before they are parsed."""
+def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
+    """Reads the body of POST /tokenize. Raises ApiError."""
+    body = parse(raw, TokenizeBody)
+    if (body.prompt is None) is not given(body.messages):
+        raise refused("prompt", "exactly one of prompt and messages is needed")
+    options = chat_options(body)
+    if body.prompt is not None:
+        return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
+    return body, GenerateRequest(model=body.model, messages=read_messages(body.messages), chat=options)
+
+
+def read_prompts(raw: Raw) -> dict[str, Prompt]:
+    """Reads a text, texts, ids, or lists of ids: each prompt by its field's name. Raises ApiError; too many of anything
+    are refused before they are parsed."""
     text = bytes(raw)
-    if not text.startswith(b"["):
-        return [str(parse_field(raw, str, "prompt"))]
-    if text.count(b",") >= MAX_PROMPT_IDS:
+    begins = _LIST.match(text)
+    if begins is None:
+        return {"prompt": _filled(str(parse_field(raw, str, "prompt")), "prompt")}
+    # The first item tells what all of them are, so nothing is made of a mixture.
+    first = begins[1]
+    if first == b'"':
+        items = parse_field(raw, list[str], "prompt")
+    elif text.count(b",") >= MAX_PROMPT_IDS:
         raise refused("prompt", f"more than {MAX_PROMPT_IDS} items")
-    if text[1:].lstrip().startswith(b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
-    items = parse_field(raw, list[str | Int | list[Int]], "prompt")
-    kinds = {type(item) for item in items}
-    if kinds == {int}:
-        return [tuple(items)]
-    if len(kinds) != 1:
-        raise refused("prompt", "it is empty" if not kinds else "either text, or ids, or lists of ids, not a mixture")
+    elif first == b"[":
+        if text.count(b"[") > MAX_PROMPTS + 1:
+            raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
+        lists = parse_field(raw, list[Raw], "prompt")
+        items = [tuple(parse_field(one, list[Int], f"prompt[{n}]")) for n, one in enumerate(lists)]
+    else:
+        return {"prompt": _filled(tuple(parse_field(raw, list[Int], "prompt")), "prompt")}
     if len(items) > MAX_PROMPTS:
         raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
-    for n, item in enumerate(items):
-        if not item:
-            raise refused(f"prompt[{n}]", "it is empty")
-    return [item if isinstance(item, str) else tuple(item) for item in items]
+    return {field: _filled(item, field) for field, item in ((f"prompt[{n}]", item) for n, item in enumerate(items))}
+
+
+def _filled(prompt: Prompt, field: str) -> Prompt:
+    if not prompt:
+        raise refused(field, "it is empty")
+    return prompt
 
 
 def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """Reads a conversation. Raises ApiError; too many messages are refused before they are parsed."""
-    if bytes(raw).count(b'"role"') > MAX_MESSAGES:
-        raise refused("messages", f"more than {MAX_MESSAGES} messages")
+    """Reads a conversation. Raises ApiError. What it makes is bounded by the strings of the body."""
     messages = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
+    if len(messages) > MAX_MESSAGES:
+        raise refused("messages", f"more than {MAX_MESSAGES} messages")
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
 
 
@@ -231,7 +256,7 @@ def _request(
 def _openai_request(
     body: CompletionBody | ChatBody,
     requests: tuple[GenerateRequest, ...],
-    names: Mapping[str, str],
+    names: tuple[Mapping[str, str], ...],
     *,
     echo: bool,
     logprobs: bool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -14,6 +15,7 @@ from typing import Protocol
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
@@ -130,6 +132,7 @@ class Cluster:
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
         # When a decode worker and a KV node for the model were last on record, by model.
         self._recorded_at_s: dict[str, float] = {}
+        self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -144,6 +147,7 @@ class Cluster:
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
+        await self._waiters.aclose()
         links = [link for links in self._links.values() for link in links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
@@ -182,19 +186,11 @@ class Cluster:
         """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
         starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a supervisor is bringing
         them back. Raises Unavailable."""
-        begun = time.monotonic()
-        while True:
-            waited_s = time.monotonic() - begun
-            over = waited_s >= RETURN_WAIT_S or (waited_s >= FIRST_LOOK_S and not self._expected(model))
-            try:
-                served = self.served(model, fingerprint)
-                if over or any(component.role == "kvnode" for component in served.components):
-                    return served
-            except Unavailable:
-                if over:
-                    raise
-            await self.refresh()
-            await asyncio.sleep(FIRST_LOOK_S / 5)
+        with contextlib.suppress(Unavailable):
+            served, complete = self._look((model, fingerprint))
+            if complete:
+                return served
+        return await self._waiters.wait((model, fingerprint))
 
     def request_slots(self, model: str) -> int:
         """Requests that the model's workers should be given at once: this gateway's share of the decode workers' slots,
@@ -254,9 +250,15 @@ class Cluster:
         if any(record.role == "kvnode" for record in records):
             self._recorded_at_s.update((record.model, now) for record in records if record.role == "decode")
 
-    def _expected(self, model: str) -> bool:
-        """Whether a decode worker and a KV node for the model were on record a short time ago."""
-        return time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
+    def _look(self, key: ModelKey) -> tuple[Served, bool]:
+        """How a model is served, and whether by a KV node too. Raises Unavailable."""
+        served = self.served(*key)
+        return served, any(component.role == "kvnode" for component in served.components)
+
+    def _patience_s(self, model: str) -> float:
+        """How long a request waits for the model: longer where it was served a short time ago."""
+        expected = time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
+        return RETURN_WAIT_S if expected else FIRST_LOOK_S
 
     def node(self, node_id: str) -> NodeLink:
         """The link to a KV node. Raises Unavailable."""

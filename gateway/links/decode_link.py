@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 
 from pillion.errors import Overloaded, PillionError, Unavailable
+from pillion.gateway.links.defects import Defects
 from pillion.net import rpc
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.v1.decode_pb2 import DecodeError, Fork, Submit
@@ -43,6 +44,7 @@ class DecodeLink:
         self._commands: asyncio.Queue[decode_pb2.DecodeCommand] | None = None
         self._sinks: dict[int, Sink] = {}
         self._keys = itertools.count(1)
+        self._defects = Defects(f"the connection to decode worker {self.component_id}")
         self._keeper = asyncio.create_task(self._keep_connected(), name=f"connection to {self.component_id}")
 
     @property
@@ -103,6 +105,11 @@ class DecodeLink:
             except asyncio.InvalidStateError:
                 # It closed the connection in good order before our hello was written: a worker that is stopping.
                 reason = "it closed the connection at once"
+            except PillionError as error:
+                reason = error.message
+            except Exception as error:  # noqa: BLE001  (without this task the worker gets no request any more)
+                reason = f"a defect of this gateway: {error!r}"
+                self._defects.note(error)
             finally:
                 self._lose(reason)
             await asyncio.sleep(RECONNECT_DELAY_S)
@@ -116,10 +123,14 @@ class DecodeLink:
                 await call.wait_for_connection()
                 await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb(self._gateway_id)))
             self._commands = commands
-            writer = asyncio.create_task(_write_all(call, commands), name=f"commands to {self.component_id}")
+            writing = _write_all(call, commands, self._defects)
+            writer = asyncio.create_task(writing, name=f"commands to {self.component_id}")
             async for batch in call:
                 for delta in batch_from_pb(batch):
                     self._dispatch(delta)
+        except asyncio.CancelledError as error:
+            # The writer cancels the call where it cannot go on, and grpc.aio reports that as our own end.
+            raise rpc.closed_under(error) from None
         finally:
             if writer is not None:
                 writer.cancel()
@@ -142,10 +153,13 @@ class DecodeLink:
             sink(DecodeDelta(key=key, error=error))
 
 
-async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand]) -> None:
+async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:
     """Writes commands one after the other. The reader reports a broken stream."""
     try:
         while True:
             await call.write(await commands.get())
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        call.cancel()
+    except Exception as error:  # noqa: BLE001
+        defects.note(error)
         call.cancel()

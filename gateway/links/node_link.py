@@ -12,6 +12,7 @@ import contextlib
 import logging
 
 from pillion.errors import PillionError, Unavailable
+from pillion.gateway.links.defects import Defects
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.wire.registry import ComponentRecord
@@ -32,6 +33,7 @@ class NodeLink:
         self.client = NodeClient(record.address, gateway_id)
         self._session: NodeSession | None = None
         self._releases: list[TicketHold] = []
+        self._defects = Defects(f"the session at KV node {self.node_id}")
         self._releasing: asyncio.Task[None] | None = None
         self._keeper = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
 
@@ -64,19 +66,23 @@ class NodeLink:
 
     async def _keep_session(self) -> None:
         while True:
-            session: NodeSession | None = None
             try:
-                session = await self.client.open_session()
-                self._session = session
-                await session.closed()
-                log.warning("session at KV node %s ended", self.node_id)
+                await self._hold_session()
             except PillionError as error:
                 log.debug("no session at KV node %s: %s", self.node_id, error.message)
-            finally:
-                self._session = None
-                if session is not None:
-                    await session.aclose()
+            except Exception as error:  # noqa: BLE001  (without this task the node gets no ticket any more)
+                self._defects.note(error)
             await asyncio.sleep(RECONNECT_DELAY_S)
+
+    async def _hold_session(self) -> None:
+        session = await self.client.open_session()
+        try:
+            self._session = session
+            await session.closed()
+            log.warning("session at KV node %s ended", self.node_id)
+        finally:
+            self._session = None
+            await session.aclose()
 
     async def _release_all(self) -> None:
         while self._releases:
@@ -90,6 +96,10 @@ class NodeLink:
                 await self.client.release(current, [hold.ticket_id for hold in batch])
             except PillionError as error:
                 log.debug("release at KV node %s failed: %s", self.node_id, error.message)
+                await asyncio.sleep(RELEASE_RETRY_DELAY_S)
+                continue
+            except Exception as error:  # noqa: BLE001  (tickets that nobody releases would stay until the session ends)
+                self._defects.note(error)
                 await asyncio.sleep(RELEASE_RETRY_DELAY_S)
                 continue
             del self._releases[: len(batch)]

@@ -8,6 +8,7 @@ component_calls.py     the calls that actions ask for
 remote_span.py         a span on a prefill worker of another node
 outbox.py              deltas that the reader has not taken yet (no I/O)
 job.py                 a checked request, and the chain of its block hashes
+message_bounds.py      what a request may hold, counted before objects are made of it
 validation.py          checks of a request, and its defaults
 request_telemetry.py   metrics and the trace span of a request
 

@@ -43,6 +43,8 @@ log = logging.getLogger("pillion.gateway")
 MAX_ADMISSION_WAIT_S = 120.0
 # What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
 MAX_TIMEOUT_MS = 2**32 - 1
+# The hashes of a longer prompt are made on a thread: they take more than 2 ms.
+LONG_CHAIN_TOKENS = 2**15
 # Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
 
@@ -189,7 +191,10 @@ class ComponentCalls:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
         root = request_root(served.namespace, cache_salt=job.cache_salt)
-        self._chain = BlockHashChain(root, chain_hashes(root, action.token_ids[:whole], served.block_size))
+        hashed = (root, action.token_ids[:whole], served.block_size)
+        long = whole > LONG_CHAIN_TOKENS
+        hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
+        self._chain = BlockHashChain(root, hashes)
         # Under a salt of its own a request can only meet itself, in a later attempt.
         known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
         with telemetry.tracer().start_as_current_span("lookup"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,11 @@ class ModelLimits:
     max_model_len_tokens: int
     vocab_size: int
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that leaves room for one token."""
+        return self.max_model_len_tokens - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSampling:
@@ -125,11 +130,36 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
 
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
     """Checks that a prompt leaves room for one token. Raises InvalidRequest."""
-    most = limits.max_model_len_tokens - 1
-    if prompt_tokens > most:
-        raise InvalidRequest.of(FieldViolation(field, f"{prompt_tokens} tokens; the model takes at most {most}"))
+    if prompt_tokens > limits.max_prompt_tokens:
+        raise too_long(str(prompt_tokens), field, limits)
     if prompt_tokens == 0:
         raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
+
+
+def too_long(tokens: str, field: str, limits: ModelLimits) -> InvalidRequest:
+    """The error of a prompt of so many ``tokens``, a number in words."""
+    text = f"{tokens} tokens; the model takes at most {limits.max_prompt_tokens}"
+    return InvalidRequest.of(FieldViolation(field, text))
+
+
+def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+    """Checks that a list holds no more ids than the model's context, all of them its vocabulary's. Raises
+    InvalidRequest."""
+    if len(token_ids) > limits.max_model_len_tokens:
+        text = f"{len(token_ids)} ids; at most {limits.max_model_len_tokens}, the model's context"
+        raise InvalidRequest.of(FieldViolation(field, text))
+    found = tuple(itertools.islice(_ids(field, token_ids, limits), MAX_VIOLATIONS))
+    if found:
+        raise InvalidRequest.of(*found)
+
+
+def weight(request: GenerateRequest) -> int:
+    """About how many bytes of a prompt there are to be checked."""
+    contents = sum(len(message.content) for message in request.messages)
+    ids = len(request.token_ids)
+    if request.resume is not None:
+        ids += sum(len(answer.token_ids) for answer in request.resume.answers)
+    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
@@ -218,7 +248,7 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
         yield FieldViolation("priority", f"{request.priority} is not in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
     if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
-    if not _is_text(request.cache_salt):
+    elif not _is_text(request.cache_salt):
         yield FieldViolation("cache_salt", "not valid Unicode")
     if not request.request_id or is_request_id(request.request_id):
         return
@@ -231,7 +261,7 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
 def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
     given = [name for name in ("text", "token_ids", "messages") if getattr(request, name)]
     if not given:
-        yield FieldViolation("text", "the prompt is empty; give one of text, token_ids and messages")
+        yield FieldViolation("text", "the prompt is empty")
     for name in given if len(given) > 1 else ():
         yield FieldViolation(
             name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
@@ -240,9 +270,8 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield FieldViolation("text", f"longer than {MAX_PROMPT_CHARS} characters")
     elif not _is_text(request.text):
         yield FieldViolation("text", "not valid Unicode")
-    if len(request.token_ids) >= limits.max_model_len_tokens:
-        most = limits.max_model_len_tokens - 1
-        yield FieldViolation("token_ids", f"{len(request.token_ids)} tokens; the model takes at most {most}")
+    if len(request.token_ids) > limits.max_prompt_tokens:
+        yield from too_long(str(len(request.token_ids)), "token_ids", limits).violations
     else:
         yield from _ids("token_ids", request.token_ids, limits)
     yield from _messages(request)
@@ -356,7 +385,7 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
         yield from _ids("sampling.stop_token_ids", sampling.stop_token_ids, limits)
 
 
-def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterator[FieldViolation]:
+def _ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> Iterator[FieldViolation]:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         for n, token_id in enumerate(token_ids):
             if not 0 <= token_id < limits.vocab_size:
@@ -365,6 +394,8 @@ def _ids(field: str, token_ids: tuple[int, ...], limits: ModelLimits) -> Iterato
 
 def _is_text(text: str) -> bool:
     """Whether it can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pillion.errors import FieldViolation, InvalidRequest, Overloaded
 from pillion.types import ChatMessage, ChatOptions
@@ -58,7 +58,7 @@ class ChatTemplate:
             async with self._turn:
                 answer = await self._render(
                     {
-                        "messages": [asdict(message) for message in messages],
+                        "messages": messages,
                         "add_generation_prompt": options.begins_message,
                         "continue_final_message": options.continue_final_message,
                         "kwargs": options.chat_template_kwargs,
@@ -128,7 +128,8 @@ def _violation(description: str) -> InvalidRequest:
 
 def _send(process: Process, message: Any) -> None:
     assert process.stdin is not None
-    data = json.dumps(message).encode()
+    # Several times as fast as the standard library's: a conversation may have megabytes.
+    data = msgspec.json.encode(message)
     process.stdin.write(len(data).to_bytes(4, "big") + data)
 
 
@@ -138,5 +139,4 @@ async def _exchange(process: Process, message: Any) -> dict[str, Any]:
     _send(process, message)
     await process.stdin.drain()
     head = await process.stdout.readexactly(4)
-    answer = json.loads(await process.stdout.readexactly(int.from_bytes(head, "big")))
-    return dict(answer)
+    return dict(msgspec.json.decode(await process.stdout.readexactly(int.from_bytes(head, "big"))))

@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 class Spellings:
     """What each token of one model adds to a text by itself, remembered for all its answers.
 
-    At most one entry for each id that the tokenizer knows.
+    At most one entry of each kind for each id that the tokenizer knows. Threads may share it.
 
     Attributes:
         codec: the tokenizer.
@@ -28,14 +28,17 @@ class Spellings:
         whole: texts of tokens met so far that are whole characters, for a byte-level vocabulary.
     """
 
-    __slots__ = ("_parts", "_specials", "byte_level", "codec", "whole")
+    __slots__ = ("_own", "_parts", "_specials", "byte_level", "codec", "whole")
 
     def __init__(self, codec: tokenizers.Tokenizer) -> None:
         self.codec = codec
         self.byte_level = isinstance(codec.decoder, decoders.ByteLevel)
         self.whole: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}
-        self._specials = _special_texts(codec)
+        self._own: dict[int, bytes] = {}
+        # The library makes the whole table anew at each call, which takes longer than all else here.
+        added = codec.get_added_tokens_decoder().values()
+        self._specials = frozenset(token.content for token in added if token.special)
 
     def is_text(self, token_id: int) -> bool:
         """Whether the id is known and no special token's."""
@@ -56,6 +59,25 @@ class Spellings:
             self.whole[token_id] = raw.decode()
         except UnicodeDecodeError:
             self._parts[token_id] = raw
+        return raw
+
+    def own_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself, of a special one its own text; none where the id is not known."""
+        found = self._own.get(token_id)
+        if found is not None:
+            return found
+        token = self.codec.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token in self._specials:
+            raw = token.encode()
+        elif self.byte_level:
+            raw = _bytes_of(token)
+        elif _BYTE_TOKEN.fullmatch(token):
+            raw = bytes([int(token[3:5], 16)])
+        else:
+            raw = token.replace(_SPACE, " ").encode()
+        self._own[token_id] = raw
         return raw
 
 
@@ -79,20 +101,6 @@ def new_detokenizer(codec: tokenizers.Tokenizer | Spellings) -> Detokenizer:
     """
     spellings = codec if isinstance(codec, Spellings) else Spellings(codec)
     return _ByteLevelDetokenizer(spellings) if spellings.byte_level else _WindowDetokenizer(spellings)
-
-
-def token_bytes(codec: tokenizers.Tokenizer, token_id: int) -> bytes:
-    """The bytes of one token by itself, of a special one its own text; none where the id is not known."""
-    token = codec.id_to_token(token_id)
-    if token is None:
-        return b""
-    if token in _special_texts(codec):
-        return token.encode()
-    if isinstance(codec.decoder, decoders.ByteLevel):
-        return _bytes_of(token)
-    if _BYTE_TOKEN.fullmatch(token):
-        return bytes([int(token[3:5], 16)])
-    return token.replace(_SPACE, " ").encode()
 
 
 class _ByteLevelDetokenizer:
@@ -151,10 +159,6 @@ class _WindowDetokenizer:
             return ""
         self._context, self._held = self._held, []
         return str(after[len(before) :])
-
-
-def _special_texts(codec: tokenizers.Tokenizer) -> frozenset[str]:
-    return frozenset(token.content for token in codec.get_added_tokens_decoder().values() if token.special)
 
 
 def _bytes_of(token: str) -> bytes:

@@ -106,7 +106,12 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
         return {"refused": str(error)[:1000]}
     except Exception as error:  # noqa: BLE001  (whatever a template does wrong)
         return {"broken": f"{type(error).__name__}: {error}"[:1000]}
-    return {"text": "".join(pieces)}
+    text = "".join(pieces)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return {"broken": "it wrote what is not valid Unicode"}
+    return {"text": text}
 
 
 def _read() -> Any:
@@ -118,7 +123,11 @@ def _read() -> Any:
 
 
 def _write(message: dict[str, str]) -> None:
-    data = json.dumps(message).encode()
+    try:
+        # As it is, without escapes: the gateway reads it on its event loop.
+        data = json.dumps(message, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
     sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
     sys.stdout.buffer.flush()
 

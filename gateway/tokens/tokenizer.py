@@ -23,7 +23,17 @@ TOKENIZER_THREADS = 2
 MAX_QUEUED_JOBS = 4096
 # A template is a page of text; a megabyte of it is a mistake or an attack.
 MAX_TEMPLATE_BYTES = 2**20
+# A text with more bytes for each token that may be wanted is most likely too long: its beginning is tried first.
+LIKELY_TOKEN_BYTES = 6
+# The beginning of a text may have so many tokens more than they are in the whole text, where it is cut.
+CUT_TOKENS = 1024
+# Most bytes of a character in UTF-8.
+MAX_CHAR_BYTES = 4
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextTooLong(Exception):  # noqa: N818
+    """A text has more tokens than were wanted; the message is their number, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +79,49 @@ class ModelTokenizer:
         adds = configured if isinstance(configured, bool) and bos_id is not None else writes
         return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes, Spellings(codec))
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS."""
-        ids = self._encode(text, specials=True)
+    def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
+        """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS.
+
+        This and the two below raise TextTooLong for more than ``most_tokens``, before an object is made for each.
+        """
+        ids = self._encode(text, True, most_tokens)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
-    def encode_bare(self, text: str) -> tuple[int, ...]:
+    def encode_bare(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Ids of a piece of text: no special token but what stands in it."""
-        return tuple(self._encode(text, specials=False))
+        return tuple(self._encode(text, False, most_tokens))
 
-    def encode_chat(self, rendered: str) -> tuple[int, ...]:
+    def encode_chat(self, rendered: str, most_tokens: int) -> tuple[int, ...]:
         """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
-        return self._one_bos(self._encode(rendered, specials=False))
+        return self._one_bos(self._encode(rendered, False, most_tokens))
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """All of an answer's text, special tokens skipped."""
-        return str(self.codec.decode(list(token_ids), skip_special_tokens=True))
+        # A batch of one, as below.
+        return str(self.codec.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
         return new_detokenizer(self.spellings)
 
-    def _encode(self, text: str, specials: bool) -> list[int]:
-        # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
-        ids: list[int] = self.codec.encode_batch_fast([text], add_special_tokens=specials)[0].ids
+    def _encode(self, text: str, specials: bool, most_tokens: int) -> list[int]:
+        # Every token is an object that is freed under the interpreter's lock: a million of them stop all streams.
+        if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
+            raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
+            if len(raw) > likely:
+                beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials)
+                if len(beginning) > most_tokens + CUT_TOKENS:
+                    raise TextTooLong(f"more than {most_tokens}")
+        encoding = self._encoding(text, specials)
+        # A BOS that the text has itself is taken away later.
+        if len(encoding) > most_tokens + 1:
+            raise TextTooLong(str(len(encoding)))
+        ids: list[int] = encoding.ids
         return ids
+
+    def _encoding(self, text: str, specials: bool) -> tokenizers.Encoding:
+        # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
+        return self.codec.encode_batch_fast([text], add_special_tokens=specials)[0]
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
         if not self.adds_bos or self.bos_id is None:

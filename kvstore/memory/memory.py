@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -188,8 +188,9 @@ def block_checksum(block: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(block) or 1
 
 
-async def until_over(work: Awaitable[Result]) -> Result:
-    """Returns the result of ``work``; a cancel of the caller takes effect only when that has ended."""
+async def until_over(work: Awaitable[Result], give_up: Callable[[], None] = lambda: None) -> Result:
+    """Returns the result of ``work``; a cancel of the caller takes effect only when that has ended. ``give_up`` is
+    called at each cancel, to make that soon."""
     future = asyncio.ensure_future(work)
     cancelled = False
     while not future.done():
@@ -197,6 +198,7 @@ async def until_over(work: Awaitable[Result]) -> Result:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             cancelled = True
+            give_up()
     if cancelled:
         if not future.cancelled():
             future.exception()

@@ -218,6 +218,8 @@ class Storage:
         status.MergeFrom(self.fetcher.counts)
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self._spiller.spilled_blocks
+        status.late_blocks = self.fetcher.late_blocks
+        status.disk_paused = not all(tier.answers() for tier in self._tiers)
         for tier in self._tiers:
             setattr(status, f"{tier.name}_blocks", len(tier))
         made = self._plane is not None and self._plane.done() and not self._plane.exception()

@@ -8,13 +8,19 @@ again after a restart.
 The loop owns all state and never touches a file. One thread writes and removes files in the order of the
 calls, so a block that is dropped and kept again ends up kept; other threads read. Because blocks leave the pool tail
 first and are touched tail first, a chain's tail is older here than its head and goes first, as in the pool.
+
+A disk may hang for minutes. A read that is given up ends behind the block that a thread is just reading, and one that
+no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
+(:mod:`pillion.kvstore.tiers.tier_breaker`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -23,6 +29,7 @@ from itertools import takewhile
 
 from pillion.kvstore.memory.memory import PoolMemory, until_over
 from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, Corrupt, DiskFolder
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
@@ -32,6 +39,8 @@ READ_THREADS = 2
 SCAN_THREADS = 4
 # Bytes that may wait to be written; further blocks are refused, and so forgotten.
 MAX_QUEUED_BYTES = 512 * 2**20
+# A read is late that is given up after so long, or that has brought no block for so long.
+LATE_S = 1.0
 # After an error nothing is written for so long, so that a full disk is not tried for every block.
 PAUSE_S = 5.0
 # At most one warning of a kind in this time.
@@ -72,6 +81,10 @@ class DiskTier:
         self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
         self._coming: set[bytes] = set()
         self._reading = 0
+        # When a block was read last, in time.monotonic(); threads write it.
+        self._moved_s = 0.0
+        self._breaker = TierBreaker()
+        self._probing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
         self._work: set[asyncio.Future[list[BlockName]]] = set()
@@ -88,8 +101,15 @@ class DiskTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
 
+    def answers(self) -> bool:
+        now = time.monotonic()
+        if self._reading and now - self._moved_s >= LATE_S:
+            self._late(now)
+        return not self._breaker.paused
+
     def room_bytes(self) -> int:
-        if self._closed or time.monotonic() < self._paused_until_s or not self._max_blocks:
+        shut = self._closed or self._breaker.paused
+        if shut or time.monotonic() < self._paused_until_s or not self._max_blocks:
             return 0
         most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
         return max(0, most_blocks - len(self._coming)) * self._block_bytes
@@ -105,7 +125,7 @@ class DiskTier:
         stamps = {block_hash: self._next_stamp() for block_hash in hashes if block_hash in self._kept}
         for block_hash in stamps:
             self._kept.move_to_end(block_hash)
-        if stamps and not self._closed:
+        if stamps and not self._closed and not self._breaker.paused:
             self._writer.submit(self._stamp_files, stamps)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
@@ -121,21 +141,34 @@ class DiskTier:
 
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
         """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
-        cancelled caller is held until no thread writes to ``targets``."""
+        cancelled caller is held until no thread writes to ``targets``: at most until a block that is read is there."""
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
         if self._closed or not names:
             return 0
         # The head of a chain must stay its newest block.
         stamps = [self._next_stamp() for _ in names][::-1]
         jobs = list(zip(names, targets, stamps, strict=False))
-        loop = asyncio.get_running_loop()
+        began_s, given_up = time.monotonic(), threading.Event()
+        if not self._reading:
+            self._moved_s = began_s
         shares = (jobs[first::READ_THREADS] for first in range(min(READ_THREADS, len(jobs))))
-        reads = [loop.run_in_executor(self._readers, self._read, share) for share in shares]
+        reads = [self._readers.submit(self._read, share, given_up) for share in shares]
+
+        def give_up() -> None:
+            given_up.set()
+            for read in reads:
+                # This ends those alone that no thread has begun.
+                read.cancel()
+            if time.monotonic() - began_s >= LATE_S:
+                self._late(time.monotonic())
+
         self._reading += 1
         try:
-            await until_over(asyncio.wait(reads))
+            await until_over(asyncio.wait(list(map(asyncio.wrap_future, reads))), give_up)
         finally:
             self._reading -= 1
+        if time.monotonic() - began_s < LATE_S:
+            self._breaker.in_time()
         failures: list[str | None] = [None] * len(jobs)
         for first, read in enumerate(reads):
             failures[first::READ_THREADS] = read.result()
@@ -158,6 +191,8 @@ class DiskTier:
 
     async def close(self) -> None:
         self._closed = True
+        if self._probing is not None:
+            self._probing.cancel()
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
         await asyncio.to_thread(self._shut_down)
@@ -235,6 +270,31 @@ class DiskTier:
                 self._writer.submit(self._remove_files, [name])
         return good
 
+    def _late(self, now: float) -> None:
+        """Pauses the disk until a probe comes in time."""
+        if self._closed or not self._breaker.late(now):
+            return
+        log.warning(
+            "the disk tier did not answer within %.1f s: nothing is read from it or written to it until a probe does; "
+            "prompts compute what is there (%s)", LATE_S, self._files.root,
+        )  # fmt: skip
+        self._probing = asyncio.create_task(self._probe(), name="probing the disk tier")
+
+    async def _probe(self) -> None:
+        """Reads a block after each pause until one comes in time. A probe waits for a thread as every read does, so
+        while all threads hang there is one probe, and it ends soon after they do."""
+        breaker = self._breaker
+        while breaker.paused:
+            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
+            oldest = next(iter(self._kept), None)
+            taken_s = await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest))
+            if taken_s < LATE_S:
+                breaker.answered()
+                paused_s = time.monotonic() - breaker.since_s
+                log.warning("the disk tier answers again after %.1f s (%s)", paused_s, self._files.root)
+            else:
+                breaker.late(time.monotonic())
+
     def _warn(self, message: str, failure: str) -> None:
         now_s = time.monotonic()
         if now_s - self._warned_s.get(message, -WARN_EVERY_S) >= WARN_EVERY_S:
@@ -268,9 +328,11 @@ class DiskTier:
             self._files.remove(block_hash)
         return failures
 
-    def _read(self, jobs: list[tuple[BlockName, memoryview, int]]) -> list[str | None]:
+    def _read(self, jobs: list[tuple[BlockName, memoryview, int]], given_up: threading.Event) -> list[str | None]:
         failures: list[str | None] = []
         for name, target, stamp in jobs:
+            if given_up.is_set():
+                break
             try:
                 self._files.read(name, target, stamp, verify=self._verify)
                 failures.append(None)
@@ -278,7 +340,16 @@ class DiskTier:
                 failures.append(_CORRUPT)
             except OSError as error:
                 failures.append(error.strerror or str(error))
+            self._moved_s = time.monotonic()
         return failures
+
+    def _probe_s(self, block_hash: bytes | None) -> float:
+        """Returns the seconds that it took to read a block, or to learn that it cannot be read."""
+        began_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            if block_hash is not None:
+                self._files.probe(block_hash)
+        return time.monotonic() - began_s
 
     def _remove_files(self, names: Iterable[BlockName]) -> None:
         """Removes files. A block that cannot be removed comes back after a restart, and is as good then as it was."""

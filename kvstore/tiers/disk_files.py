@@ -35,6 +35,8 @@ SUFFIX = ".kv"
 PART_SUFFIX = ".kv.part"
 # A file takes a whole number of these from a disk.
 PAGE_BYTES = 4096
+# Bytes that a probe reads at once.
+PROBE_BYTES = 2**20
 # Subfolders, by the first two digits of a hash.
 SHARDS = 256
 
@@ -179,6 +181,17 @@ class BlockFiles:
             # A file that cannot be stamped is still a good file.
             with contextlib.suppress(OSError):
                 os.utime(fd, ns=(stamp, stamp))
+        finally:
+            os.close(fd)
+
+    def probe(self, block_hash: bytes) -> None:
+        """Reads a block's file from the medium, past the system's cache, and forgets its bytes. Raises OSError."""
+        fd = os.open(self.path_of(block_hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            while os.read(fd, PROBE_BYTES):
+                pass
         finally:
             os.close(fd)
 

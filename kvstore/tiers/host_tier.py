@@ -62,6 +62,10 @@ class HostTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._kept
 
+    def answers(self) -> bool:
+        """Memory always answers."""
+        return True
+
     def room_bytes(self) -> int:
         """Counts all buffers without a user."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes

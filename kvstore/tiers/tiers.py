@@ -63,6 +63,9 @@ class Tier(Protocol):
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether the block is believed to be here. Costs no input or output."""
 
+    def answers(self) -> bool:
+        """Whether loads may begin now; False while the medium is paused because it was late."""
+
     def room_bytes(self) -> int:
         """Returns how many bytes a store may bring now without being refused; 0 after an error of the medium."""
 

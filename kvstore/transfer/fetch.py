@@ -10,7 +10,8 @@
 
 Every fetch is a holder in the ledger with an epoch of its own. It leases slots from the ticket's reservation first, and
 commits blocks as a worker does: as a replica under its hash, pinned to the ticket. A failure brings fewer blocks, never
-wrong ones (I1). A read that outlives its fetch keeps its slots until it has ended, because it may write to them.
+wrong ones (I1). A read that outlives its fetch keeps its slots until it has ended, because it may write to them; it
+keeps no ticket, and counts as a fetch. A tier that was late is passed over until it answers again.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ log = logging.getLogger("pillion.kvnode")
 BATCH_BYTES = 32 * 2**20
 # Blocks of one read at most: they are committed before the loop does its other work.
 MAX_BATCH_BLOCKS = 512
-# Fetches that may run at once; a further one brings nothing, and its prompt is computed.
+# Fetches that may run at once, with those whose reads outlived them; a further one brings nothing, and its prompt is
+# computed. The same holds where late reads keep so much of the pool.
 MAX_FETCHES = 64
+MAX_LATE_PERCENT = 10
 
 
 class BlockSource(Protocol):
@@ -105,7 +108,13 @@ class Fetcher:
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = 0
-        self._lingering: set[asyncio.Future[Any]] = set()
+        # Reads that outlived their fetch, and the number of slots that each keeps.
+        self._late: dict[asyncio.Future[Any], int] = {}
+
+    @property
+    def late_blocks(self) -> int:
+        """Number of slots that reads keep which outlived their fetch."""
+        return sum(self._late.values())
 
     async def bring(
         self,
@@ -121,7 +130,7 @@ class Fetcher:
         Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
-        if blocks >= len(hashes) or self._fetches >= MAX_FETCHES:
+        if blocks >= len(hashes) or self._full():
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
         most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
@@ -145,7 +154,7 @@ class Fetcher:
 
     async def close(self) -> None:
         """Waits for reads that are still under way. No fetch begins any more."""
-        await asyncio.gather(*self._lingering, return_exceptions=True)
+        await asyncio.gather(*self._late, return_exceptions=True)
 
     # -- one fetch
 
@@ -169,7 +178,7 @@ class Fetcher:
         """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
         wanted = self._free_to_bring(fetch, at)
         for tier in self._tiers:
-            here = list(takewhile(tier.__contains__, wanted))
+            here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
             if here:
                 slots = self._lease(fetch, len(here))
                 return bool(slots) and await self._from_tier(fetch, tier, here[: len(slots)], slots)
@@ -202,7 +211,7 @@ class Fetcher:
         with self._bringing(hashes):
             # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
-            came = await self._finish(fetch, loading)
+            came = await self._finish(fetch, loading, len(slots))
             count = self._commit(fetch, hashes, slots, loading.result() if came else 0)
         fetch.restored_blocks += count
         self.counts.restored_blocks += count
@@ -216,7 +225,7 @@ class Fetcher:
         with self._bringing(hashes):
             reading = asyncio.ensure_future(source.read(pinned.ticket_id, remote, slots))
             try:
-                came = await self._finish(fetch, reading)
+                came = await self._finish(fetch, reading, len(slots))
                 if came:
                     reading.result()
             except PillionError as error:
@@ -228,16 +237,16 @@ class Fetcher:
         self.counts.fetched_blocks += count
         return count
 
-    async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any]) -> bool:
-        """Whether ``work``, which writes to slots, ended in time. If not, it goes on, and its slots are kept."""
+    async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> bool:
+        """Whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it goes on, and they are kept."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
         except asyncio.CancelledError:
-            self._linger(fetch, work)
+            self._linger(fetch, work, blocks)
             raise
         if not done:
-            self._linger(fetch, work)
+            self._linger(fetch, work, blocks)
         return bool(done)
 
     async def _count_good(self, source: BlockSource, slots: tuple[int, ...], sums: Sequence[int]) -> int:
@@ -282,6 +291,7 @@ class Fetcher:
     def _end(self, fetch: _Fetch) -> None:
         """Releases everything, at the sources too; the slots only when nothing writes to them any more."""
         self._drop_source(fetch)
+        self._ledger.release(fetch.epoch, [fetch.ticket_id])
 
         def gone(_: object = None) -> None:
             if all(work.done() for work in fetch.lingering):
@@ -329,12 +339,17 @@ class Fetcher:
         if not fetch.lingering:
             source.release(pinned.ticket_id)
 
-    def _linger(self, fetch: _Fetch, work: asyncio.Future[Any]) -> None:
+    def _full(self) -> bool:
+        """Whether no further fetch may begin now."""
+        late_percent = self.late_blocks * 100 // max(1, self._ledger.num_slots)
+        return self._fetches + len(self._late) >= MAX_FETCHES or late_percent >= MAX_LATE_PERCENT
+
+    def _linger(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> None:
         # After the cancel the read ends soon, and not before nobody writes any more.
         work.cancel()
-        for kept in (fetch.lingering, self._lingering):
-            kept.add(work)
-        work.add_done_callback(self._lingering.discard)
+        fetch.lingering.add(work)
+        self._late[work] = blocks
+        work.add_done_callback(lambda done: self._late.pop(done, None))
         # Nobody else retrieves its failure.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
 

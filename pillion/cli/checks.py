@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
-from pillion.config import parse_split_policy
+from pillion.config import listed_origins, parse_split_policy
 from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
@@ -37,6 +37,7 @@ def check_flags(flags: Any) -> None:
     for name in ("listen", "node_listen"):
         if name in values:
             _check_listen(name, values)
+    listed_origins(values.get("allowed_origins", ()))
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:

@@ -208,7 +208,8 @@ def flag_option(field: Field[Any]) -> Callable[[F], F]:
     if isinstance(field.default, tuple):
         # In the environment, white space separates values.
         common |= {"multiple": True, "show_default": False}
-    return click.option(name, field.name, type=FlagType(about["kind"], about["choices"]), **common)
+    also = [option_name(about["also"])] if about["also"] else []
+    return click.option(name, *also, field.name, type=FlagType(about["kind"], about["choices"]), **common)
 
 
 def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
@@ -245,9 +246,11 @@ def read_config(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
+    spelled = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
     repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
     for key, value in table.items():
         name = key.replace("-", "_")
+        name = spelled.get(name, name)
         if name not in known:
             hint = _did_you_mean(key, [one.replace("_", "-") for one in known])
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")

@@ -294,7 +294,7 @@ class _BlockingStream:
                         yield progress.note(message)
                     return
                 except grpc.RpcError as error:
-                    found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
+                    found, spoken = client_requests.respelled(rpc.from_rpc_error(error)), rpc.said_by_server(error)
                 if progress.over:
                     return
                 if self._ended.is_set() or self._client._closed:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pillion.errors import FieldViolation, InvalidRequest
+from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
+
+# Items of a prompt that one error names.
+MAX_NAMED = 32
+_PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, str]
@@ -19,14 +26,17 @@ Item = Prompt | Sequence[Message]
 
 
 def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
-    """The request of one prompt; ``options``: other fields of GenerateRequest."""
+    """The request of one prompt; ``options``: other fields of GenerateRequest. Raises InvalidRequest, naming each item
+    of ``prompt`` that can be no token's id."""
     if isinstance(prompt, str):
         return GenerateRequest(text=prompt, **options)
-    return GenerateRequest(token_ids=tuple(prompt), **options)
+    return GenerateRequest(token_ids=_checked_ids(prompt), **options)
 
 
 def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
     """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
+    if not messages:
+        raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
     return GenerateRequest(messages=tuple(checked), **options)
 
@@ -69,6 +79,31 @@ def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
         return request_to_pb(request)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error)) from None
+
+
+def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
+    """A gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
+    if not isinstance(error, InvalidRequest) or not error.violations:
+        return error
+    return InvalidRequest.of(
+        *(replace(one, field=_PROMPT_FIELD.sub(lambda _: prompt, one.field, count=1)) for one in error.violations)
+    )
+
+
+def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        # Takes what an id's field takes, and compares nothing in Python.
+        return tuple(array("I", prompt))
+    except (TypeError, OverflowError):
+        wrong = (FieldViolation(f"prompt[{n}]", text) for n, one in enumerate(prompt) if (text := _no_id(one)))
+        raise InvalidRequest.of(*itertools.islice(wrong, MAX_NAMED)) from None
+
+
+def _no_id(item: Any) -> str:
+    """What keeps an item from being an id; empty where nothing does."""
+    if not hasattr(item, "__index__"):
+        return f"an id is an integer, not {type(item).__name__}"
+    return "" if 0 <= item.__index__() < 2**32 else f"{str(item)[:40]} is not in [0, 2**32)"
 
 
 def message_of(message: Message, where: str) -> ChatMessage:

@@ -25,10 +25,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pillion.client.batch import one_each
-from pillion.client.client_requests import Message, chat_options, chat_request, prompt_request, to_pb
+from pillion.client.client_requests import (
+    Message,
+    chat_options,
+    chat_request,
+    prompt_request,
+    respelled,
+    to_pb,
+)
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
-from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest
+from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
 from pillion.types import ClusterStatus, GenerateRequest, SamplingParams
 from pillion.wire.public import request_from_pb
 
@@ -181,9 +188,10 @@ async def _answer_all(
     async def answer(index: int, request: GenerateRequest) -> None:
         try:
             done.put((index, await _answer(cluster, request)))
-        except Exception as error:
-            error.add_note(f"prompt {index} of {len(requests)}")
-            raise
+        except Exception as error:  # noqa: BLE001  (it is raised again)
+            found = respelled(error, f"prompts[{index}]") if isinstance(error, PillionError) else error
+            found.add_note(f"prompt {index} of {len(requests)}")
+            raise found from None
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -242,14 +250,22 @@ def _listed(prompts: Any) -> Sequence[Any]:
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """The request of one prompt. Raises InvalidRequest, naming ``where``."""
     if not isinstance(prompt, Mapping):
-        return prompt_request(prompt)
+        return _prompt_request(prompt, where)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
     if unknown:
         raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
     ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
     if (ids is None) == (text is None):
         raise InvalidRequest.of(FieldViolation(where, "give one of prompt and prompt_token_ids"))
-    return prompt_request(list(ids) if ids is not None else str(text), cache_salt=prompt.get("cache_salt") or "")
+    whole = list(ids) if ids is not None else str(text)
+    return _prompt_request(whole, where, cache_salt=prompt.get("cache_salt") or "")
+
+
+def _prompt_request(prompt: Any, where: str, **options: Any) -> GenerateRequest:
+    try:
+        return prompt_request(prompt, **options)
+    except InvalidRequest as error:
+        raise respelled(error, where) from None
 
 
 @contextlib.contextmanager

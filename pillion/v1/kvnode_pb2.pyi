@@ -676,6 +676,8 @@ class NodeStatus(_message.Message):
     KV_TRANSPORT_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     KV_DEVICE_FIELD_NUMBER: _builtins.int
+    DISK_PAUSED_FIELD_NUMBER: _builtins.int
+    LATE_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -711,6 +713,10 @@ class NodeStatus(_message.Message):
     """Blocks now in this node's pinned host memory, beside a pool on a GPU."""
     kv_device: _builtins.str
     """Device of the pool: cpu or cuda:N."""
+    disk_paused: _builtins.bool
+    """Whether the disk tier is paused, because reads from it were late."""
+    late_blocks: _builtins.int
+    """Slots that reads keep which outlived their fetch."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -744,10 +750,12 @@ class NodeStatus(_message.Message):
         kv_transport: _builtins.str = ...,
         host_blocks: _builtins.int = ...,
         kv_device: _builtins.str = ...,
+        disk_paused: _builtins.bool = ...,
+        late_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

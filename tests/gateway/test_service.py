@@ -133,7 +133,7 @@ async def sized(fakes, blocks: int) -> None:
 async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
     async with running_fake_cluster("y" * 300) as fakes:
         await sized(fakes, 16)
-        with pytest.raises(InvalidRequest, match=r"text: 64 tokens; the KV pool holds 64, and one of the answer"):
+        with pytest.raises(InvalidRequest, match=r"prompt: 64 tokens; the KV pool holds 64, and one of the answer"):
             await read(fakes.client.generate("x" * 64))
         with pytest.raises(InvalidRequest, match=r"sampling.max_tokens: 35 behind a prompt of 30 tokens; .* holds 64"):
             await read(fakes.client.generate(PROMPT, max_tokens=35))
@@ -221,13 +221,21 @@ async def test_bad_requests_reach_no_part() -> None:
     async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as failure:
             await read(fakes.client.generate("", temperature=-1, max_tokens=0, model="toy"))
-        assert [v.field for v in failure.value.violations] == ["text", "sampling.temperature", "sampling.max_tokens"]
+        assert [v.field for v in failure.value.violations] == ["prompt", "sampling.temperature", "sampling.max_tokens"]
         with pytest.raises(NotFound, match="'other' is not served here; known: toy"):
             await read(fakes.client.generate("x", model="other"))
         with pytest.raises(InvalidRequest, match="300 tokens; the model takes at most 255"):
             await read(fakes.client.generate("x" * 300))
-        with pytest.raises(InvalidRequest):
-            fakes.client.generate([-1])
+        with pytest.raises(InvalidRequest) as failure:
+            await read(fakes.client.generate([1, 259, 2**32 - 1]))
+        assert [v.field for v in failure.value.violations] == ["prompt[1]", "prompt[2]"]
+        with pytest.raises(InvalidRequest) as failure:
+            fakes.client.generate([1, -1, 1.5, 2**32, "a"])
+        assert [v.field for v in failure.value.violations] == [f"prompt[{n}]" for n in range(1, 5)]
+        assert "an integer, not float" in failure.value.message
+        with pytest.raises(InvalidRequest) as failure:
+            fakes.client.chat([])
+        assert [v.field for v in failure.value.violations] == ["messages"]
         assert not fakes.node.opened
         await fakes.settled()
 

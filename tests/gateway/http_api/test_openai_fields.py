@@ -98,6 +98,8 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
 @pytest.mark.parametrize("read", [complete, chat])
 def test_labels_change_nothing_and_are_bounded(read) -> None:
     assert read(metadata={"a" * 64: "b" * 512}, user="me").requests == read().requests
+    longest = {f"{n:02}" + "\U0001f600" * 62: "\U0001f600" * 512 for n in range(16)}
+    assert read(metadata=longest).requests == read().requests
     assert read(metadata={}, store=False).requests == read().requests
     for wrong in ({"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys(map(str, range(17)), "x"), {"a": 5}, "a", [1]):
         assert str(refusal(read, metadata=wrong).param).startswith("metadata")
@@ -115,8 +117,8 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
     assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).requests[0].sampling.max_tokens == 5
     assert refusal(chat, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
-    assert chat(max_tokens=5).names.get("sampling.max_tokens") is None
-    assert chat(max_completion_tokens=5).names["sampling.max_tokens"] == "max_completion_tokens"
+    assert chat(max_tokens=5).names[0].get("sampling.max_tokens") is None
+    assert chat(max_completion_tokens=5).names[0]["sampling.max_tokens"] == "max_completion_tokens"
     assert chat(logprobs=True).requests[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
     assert chat(logprobs=False).requests[0].sampling.logprobs is None

@@ -9,7 +9,9 @@ import pytest
 
 from pillion import InvalidRequest, Overloaded
 from pillion.gateway.links import decode_link
-from pillion.v1 import common_pb2
+from pillion.gateway.links.cluster import Served
+from pillion.net import rpc
+from pillion.v1 import common_pb2, decode_pb2, kvnode_pb2_grpc
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from tests.gateway.request.test_faults import start_decode_again
@@ -116,3 +118,80 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
             lambda: any(component.component_id == "gateway-9" for component in cluster.view.records()),
         )
         assert await replays(fakes) == 0
+
+
+async def test_a_defect_ends_no_link_for_good(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is raised under a connection costs that connection; the next one is made. It is logged once."""
+    async with running_fake_cluster() as fakes:
+        link, node, calls = fakes.gateway.cluster.decode("decode-0"), fakes.gateway.cluster.node("kv-0"), 0
+
+        async def defective(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+            raise TypeError("nobody foresaw this")
+
+        def defective_now(*_: object) -> None:
+            asyncio.ensure_future(defective()).add_done_callback(lambda task: task.exception())
+            raise TypeError("nobody foresaw this")
+
+        # While a connection is made.
+        monkeypatch.setattr(decode_link, "hello_to_pb", defective_now)
+        monkeypatch.setattr(node.client, "open_session", defective)
+        await fakes.servers["decode"].stop(0)
+        await start_decode_again(fakes)
+        await fakes.servers["kvnode"].stop(0)
+        await until("both links to be down and tried again", lambda: not (link.alive or node.alive) and calls >= 4)
+        monkeypatch.undo()
+        await start_node_again(fakes)
+        await until("both links to be up", lambda: link.alive and node.alive)
+        # While it is used: commands are not read any more.
+        connections = fakes.decode.connections
+        assert link._commands is not None
+        monkeypatch.setattr(link._commands, "get", defective)
+        link._commands.put_nowait(decode_pb2.DecodeCommand())
+        await until("the next connection", lambda: link.alive and fakes.decode.connections > connections)
+        assert await replays(fakes) == 0
+        await fakes.settled()
+    texts = [record.getMessage() for record in caplog.records if "met a defect" in record.getMessage()]
+    assert len([text for text in texts if "decode-0" in text]) <= 2
+    assert len([text for text in texts if "kv-0" in text]) == 1
+
+
+async def start_node_again(fakes: FakeCluster) -> None:
+    add = lambda server: kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)  # noqa: E731
+    address = f"unix:{fakes.folder}/kvnode.sock"
+    fakes.servers["kvnode"].server = (await rpc.start_server(address, [("pillion.v1.KVNode", add)])).server
+
+
+async def test_an_outage_costs_one_look_at_a_time_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that find no worker wait for one search together, and all of them go on when it finds one."""
+    many = 200
+    async with running_fake_cluster() as fakes:
+        cluster, looks = fakes.gateway.cluster, {"registry": 0, "model": 0}
+        components, served = cluster.registry.components, cluster.served
+        await fakes.servers["decode"].stop(0)
+        await until("the link to be down", lambda: not cluster.decode("decode-0").alive)
+
+        async def counted() -> list[ComponentRecord]:
+            looks["registry"] += 1
+            return await components()
+
+        def looked(*key: str) -> Served:
+            looks["model"] += 1
+            return served(*key)
+
+        monkeypatch.setattr(cluster.registry, "components", counted)
+        monkeypatch.setattr(cluster, "served", looked)
+        reading = [asyncio.create_task(replays(fakes)) for _ in range(many)]
+        await until("all to wait", lambda: looks["model"] >= many)
+        await until("further looks", lambda: looks["registry"] >= 10)
+        for task in reading[: many // 2]:
+            task.cancel()
+        await start_decode_again(fakes)
+        assert await asyncio.gather(*reading[many // 2 :]) == [0] * (many // 2)
+        # Alone, each request would have looked at the registry at least once.
+        assert looks["registry"] < many
+        assert looks["model"] <= many + looks["registry"]
+        await fakes.settled()

@@ -104,6 +104,13 @@ async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours
     assert (await box.render(MESSAGES)).split() == ["2", "<bos>"], "they are one request's alone"
 
 
+async def test_what_is_no_text_is_no_prompt(template) -> None:
+    """A lone surrogate gets through JSON, and no tokenizer takes it."""
+    options = ChatOptions(chat_template_kwargs='{"a": "\\ud800"}')
+    with pytest.raises(InvalidRequest, match="not valid Unicode"):
+        await template("{{ a }}").render(MESSAGES, options)
+
+
 async def test_strftime_now(template) -> None:
     year = str(datetime.date.today().year)
     assert await template("{{ strftime_now('%Y') }}").render(MESSAGES) == year

@@ -17,40 +17,41 @@ from testbed.conditions import loop_turns, until
 from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257
+MOST = 2**20
 
 
 def test_a_tokenizer_that_adds_no_bos_adds_none(tmp_path: pathlib.Path) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer()))
     assert not tokenizer.adds_bos
-    assert BOS not in tokenizer.encode_text("hi")
+    assert BOS not in tokenizer.encode_text("hi", MOST)
     # What the client or the template wrote stands.
-    assert tokenizer.encode_text("<bos><bos>hi")[:2] == (BOS, BOS)
-    assert tokenizer.encode_chat("<bos>hi")[0] == BOS
+    assert tokenizer.encode_text("<bos><bos>hi", MOST)[:2] == (BOS, BOS)
+    assert tokenizer.encode_chat("<bos>hi", MOST)[0] == BOS
 
 
 @pytest.mark.parametrize("text", ["hi", "<bos>hi", "<bos><bos>hi"])
 def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, with_bos(byte_tokenizer())))
-    for ids in (tokenizer.encode_text(text), tokenizer.encode_chat(text)):
+    for ids in (tokenizer.encode_text(text, MOST), tokenizer.encode_chat(text, MOST)):
         assert ids[0] == BOS
         assert ids.count(BOS) == 1
         assert tokenizer.decode(ids) == "hi"
-    assert tokenizer.encode_bare(text).count(BOS) == text.count("<bos>"), "only what stands there"
+    assert tokenizer.encode_bare(text, MOST).count(BOS) == text.count("<bos>"), "only what stands there"
 
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_configuration_has_the_last_word_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
     codec = byte_tokenizer() if adds else with_bos(byte_tokenizer())
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, codec, add_bos_token=adds))
-    assert tokenizer.encode_chat("hi").count(BOS) == adds
-    assert tokenizer.encode_text("hi").count(BOS) == adds
+    assert tokenizer.encode_chat("hi", MOST).count(BOS) == adds
+    assert tokenizer.encode_text("hi", MOST).count(BOS) == adds
 
 
 def test_truncation_of_the_file_is_ignored(tmp_path: pathlib.Path) -> None:
     codec = byte_tokenizer()
     codec.enable_truncation(4)
     codec.enable_padding(length=64)
-    assert len(ModelTokenizer.load(write_tokenizer(tmp_path, codec)).encode_text("0123456789")) == 10
+    assert len(ModelTokenizer.load(write_tokenizer(tmp_path, codec)).encode_text("0123456789", MOST)) == 10
 
 
 def test_where_templates_live(tmp_path: pathlib.Path) -> None:
@@ -91,7 +92,7 @@ async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path)
         for encode in (tokenizer.encode_text, tokenizer.encode_chat):
             began = last_turn = time.monotonic()
             longest_s = 0.0
-            work = asyncio.create_task(pool.run(encode, "hello world " * 50_000))
+            work = asyncio.create_task(pool.run(encode, "hello world " * 50_000, MOST))
             while not work.done():
                 await loop_turns(1)
                 longest_s, last_turn = max(longest_s, time.monotonic() - last_turn), time.monotonic()

@@ -50,6 +50,9 @@ class ScriptedTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self.kept
 
+    def answers(self) -> bool:
+        return True
+
     def room_bytes(self) -> int:
         return self.room
 

@@ -17,7 +17,7 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
-from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum, until_over
 from pillion.kvstore.tiers.tiers import BlockName
 from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher
@@ -89,12 +89,16 @@ class ListedTier:
     def __init__(self, kept: Iterable[bytes]) -> None:
         self.kept = set(kept)
         self.broken: set[bytes] = set()
+        self.well = True
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self.kept
+
+    def answers(self) -> bool:
+        return self.well
 
     async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:
         raise NotImplementedError
@@ -292,6 +296,57 @@ async def test_a_late_read_keeps_its_slots_until_it_ends():
     await node.fetcher.close()
     await loop_turns(1)
     assert node.ledger.status().free_blocks == NUM_SLOTS
+    node.check()
+
+
+async def test_a_late_read_keeps_its_slots_and_no_ticket():
+    node = FetchingNode(timeout_s=0.05)
+    node.add("a", 10).gate.clear()
+    ticket_id = node.ticket()
+    assert await node.bring(ticket_id, "a") == 0
+    node.ledger.release(node.gateway, [ticket_id])
+    assert not node.ledger.tickets
+    assert (node.fetcher.late_blocks, node.ledger.status().leased_blocks, node.ledger.reserved) == (10, 10, 0)
+    check_integrity(node.ledger)
+    node.sources["a"].gate.set()
+    await node.fetcher.close()
+    await loop_turns(1)
+    assert node.fetcher.late_blocks == 0
+    node.check()
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_FETCHES", 1), ("MAX_LATE_PERCENT", 40)])
+async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, bound: str, most: int):
+    """However many requests come and go, what late reads keep of the pool stays within its bound."""
+    monkeypatch.setattr(fetch_module, bound, most)
+    node = FetchingNode(timeout_s=0.05)
+    source = node.add("a", 10)
+    read = source.read
+
+    async def deaf(*words: tuple[int, ...]) -> None:
+        await until_over(read(*words))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(source, "read", deaf)
+    source.gate.clear()
+    for _ in range(5):
+        ticket_id = node.ticket()
+        assert await node.bring(ticket_id, "a") == 0
+        node.ledger.release(node.gateway, [ticket_id])
+        assert node.ledger.status().leased_blocks == 10
+        check_integrity(node.ledger)
+    source.gate.set()
+    await node.fetcher.close()
+    assert await node.bring(node.ticket(), "a") == 10
+    node.check()
+
+
+async def test_a_tier_that_does_not_answer_is_passed_over():
+    tier = ListedTier(PROMPT)
+    tier.well = False
+    node = FetchingNode(tier)
+    node.add("a", 10)
+    brought = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ["a"])
+    assert (brought.restored_blocks, brought.fetched_blocks) == (0, 10)
     node.check()
 
 

@@ -70,6 +70,12 @@ def test_the_defaults_are_good(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        (
+            GatewayFlags(allowed_origins=("chat.example.org",)),
+            "--allowed-origins: 'chat.example.org' is not '*' or like",
+        ),
+        (ServeFlags(allowed_origins=('["https://a.org/b"]',)), "--allowed-origins: 'https://a.org/b' is not"),
+        (ServeFlags(allowed_origins=("[5]",)), "--allowed-origins: 5 is not"),
         (ServeFlags(block_size=0), "--block-size 0 is less than 1"),
         (ServeFlags(chunk_size=100), "--chunk-size 100 is not a multiple of --block-size 16"),
         (ServeFlags(split_policy="half"), "is not auto, disaggregated, colocated or fraction:x"),

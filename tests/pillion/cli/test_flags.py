@@ -74,6 +74,19 @@ def test_what_may_be_repeated(tmp_path: pathlib.Path) -> None:
     assert parse(ServeFlags, []).also_model == ()
 
 
+def test_the_http_port_has_vllms_name_too(tmp_path: pathlib.Path) -> None:
+    """But not in the environment, where Kubernetes sets PILLION_PORT for a service called pillion."""
+    file = tmp_path / "pillion.toml"
+    file.write_text("port = 9001\n")
+    assert parse(ServeFlags, ["--port", "9000"]).http_port == 9000
+    assert parse(GatewayFlags, ["--config", str(file)]).http_port == 9001
+    kubernetes = {"PILLION_SERVICE_HOST": "10.0.0.1", "PILLION_PORT": "tcp://10.0.0.1:80"}
+    assert parse(GatewayFlags, [], kubernetes).http_port == 8000
+    file.write_text("port = 9001\nhttp-port = 9002\n")
+    with pytest.raises(ConfigError, match="'http-port' is there twice"):
+        read_config(str(file))
+
+
 def test_an_empty_variable_says_nothing() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
@@ -114,7 +127,7 @@ def test_a_missing_file_is_a_one_line_error() -> None:
     [
         (["--max-num-seqs", "many"], "'many' is not a valid integer"),
         (["--max-model-len", "8X"], "is not a size"),
-        (["--dtype", "int8"], "'int8' is not one of auto, bfloat16"),
+        (["--dtype", "int8"], "'int8' is not one of auto, bfloat16, "),
         (["--no-such-flag"], "No such option"),
     ],
 )

@@ -40,6 +40,7 @@ GIVEN = {
     "metrics_port": "9500",
     "load_format": "auto",
     "kv_cache_dtype": "auto",
+    "allowed_origins": "https://chat.example.org",
 }
 # What a process gets where it is not what was given: shares of cores, ports one after the other, one process of
 # several, and the gateway drains for all.

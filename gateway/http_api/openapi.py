@@ -1,0 +1,202 @@
+"""The description of the HTTP API as OpenAPI has it, and a page for people that is made of it.
+
+routes, and the types that bodies are read as --describe--> /openapi.json --page--> /docs, without scripts
+
+What a field means is said once: in the docstrings of the bodies, and of the types that their fields end up in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+from starlette.routing import Route
+
+from pillion._version import VERSION
+from pillion.gateway.http_api.http_call import Endpoint
+from pillion.gateway.http_api.openai_fields import (
+    HARMLESS,
+    READ_AS,
+    READ_LATER,
+    ContentPart,
+    MessageBody,
+    StreamOptions,
+)
+from pillion.types import ChatOptions, SamplingParams
+
+_REF = "#/components/schemas/"
+_HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
+_ERRORS = {
+    "400": "A field is wrong, unknown or not supported; `param` names it.",
+    "401": "An API key is needed, or this one is not known.",
+    "404": "The model is not served here.",
+    "429": "A bound or a quota is met; Retry-After says when to come again.",
+    "503": "No worker serves the model now.",
+}
+_ERROR: dict[str, Any] = {
+    "type": "object",
+    "description": "What an error's body holds.",
+    "properties": {
+        "error": {
+            "type": "object",
+            "description": "The error, with OpenAI's type and code.",
+            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+        }
+    },
+}
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #8884;padding:.3rem .6rem;"
+    "text-align:left;vertical-align:top}code{font-family:ui-monospace,monospace}h2{margin-top:2.5rem}"
+)
+
+
+def describe(routes: Sequence[Route]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints."""
+    paths: dict[str, Any] = {}
+    bodies: list[Any] = []
+    for route in routes:
+        endpoint: Endpoint = route.app  # type: ignore[assignment]
+        path = route.path_format
+        operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": endpoint.handler.__name__}
+        operation["responses"] = {"200": {"description": "The answer."}} | {
+            status: {"description": text, "content": _json("Error")}
+            for status, text in _ERRORS.items()
+            if endpoint.body is not None or (status == "401" and endpoint.needs_key)
+        }
+        if endpoint.needs_key:
+            operation["security"] = [{"key": []}, {}]
+        if route.param_convertors:
+            named = ({"name": name, "in": "path", "required": True} for name in route.param_convertors)
+            operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
+        if endpoint.body is not None:
+            bodies.append(endpoint.body)
+            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+        paths[path] = {endpoint.method.lower(): operation}
+    key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Pillion", "version": VERSION, "description": "OpenAI's API, and vLLM's additions to it."},
+        "paths": paths,
+        "components": {"schemas": {**_schemas(bodies), "Error": _ERROR}, "securitySchemes": {"key": key}},
+    }
+
+
+def page(document: dict[str, Any]) -> bytes:
+    """The page for people. It loads nothing, from here or from elsewhere."""
+    parts = []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
+            if "requestBody" in operation:
+                schema = operation["requestBody"]["content"]["application/json"]["schema"]
+                parts.append(f"<p>Body: {_kind(schema)}</p>")
+    for name, schema in document["components"]["schemas"].items():
+        rows = (
+            f"<tr><td><code>{escape(field)}</code>{' (needed)' if field in schema.get('required', ()) else ''}</td>"
+            f"<td>{_kind(kind)}</td><td>{escape(kind.get('description', ''))}</td></tr>"
+            for field, kind in schema["properties"].items()
+        )
+        about = escape(schema.get("description", ""))
+        heads = "<tr><th>field</th><th>type</th><th>meaning</th></tr>"
+        parts.append(f"<h2 id='{name}'>{name}</h2><p>{about}</p><table>{heads}{''.join(rows)}</table>")
+    title = f"{document['info']['title']} {document['info']['version']}"
+    intro = "The same for programs: <a href='openapi.json'>openapi.json</a>."
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
+    return f"{head}<h1>{title}</h1><p>{document['info']['description']} {intro}</p>{''.join(parts)}</html>".encode()
+
+
+def _schemas(bodies: Iterable[Any]) -> dict[str, Any]:
+    """The schemas of bodies and of the objects in them, by name."""
+    return {
+        kind.__name__: _object(READ_AS.get(kind, kind)) for kind in (*bodies, StreamOptions, MessageBody, ContentPart)
+    }
+
+
+def _object(kind: Any) -> dict[str, Any]:
+    """The schema of a struct. A field that is read raw has the type that it is read as later; of one that is not
+    supported only the values that change nothing are shown, and it is left out where there is none but null."""
+    meanings = _meanings(ChatOptions) | _meanings(SamplingParams)
+    for base in reversed(kind.__mro__):
+        meanings |= _meanings(base)
+    properties: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        found = _schema(READ_LATER.get(field.name, field.type))
+        if field.type is Raw and field.name not in READ_LATER:
+            values = HARMLESS.get(field.name, ())
+            if not values:
+                continue
+            found = {"enum": [*values, None], "description": _HARMLESS}
+        elif field.type is Raw and not field.required:
+            found = {"anyOf": [found, {"type": "null"}]}
+        properties[field.name] = {"description": meanings.get(field.name, "")} | found
+    return {
+        "type": "object",
+        "description": _summary(kind),
+        "properties": properties,
+        "required": [field.name for field in msgspec.structs.fields(kind) if field.required],
+        "additionalProperties": False,
+    }
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    """The schema of a field's type. Structs are named and described elsewhere."""
+    known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
+    match known:
+        case msgspec.inspect.StructType():
+            return {"$ref": _REF + known.cls.__name__}
+        case msgspec.inspect.UnionType():
+            return {"anyOf": [_schema(one) for one in known.types]}
+        case msgspec.inspect.ListType():
+            return {"type": "array", "items": _schema(known.item_type)}
+        case msgspec.inspect.DictType():
+            return {"type": "object", "additionalProperties": _schema(known.value_type)}
+        case msgspec.inspect.LiteralType():
+            return {"enum": list(known.values)}
+    names = {
+        "BoolType": "boolean",
+        "IntType": "integer",
+        "FloatType": "number",
+        "StrType": "string",
+        "NoneType": "null",
+    }
+    name = names.get(type(known).__name__)
+    return {"type": name} if name else {}
+
+
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF + name}}}
+
+
+def _summary(described: Any) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What a class's own docstring says about its attributes, by name."""
+    section = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A schema in words, as HTML."""
+    if "$ref" in schema:
+        name = schema["$ref"].removeprefix(_REF)
+        return f"<a href='#{name}'>{name}</a>"
+    if "anyOf" in schema:
+        return " or ".join(_kind(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(msgspec.json.encode(one).decode())}</code>" for one in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema['items'])}"
+    if schema.get("type") == "object" and schema.get("additionalProperties"):
+        return f"object of {_kind(schema['additionalProperties'])}"
+    named = schema.get("type", "any value")
+    return " or ".join(named) if isinstance(named, list) else str(named)

@@ -1,0 +1,47 @@
+"""Whether a medium that was late is asked again. Sans-IO (I9).
+
+    answers --a read was late--> paused --the pause is over: a probe--> in time: answers again
+                                   ^                                      |
+                                   +--the next pause is twice as long-----+ late
+
+A read in time makes pauses short again. So a medium that hangs costs the callers of one moment their wait, and one that
+is always too slow costs it ever more seldom.
+"""
+
+from __future__ import annotations
+
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 60.0
+
+
+class TierBreaker:
+    """The state of one medium. Times are in seconds of one clock.
+
+    Attributes:
+        paused: whether nothing may be asked of the medium but probes.
+        since_s: when it was paused.
+        probe_at_s: when the next probe is due.
+    """
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.since_s = self.probe_at_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    def late(self, now: float) -> bool:
+        """Records that a read, or a probe, had no answer in time. Returns whether this begins a pause."""
+        begins = not self.paused
+        if begins:
+            self.paused, self.since_s = True, now
+        self.probe_at_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
+        return begins
+
+    def answered(self) -> None:
+        """Records a probe that was answered in time; the next late read begins a longer pause nevertheless."""
+        self.paused = False
+
+    def in_time(self) -> None:
+        """Records a read that came in time."""
+        if not self.paused:
+            self._pause_s = FIRST_PAUSE_S

@@ -1,0 +1,126 @@
+"""The description of the HTTP API says what the readers of bodies do, field by field."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from starlette.routing import Route
+
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.openai_fields import (
+    HARMLESS,
+    READ_AS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    unsupported_fields,
+)
+from pillion.gateway.http_api.openai_requests import chat_request, completion_request
+from pillion.gateway.http_api.openapi import describe, page
+from pillion.types import GenerateRequest
+from tests.support.fake_components import running_fake_cluster
+from tests.support.http import call
+
+BODIES: list[Any] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
+MESSAGES = [{"role": "user", "content": "hi"}]
+EXAMPLES: dict[str, Any] = {
+    "stop": ["a", "b"],
+    "stop_token_ids": [1],
+    "logit_bias": {"5": 1.5},
+    "metadata": {"team": "a"},
+    "chat_template_kwargs": {"enable_thinking": False, "n": [1]},
+    "reasoning_effort": "low",
+    "stream_options": {"include_usage": True},
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    "prompt": [[1, 2], [3]],
+}
+
+
+async def handled(call: HttpCall) -> None:
+    """Does it."""
+
+
+DOCUMENT = describe([Route(f"/{kind.__name__}", Endpoint("POST", handled, None, kind)) for kind in BODIES])
+
+
+def valid(body: dict[str, Any], kind: str) -> bool:
+    schema = {"$ref": f"#/components/schemas/{kind}", "components": DOCUMENT["components"]}
+    return not list(jsonschema.Draft202012Validator(schema).iter_errors(body))
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_each_accepted_field_is_described(kind: type[Any]) -> None:
+    known = READ_AS.get(kind, kind)
+    refused = {name for name in unsupported_fields(known) if name not in HARMLESS}
+    described = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
+    assert set(described) == {field.name for field in msgspec.structs.fields(known)} - refused
+    assert all(schema["description"] for schema in described.values()), "a field without a meaning"
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "least"),
+    [("ChatBody", chat_request, {"messages": MESSAGES}), ("CompletionBody", completion_request, {"prompt": "x"})],
+)
+def test_what_is_described_is_what_is_read(kind: str, read: Any, least: dict[str, Any]) -> None:
+    """Each described field, with a value of its type, is read, and what the description forbids is refused."""
+    values: dict[str, Any] = {"boolean": True, "integer": 1, "number": 0.5, "string": "x"}
+    for name, schema in DOCUMENT["components"]["schemas"][kind]["properties"].items():
+        types = [one.get("type") for one in schema.get("anyOf", [schema])]
+        value = schema["enum"][0] if "enum" in schema else EXAMPLES.get(name, values.get(types[0]))
+        needed = {"stream": True} if name == "stream_options" else {"logprobs": True} if name == "top_logprobs" else {}
+        body = {**least, **needed, name: value}
+        assert valid(body, kind), name
+        assert isinstance(read(json.dumps(body).encode(), "r").requests[0], GenerateRequest), name
+    for wrong in (
+        {"temprature": 1},
+        {"temperature": "hot"},
+        {"stop": [5]},
+        {"store": True},
+        {"stream_options": {"x": 1}},
+    ):
+        assert not valid({**least, **wrong}, kind)
+        with pytest.raises(ApiError):
+            read(json.dumps({**least, "stream": True, **wrong}).encode(), "r")
+    assert not valid({}, kind)
+
+
+async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
+    origin = "https://chat.example.org"
+    async with running_fake_cluster(allowed_origins=(f'["{origin}", "http://127.0.0.1:3000"]',)) as fakes:
+        address = fakes.gateway.http_address
+        document = (await call(address, "/openapi.json")).json
+        assert set(document["paths"]) >= {"/v1/chat/completions", "/tokenize", "/health", "/v1/models/{name}", "/docs"}
+        for operations in document["paths"].values():
+            assert all(operation["summary"].endswith(".") for operation in operations.values())
+        shown = await call(address, "/docs")
+        assert shown.headers["content-type"] == "text/html; charset=utf-8"
+        assert shown.headers["content-security-policy"].startswith("default-src 'none'")
+        text = shown.body.decode()
+        assert shown.body == page(document)
+        assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", text.replace(origin, ""))
+        assert set(re.findall(r"href='([^']*)'", text)) <= {"openapi.json"} | {
+            f"#{name}" for name in document["components"]["schemas"]
+        }
+        # Pages of the origins that the flag names may ask, and read the headers that a client needs.
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = "authorization, content-type"
+        allowed = await call(address, "/v1/completions", headers=asked, method="OPTIONS")
+        assert (allowed.status, allowed.headers["access-control-allow-origin"]) == (200, origin)
+        assert "authorization" in allowed.headers["access-control-allow-headers"]
+        body = {"prompt": "x", "stream": True}
+        for status, sent in ((200, body), (400, body | {"temperature": -1})):
+            answer = await call(address, "/v1/completions", sent, {"Origin": origin})
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (status, origin)
+            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        assert [event["choices"][0]["text"] for event in (await call(address, "/v1/completions", body)).events]
+        stranger = await call(address, "/v1/completions", headers=asked | {"Origin": "https://x.org"}, method="OPTIONS")
+        assert stranger.status == 400
+        assert "access-control-allow-origin" not in stranger.headers
+        assert "access-control-allow-origin" not in (await call(address, "/v1/models")).headers

@@ -1,0 +1,132 @@
+"""A disk that hangs under real reader threads: few slots wait for it, it is paused, and it comes back by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from pillion.kvstore.tiers import disk, tier_breaker
+from pillion.kvstore.tiers.disk import READ_THREADS, DiskTier
+from pillion.kvstore.tiers.disk_files import BlockFiles
+from testbed.conditions import loop_turns, until
+from testbed.redis import RedisServer
+from tests.support.disk import BLOCK_BYTES, Stored, chain, file_of, files_in, loaded, opened
+from tests.support.disk_stalls import stalled
+from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
+
+LATE_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "LATE_S", LATE_S)
+    monkeypatch.setattr(tier_breaker, "FIRST_PAUSE_S", 0.05)
+
+
+async def late(tier: DiskTier) -> None:
+    """Returns when a read that is under way is late by the tier's own clock."""
+    began_s = time.monotonic()
+    await until("a read to be late", lambda: time.monotonic() - began_s > LATE_S)
+
+
+async def test_what_no_thread_has_begun_ends_at_once_and_the_rest_behind_its_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = chain(12)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        with stalled(file_of(tmp_path, name) for name, _ in blocks[:READ_THREADS]):
+            stuck = asyncio.create_task(loaded(tier, blocks))
+            queued = asyncio.create_task(loaded(tier, blocks[8:]))
+            await loop_turns()
+            await late(tier)
+            for task in (queued, stuck):
+                task.cancel()
+            await asyncio.wait({queued})
+            await loop_turns()
+            assert not stuck.done(), "threads may still write to its slots"
+            assert not tier.answers()
+            assert tier.room_bytes() == 0
+        await asyncio.wait({stuck})
+        await until("the disk to be used again", tier.answers)
+        assert tier.room_bytes() > 0
+        assert await loaded(tier, blocks) == 12
+    assert caplog.text.count("did not answer") == 1
+    assert caplog.text.count("answers again") == 1
+
+
+async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Path) -> None:
+    blocks = chain(6)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        targets = [bytearray(BLOCK_BYTES) for _ in blocks]
+        hashes, views = [name.hash for name, _ in blocks], [memoryview(target) for target in targets]
+        with stalled(file_of(tmp_path, name) for name, _ in blocks[:READ_THREADS]):
+            hasty = asyncio.create_task(tier.load(hashes, views))
+            await loop_turns()
+            hasty.cancel()
+            await loop_turns()
+        await asyncio.wait({hasty})
+        assert not any(map(any, targets))
+
+
+async def test_callers_without_time_still_find_out_that_a_disk_hangs(tmp_path: Path) -> None:
+    """Each of them gives up too early to blame the disk; but nothing comes at all."""
+    blocks: list[Stored] = chain(4)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        with stalled(files_in(tmp_path)):
+            hasty = asyncio.create_task(loaded(tier, blocks))
+            await loop_turns()
+            hasty.cancel()
+            await loop_turns()
+            await late(tier)
+            assert not tier.answers()
+        await asyncio.wait({hasty})
+        await until("the disk to be used again", tier.answers)
+
+
+async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long read is not late while its blocks come."""
+    blocks, read = chain(8), BlockFiles.read
+
+    def slow(files: BlockFiles, *words: object, **options: bool) -> None:
+        time.sleep(LATE_S / 3)
+        read(files, *words, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockFiles, "read", slow)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        assert await loaded(tier, blocks) == 8
+        assert tier.answers()
+
+
+async def test_a_node_serves_on_while_its_disk_hangs(short_folder: str, redis: RedisServer) -> None:
+    """Requests compute what they cannot get. What late reads keep of the pool does not grow with their number."""
+    folder = Path(short_folder, "disk")
+    flags = {**EAGER, "disk_path": str(folder), "fetch_timeout_ms": int(1500 * LATE_S)}
+    async with hosts(short_folder, redis, "a", **flags) as (a,):
+        prompts = [prompt(*range(first, first + 8)) for first in range(100, 1300, 100)]
+        for hashes in prompts:
+            await a.serve(hashes)
+            await a.until(lambda status: status.free_blocks >= NUM_SLOTS * 0.6)
+        with stalled(files_in(folder)):
+            most_late = 0
+            for hashes in prompts:
+                await a.serve(hashes)
+                status = await a.until(lambda status: not status.tickets)
+                await a.check()
+                assert status.leased_blocks == status.late_blocks
+                most_late = max(most_late, status.late_blocks)
+            assert 0 < most_late <= 8, "one read keeps its slots"
+            assert status.disk_paused
+        await a.until(lambda status: not (status.disk_paused or status.late_blocks))
+        await a.idle()
+        await a.check()
+        restored = [(await a.serve(hashes)).restored_blocks for hashes in prompts]
+        assert sum(restored) > 0
+        await a.idle()
+        await a.check()
