@@ -273,7 +273,9 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
     )
     high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.", least=0, most=90)
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
-    verify_blocks: bool = flag(True, "Check the checksum of every block that comes from another node or from disk.")
+    verify_blocks: bool = flag(
+        True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
+    )
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.", least=1)
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")

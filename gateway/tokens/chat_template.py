@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
 DEFAULT_OPTIONS = ChatOptions()
+# The variables that a Python with libraries of its own needs to start, and those of strftime_now's time zone.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -96,9 +99,11 @@ class ChatTemplate:
         return answer
 
     async def _start(self) -> Process:
-        # -I: the process sees the installed packages, not the folder it was started from.
+        # -I: the process sees the installed packages, not the folder it was started from. It inherits neither keys and
+        # addresses in the environment nor descriptors.
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
         )
         setup = {
             "template": self._source,

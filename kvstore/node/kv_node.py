@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 
 from pillion.config import KVNodeFlags
@@ -61,7 +62,7 @@ class KVNode:
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
-        _check(flags)
+        flags = _checked(flags)
         self.address = flags.node_advertise
         self.pool = Pool(
             pool_bytes=0,
@@ -301,7 +302,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_SHORT_FETCHES, (), status.short_fetches
 
 
-def _check(flags: KVNodeFlags) -> None:
+def _checked(flags: KVNodeFlags) -> KVNodeFlags:
+    """Returns the flags with the transport that they allow. Raises ConfigError for what makes no sense together."""
     if not 0 <= flags.decode_reserve_percent <= 90:
         raise ConfigError(f"--decode-reserve-percent {flags.decode_reserve_percent}: choose 0 to 90")
     if flags.max_waiting_tickets < 1:
@@ -310,3 +312,14 @@ def _check(flags: KVNodeFlags) -> None:
         raise ConfigError("--heartbeat-ms must be positive and less than --heartbeat-timeout-ms")
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
+    if flags.verify_blocks:
+        return flags
+    # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Nothing
+    # but the checksum tells then, and a wrong block would be served under a right name (I2).
+    if flags.disk_path:
+        raise ConfigError("--no-verify-blocks with --disk-path: a damaged file would be served; give only one of them")
+    if flags.kv_transport == "nixl":
+        raise ConfigError(
+            "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose grpc"
+        )
+    return replace(flags, kv_transport="grpc")

@@ -109,7 +109,6 @@ class Storage:
                 namespace=self._block_shape.namespace,
                 block_bytes=self._shape.block_bytes,
                 disk_bytes=self._flags.disk_bytes,
-                verify=self._flags.verify_blocks,
             )
             self._tiers.append(disk)
             log.info("%d blocks are on disk", len(disk))

@@ -47,9 +47,7 @@ PAUSE_S = 5.0
 WARN_EVERY_S = 30.0
 
 
-async def open_disk_tier(
-    folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int, verify: bool = True
-) -> DiskTier:
+async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int) -> DiskTier:
     """Opens the tier. Blocks of this namespace that earlier nodes left are kept, the newest first as far as they fit.
 
     Raises ConfigError if the folder cannot be used.
@@ -57,10 +55,9 @@ async def open_disk_tier(
     Args:
         namespace: 32 bytes that define what the blocks' bytes mean; files of other namespaces are ignored.
         disk_bytes: most bytes that the files of this namespace may take.
-        verify: whether blocks that are read are checked against their checksum.
     """
     layout = BlockFileLayout(namespace, block_bytes)
-    tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes, verify=verify)
+    tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes)
     await tier.restore()
     return tier
 
@@ -70,11 +67,10 @@ class DiskTier:
 
     name = "disk"
 
-    def __init__(self, folder: DiskFolder, files: BlockFiles, disk_bytes: int, *, verify: bool) -> None:
+    def __init__(self, folder: DiskFolder, files: BlockFiles, disk_bytes: int) -> None:
         self.counts = TierCounts()
         self._folder = folder
         self._files = files
-        self._verify = verify
         self._block_bytes = files.layout.block_bytes
         self._max_blocks = disk_bytes // files.layout.file_bytes
         # Least recently used first.
@@ -334,7 +330,7 @@ class DiskTier:
             if given_up.is_set():
                 break
             try:
-                self._files.read(name, target, stamp, verify=self._verify)
+                self._files.read(name, target, stamp)
                 failures.append(None)
             except Corrupt:
                 failures.append(_CORRUPT)

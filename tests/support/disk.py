@@ -31,13 +31,13 @@ def chain(length: int, first_token: int = 0) -> list[Stored]:
 
 @contextlib.asynccontextmanager
 async def opened(
-    path: Path, *, namespace: bytes = NAMESPACE, block_bytes: int = BLOCK_BYTES, blocks: int = 100, verify: bool = True
+    path: Path, *, namespace: bytes = NAMESPACE, block_bytes: int = BLOCK_BYTES, blocks: int = 100
 ) -> AsyncIterator[DiskTier]:
     """A tier for as many blocks of BLOCK_BYTES."""
     folder = DiskFolder(path)
     try:
         tier = await open_disk_tier(
-            folder, namespace=namespace, block_bytes=block_bytes, disk_bytes=blocks * FILE_BYTES, verify=verify
+            folder, namespace=namespace, block_bytes=block_bytes, disk_bytes=blocks * FILE_BYTES
         )
         try:
             yield tier

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
+import pathlib
+import sys
 
 import psutil
 import pytest
@@ -102,6 +105,21 @@ async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours
     kwargs = json.dumps(mine | {"messages": [], "bos_token": "mine", "add_generation_prompt": 3})
     assert await box.render(MESSAGES, ChatOptions(chat_template_kwargs=kwargs)) == expected
     assert (await box.render(MESSAGES)).split() == ["2", "<bos>"], "they are one request's alone"
+
+
+async def test_the_process_inherits_neither_secrets_nor_descriptors(
+    template, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("PILLION_REDIS_URL", "redis://:secret@host/0")
+    monkeypatch.setenv("TZ", "HERE-5:45")
+    with (tmp_path / "keys.toml").open("w") as keys:
+        os.set_inheritable(keys.fileno(), True)
+        zone = await template("{{ strftime_now('%z') }}").render(MESSAGES)
+        assert zone == "+0545", "the gateway's own time zone"
+        [process] = psutil.Process().children(recursive=True)
+        if sys.platform == "linux":
+            assert {"TZ"} <= process.environ().keys() <= {"TZ", "TZDIR", "LD_LIBRARY_PATH"}
+            assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
 
 
 async def test_what_is_no_text_is_no_prompt(template) -> None:

@@ -144,14 +144,6 @@ async def test_a_flipped_bit_is_found_when_it_is_read(tmp_path: Path, at: int) -
         assert await loaded(tier, blocks) == 4
 
 
-async def test_unverified_bytes_come_as_they_are(tmp_path: Path) -> None:
-    [block] = chain(1)
-    async with opened(tmp_path, verify=False) as tier:
-        await tier.store([block])
-        flip(file_of(tmp_path, block[0]), HEADER_BYTES)
-        assert await tier.load([block[0].hash], [memoryview(bytearray(BLOCK_BYTES))]) == 1
-
-
 @pytest.mark.parametrize(
     "length", [0, 100, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES - 1, HEADER_BYTES + BLOCK_BYTES + 1]
 )

@@ -85,11 +85,11 @@ async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_is_read_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even unverified, a read gets the block that it asked for, though that was dropped meanwhile. Otherwise a dropped
+    """A read gets the block that it asked for, though that was dropped meanwhile. Otherwise a dropped
     block's file is used for the next."""
     one, two, three = (chain(1, token)[0] for token in range(3))
     loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    async with opened(tmp_path, blocks=1, verify=False) as tier:
+    async with opened(tmp_path, blocks=1) as tier:
         await tier.store([one])
         inode = file_of(tmp_path, one[0]).stat().st_ino
         await tier.store([two])

@@ -93,9 +93,9 @@ async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatc
     """A long read is not late while its blocks come."""
     blocks, read = chain(8), BlockFiles.read
 
-    def slow(files: BlockFiles, *words: object, **options: bool) -> None:
+    def slow(files: BlockFiles, *words: object) -> None:
         time.sleep(LATE_S / 3)
-        read(files, *words, **options)  # type: ignore[arg-type]
+        read(files, *words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BlockFiles, "read", slow)
     async with opened(tmp_path) as tier:
