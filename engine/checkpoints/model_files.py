@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pillion.engine.models.config_json import read_json
 from pillion.errors import ConfigError
@@ -54,14 +55,14 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
         if not _is_gguf(path):
             raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
         return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
-    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+    if is_hub_id(model):
         return ModelSource(_hub_folder(model, revision, progress), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
 def check_named(model: str) -> None:
     """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
-    if not _HUB_ID.fullmatch(model) or model.endswith(".gguf") or Path(model).expanduser().exists():
+    if not is_hub_id(model) or Path(model).expanduser().exists():
         locate(model, "", lambda line: None)
 
 
@@ -79,26 +80,60 @@ def _demo_file() -> Path:
     return files[0].resolve()
 
 
+def is_hub_id(model: str) -> bool:
+    """Whether a ``--model`` flag has the form of a hub id, owner/name."""
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+
+
 def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
+    progress(f"looking for {model} ({revision}) on the hub")
+    return Path(download(model, revision))
+
+
+def download(model: str, revision: str, file: str = "", **options: Any) -> Any:
+    """Brings a hub repository's files into the hub's cache; returns what ``snapshot_download`` returns: the folder.
+
+    Args:
+        file: one GGUF file instead of HUB_PATTERNS.
+        options: of ``snapshot_download``, such as ``dry_run``.
+
+    Raises ConfigError, in one line, where the files are neither here nor on the hub.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(f"{model} is a hub id, but huggingface_hub is not installed") from None
-    progress(f"looking for {model} ({revision}) on the hub")
     try:
-        folder = snapshot_download(
+        return snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(HUB_PATTERNS),
+            allow_patterns=[file] if file else list(HUB_PATTERNS),
             ignore_patterns=["*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
+            **options,
         )
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"{model} ({revision}) is neither on this machine nor available from the hub: {reason[0]}"
+            f"{model} ({revision}) is neither on this machine nor available from the hub: {_hub_reason(error)}"
         ) from None
-    return Path(folder)
+
+
+def _hub_reason(error: BaseException) -> str:
+    """Why the hub's client failed, in one line that says what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
+        error = error.__cause__
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner wants its terms to be accepted: do so on the hub, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private (then set HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision"
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
+    return f"no connection to {constants.ENDPOINT} ({said}); is there a network, and is HF_ENDPOINT right?"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

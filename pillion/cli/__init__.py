@@ -7,6 +7,7 @@
     talk.py, chat.py   generate, status; chat
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys
+    models.py          models of the hub in this machine's cache
     console.py         what commands print on standard error
 
 Servers are not imported at the top of any module here: `pillion --help` needs only the SDK's own dependencies.

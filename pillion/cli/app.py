@@ -324,6 +324,46 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
 
 
 @cli.group()
+def models() -> None:
+    """Bring, list and remove models of the hub on this machine: the cache that --model OWNER/NAME uses."""
+
+
+@models.command("pull")
+@click.argument("model", metavar="OWNER/NAME")
+@click.argument("file", metavar="[FILE.gguf]", default="")
+@option("--revision", "Branch, tag or commit.", "main")
+def models_pull(model: str, file: str, revision: str) -> None:
+    """Download a model: safetensors, config and tokenizer, or the one GGUF file that is named."""
+    from pillion.cli.models import pull
+
+    click.echo(f"ready: pillion serve {pull(model, revision, file)}")
+
+
+@models.command("list")
+def models_list() -> None:
+    """List the models in the cache, the last used first."""
+    from pillion.cli.console import table_console
+    from pillion.cli.models import TABLE_WIDTH, listed
+
+    table_console(TABLE_WIDTH).print(listed())
+
+
+@models.command("rm")
+@click.argument("model", metavar="OWNER/NAME")
+@option("--yes", "Do not ask.", False, is_flag=True)
+def models_rm(model: str, yes: bool) -> int:
+    """Remove a model from the cache, all its revisions."""
+    from pillion.cli.models import find
+
+    about, strategy = find(model)
+    if not yes and not click.confirm(f"remove {about}?", err=True):
+        return EXIT_FAILED
+    strategy.execute()
+    click.echo(f"removed {about}")
+    return 0
+
+
+@cli.group()
 def keys() -> None:
     """Make API keys for a gateway's --api-keys file."""
 
