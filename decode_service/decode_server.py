@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -16,11 +17,14 @@ import grpc
 from pillion.config import DecodeFlags
 from pillion.decode_service.session import DecodeSession
 from pillion.engine.backends.loading import BackendFactory, load_model
+from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
 from pillion.wire.common import check_hello
+
+log = logging.getLogger("pillion.decode")
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
@@ -67,6 +71,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, session))
+        teller = asyncio.create_task(_tell_queued(session))
         try:
             async for batch in session.deltas():
                 yield batch
@@ -76,6 +81,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             session.close()
             self._sessions.discard(session)
             reader.cancel()
+            teller.cancel()
+
+
+async def _tell_queued(session: DecodeSession) -> None:
+    """Lets the gateway hear of streams that wait, as long as the connection lasts."""
+    while True:
+        await asyncio.sleep(worker_epoch.QUEUE_HEARTBEAT_MS / 1000)
+        try:
+            await session.tell_queued()
+        except Exception:
+            # Without signs of life, a long line would be taken for a worker that hangs.
+            log.exception("streams that wait could not be told so")
 
 
 async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:

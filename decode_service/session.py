@@ -46,6 +46,7 @@ from pillion.errors import (
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import range_violations
+from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
@@ -201,6 +202,16 @@ class DecodeSession:
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
+    async def tell_queued(self) -> None:
+        """Adds a sign of life for every stream that waits for its turn or its prompt, if steps go on."""
+        if not self._streams:
+            return
+        positions = await self._worker.epoch.positions()
+        for key, stream in self._streams.items():
+            position = positions.get(stream.seq_id)
+            if position is not None:
+                self._pending_delta(key).queued.CopyFrom(Queued(position=position))
+
     # Inside.
 
     def _check_room(self, streams: int) -> None:
@@ -232,7 +243,7 @@ class DecodeSession:
                 except Overloaded:
                     tickets.let_go(holding)
                     raise
-            sequence = epoch.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
+            sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash)
             stream.progress = sequence.progress
             epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
@@ -283,7 +294,7 @@ class DecodeSession:
         return delta
 
 
-def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
+def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,
@@ -293,7 +304,8 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
         sampling=sampling_from_pb(submit.sampling),
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
-        max_model_len=max_model_len,
+        max_model_len=worker.max_model_len,
+        rope_shift=worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
         priority=bounded(submit.priority),
         forks=tuple(other.fork for other in stream.forks),
     )

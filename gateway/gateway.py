@@ -398,6 +398,7 @@ class Gateway:
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
             resume=resume,
+            original_tokens=model.limits.original_tokens,
         )
 
     async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job) -> list[AnswerText]:

@@ -7,6 +7,7 @@ checked --> ticket adopted --> chunk computed --> committed --> acknowledged -->
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from itertools import accumulate
 
@@ -15,10 +16,12 @@ from opentelemetry.context import Context
 
 from pillion.engine.scheduling.sequence import ChunkDone, SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
+from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import Worker
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
 from pillion.priority import bounded
+from pillion.v1.common_pb2 import Queued
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 
 PARENT_HASH_BYTES = 32
@@ -33,6 +36,7 @@ class SpanRun:
         self._span = span
         self._seq_id = worker.next_id()
         self._before_s = 0.0
+        self._end_tokens = span.start_tokens
         # At most one entry per chunk and the end.
         self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
@@ -45,15 +49,28 @@ class SpanRun:
         try:
             # Shielded: what was adopted must end up somewhere, even if the caller goes away meanwhile.
             await asyncio.shield(starting)
-            while (result := await self._results.get()) is not None:
+            while (result := await self._next()) is not None:
                 if isinstance(result, PillionError):
                     raise result
                 yield result
+                if result.HasField("queued"):
+                    continue
+                self._end_tokens = result.end_tokens
                 if result.chunk_index == len(self._span.chunk_tokens) - 1:
                     # All is committed. The sequence's own end comes between two steps, which may be long.
                     return
         finally:
             self.cancel()
+
+    async def _next(self) -> ChunkAck | PillionError | None:
+        """The next result, or a sign of life where the span waits for it for long and the worker's steps go on."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(worker_epoch.QUEUE_HEARTBEAT_MS / 1000):
+                    return await self._results.get()
+            position = (await self._worker.epoch.positions()).get(self._seq_id)
+            if position is not None and self._results.empty():
+                return ChunkAck(end_tokens=self._end_tokens, queued=Queued(position=position))
 
     def cancel(self) -> None:
         """The caller has gone: end the span (I8). Idempotent."""
@@ -76,6 +93,7 @@ class SpanRun:
             start_tokens=span.start_tokens,
             chunk_ends=ends,
             priority=bounded(span.priority),
+            rope_shift=self._worker.model.prepared.rope_shift(span.text_tokens),
         )
         sequence = epoch.make(spec, holding, tail_hash)
         if self._over:

@@ -80,6 +80,11 @@ class SchedulerQueues:
         tails.sort(key=order)
         return tails
 
+    def positions(self) -> dict[int, int]:
+        """By seq_id, the place in line of each sequence that waits to run, from 1, and 0 where a prompt is computed."""
+        line = {sequence.seq_id: place for place, sequence in enumerate(chain(self.preempted, self.waiting), 1)}
+        return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
+
     def load(self, budget: TokenBudget) -> SchedulerLoad:
         """How many sequences and tokens are queued, and what the ``budget`` has learnt of steps."""
         queued = (*self.preempted, *self.waiting)

@@ -102,6 +102,12 @@ class Scheduler:
         else:
             self.queues.join(sequence)
 
+    def positions(self) -> dict[int, int]:
+        """By seq_id, how far each sequence that does not decode is from that: its place in line, from 1; 0 where its
+        prompt is computed or it waits at the node for memory."""
+        resuming = {one.seq_id: 0 for one in self.sequences.values() if one.state is SequenceState.RESUMING}
+        return resuming | self.queues.positions()
+
     def cancel(self, seq_id: int, now: float) -> None:
         """End a sequence that nobody listens to any more: it lets go of slots and ticket, and no update follows (I8).
 
@@ -333,7 +339,10 @@ class Scheduler:
         """Fail a sequence whose logits are no numbers; its forks, whose tokens come from the same row, go with it."""
         for _ in sequence.take_forks():
             next(tokens), next(logprobs, None)
-        error = f"the model's logits for token {sequence.num_tokens} are not finite: its weights, or an overflow"
+        error = (
+            f"the model's logits for token {sequence.num_tokens} are not finite:"
+            " its weights are damaged, or its arithmetic overflows"
+        )
         self.fail(sequence.seq_id, BrokenModel(error), now)
 
     def _begin_fork(

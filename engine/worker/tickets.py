@@ -24,8 +24,9 @@ from pillion.v1.kvnode_pb2 import AwaitChainReply, OpenTicketReply
 
 # Longest time that a preempted stream waits in the node's queue for memory.
 RESUME_TIMEOUT_S = 120.0
-# Longest time in which an awaited chain may stand still; a gateway gives up on a silent span after the same time.
-CHAIN_STALL_TIMEOUT_S = 300.0
+# Longest time in which an awaited chain may stand still. The gateway, which hears from the prefill worker whether the
+# span waits in its line, gives up on a silent one much sooner, and ends this wait.
+CHAIN_STALL_TIMEOUT_S = 3600.0
 # Longest time that a ticket which is being released keeps its next use waiting.
 IN_USE_TIMEOUT_S = 1.0
 

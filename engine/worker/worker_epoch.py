@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from opentelemetry.context import Context
 
@@ -42,7 +42,11 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
 
+T = TypeVar("T")
+
 SETTLE_POLL_S = 0.01
+# How often the caller of a stream or a span hears that it waits.
+QUEUE_HEARTBEAT_MS = 20_000
 # A node that does not answer, or has not fenced this worker yet, is asked again for a new epoch, so many times in all.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
@@ -222,19 +226,35 @@ class WorkerEpoch:
         await self._count_sequences()
         await self._updates.drained()
 
+    async def positions(self) -> dict[int, int]:
+        """By seq_id, the place in line of each sequence that does not decode yet (Scheduler.positions).
+
+        The step thread answers between two steps, so an answer shows that steps go on; empty where it takes longer than
+        QUEUE_HEARTBEAT_MS.
+        """
+        try:
+            async with asyncio.timeout(QUEUE_HEARTBEAT_MS / 1000):
+                return await self._ask(Scheduler.positions)
+        except TimeoutError:
+            return {}
+
     async def _count_sequences(self) -> int:
+        return await self._ask(lambda scheduler: len(scheduler.sequences))
+
+    async def _ask(self, read: Callable[[Scheduler], T]) -> T:
+        """What ``read`` finds on the step thread, between two steps."""
         loop = asyncio.get_running_loop()
-        count: asyncio.Future[int] = loop.create_future()
+        found: asyncio.Future[T] = loop.create_future()
 
         def ask(scheduler: Scheduler, now: float) -> None:
-            loop.call_soon_threadsafe(answer, len(scheduler.sequences))
+            loop.call_soon_threadsafe(answer, read(scheduler))
 
-        def answer(number: int) -> None:
-            if not count.done():
-                count.set_result(number)
+        def answer(value: T) -> None:
+            if not found.done():
+                found.set_result(value)
 
         self._steps.post_event(ask)
-        return await count
+        return await found
 
     def _judge(self, error: PillionError) -> None:
         """A call to the node failed: the end of the epoch, or of the worker."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc.aio
@@ -44,15 +44,21 @@ class PrefillLink:
         self.alive = True
         self._keeper = asyncio.create_task(self._keep_watched(), name=f"health of {self.component_id}")
 
-    async def run_span(self, request: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
+    async def run_span(
+        self, request: RunSpanRequest, timeout_s: float | None, on_queued: Callable[[int], None]
+    ) -> AsyncIterator[ChunkAck]:
         """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
-        Raises PillionError."""
+        ``on_queued`` is called with the span's place in line when the worker says that it waits. Raises PillionError.
+        """
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls.add(call)
         try:
             async for message in call:
-                yield message
+                if message.HasField("queued"):
+                    on_queued(message.queued.position)
+                else:
+                    yield message
         except grpc.aio.AioRpcError as error:
             raise rpc.from_rpc_error(error) from None
         except asyncio.CancelledError as error:

@@ -190,7 +190,7 @@ class ComponentCalls:
         else:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
-        root = request_root(served.namespace, cache_salt=job.cache_salt)
+        root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
@@ -204,7 +204,7 @@ class ComponentCalls:
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
-            components=served.holding(len(job.prompt) + job.resolved.max_tokens),
+            components=served.holding(job.text_tokens),
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
@@ -269,15 +269,17 @@ class ComponentCalls:
                 self._assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
+        queued = partial(self._still_queued, action.attempt)
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    end_tokens = await RemoteSpan(self._cluster, job, self._chain, action, acked).run()
+                    end_tokens = await RemoteSpan(self._cluster, job, self._chain, action, acked, queued).run()
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
                     span = make_span(job, self._chain, action, action.hold.ticket_id, action.plan.cached_blocks)
-                    async for ack in self._cluster.prefill(worker.component_id).run_span(span, job.left_s()):
+                    link = self._cluster.prefill(worker.component_id)
+                    async for ack in link.run_span(span, job.left_s(), queued):
                         end_tokens = ack.end_tokens
                         acked(ack)
         except PillionError as error:
@@ -288,20 +290,29 @@ class ComponentCalls:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
-        if not self._adopted and delta.error is None:
-            self._adopted = True
-            self._post(ev.TicketAdopted(attempt))
-        if delta.token_ids:
-            if not self._begun and self._stream is not None:
-                # The first token shows that the prompt is computed.
-                self._begun = True
-                self.assign({self._stream[0]: (1, 0)})
-            self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
-        if delta.finish_reason is not None:
-            self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
-        elif delta.error is not None:
-            error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
-            self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
+        try:
+            if not self._adopted and delta.error is None:
+                self._adopted = True
+                self._post(ev.TicketAdopted(attempt))
+            if delta.token_ids:
+                if not self._begun and self._stream is not None:
+                    # The first token shows that the prompt is computed.
+                    self._begun = True
+                    self.assign({self._stream[0]: (1, 0)})
+                self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
+            if delta.finish_reason is not None:
+                self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
+            elif delta.queued is not None:
+                self._still_queued(attempt, delta.queued)
+            elif delta.error is not None:
+                error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
+                self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
+        except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
+            self._broken(error)
+
+    def _still_queued(self, attempt: int, position: int) -> None:
+        self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
+        self._post(ev.StillQueued(attempt, position))
 
     # ---- small things ---------------------------------------------------------------------------------------------
 

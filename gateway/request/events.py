@@ -114,6 +114,13 @@ class DecodeLost(AttemptLoss, frozen=True):
     """The stream failed, or its worker went away."""
 
 
+class StillQueued(AttemptEvent, frozen=True):
+    """A worker says that the span or the stream waits, at this place in its line; 0: its prompt is being computed. It
+    changes nothing, but the attempt is not silent."""
+
+    position: int
+
+
 class AttemptSilent(AttemptEvent, frozen=True):
     """No event of the attempt has come for the longest time that is allowed."""
 

@@ -46,6 +46,7 @@ def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: in
         token_ids=action.token_ids[start_tokens : plan.split_tokens],
         chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
         priority=job.priority,
+        text_tokens=job.text_tokens,
     )
 
 
@@ -89,6 +90,7 @@ class RemoteSpan:
         chain: BlockHashChain,
         action: ev.RunSpan,
         on_chunk: Callable[[ChunkAck], None],
+        on_queued: Callable[[int], None],
     ) -> None:
         self._cluster = cluster
         self._job = job
@@ -97,6 +99,7 @@ class RemoteSpan:
         assert action.plan.prefill is not None
         self._worker = action.plan.prefill
         self._on_chunk = on_chunk
+        self._on_queued = on_queued
         # Blocks at the decode worker's node, and blocks at the prefill worker's.
         self._here = action.plan.cached_blocks
         self._there = 0
@@ -157,7 +160,8 @@ class RemoteSpan:
         if self._there >= plan.split_blocks:
             return
         span = make_span(self._job, self._chain, self._action, hold.ticket_id, self._there)
-        async for ack in self._cluster.prefill(self._worker.component_id).run_span(span, self._job.left_s()):
+        link = self._cluster.prefill(self._worker.component_id)
+        async for ack in link.run_span(span, self._job.left_s(), self._on_queued):
             self._acked.append(ack)
             self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
             self._progress.set()

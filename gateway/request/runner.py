@@ -31,7 +31,7 @@ from pillion.types import Delta, FinishReason, StreamOrigin, Timings, Usage
 
 log = logging.getLogger("pillion.gateway")
 
-# An answer without a chunk or a token for so long: its worker hangs.
+# An answer without a chunk, a token or a worker's word that it waits in line, for so long: its worker hangs.
 MAX_SILENCE_S = 300.0
 # What a client is told where the gateway itself fails.
 DEFECT = "internal error; the gateway's log says more"

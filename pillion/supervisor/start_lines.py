@@ -62,7 +62,7 @@ def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
 
 
 def _curl(flags: ServeFlags, url: str) -> list[str]:
-    words = ["curl", f"{url}/v1/completions"]
+    words = ["curl", f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
     if flags.tls_cert:
         words += ["--cacert", "CA.pem"]
     if flags.tls_ca:

@@ -217,6 +217,7 @@ class DecodeDelta(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set once, in the last delta of a stream that ended by itself."""
@@ -236,6 +237,10 @@ class DecodeDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """One for each of token_ids, if requested."""
 
+    @_builtins.property
+    def queued(self) -> _common_pb2.Queued:
+        """Sent again and again, by itself, as long as the stream has not begun or is preempted."""
+
     def __init__(
         self,
         *,
@@ -245,10 +250,11 @@ class DecodeDelta(_message.Message):
         error: Global___DecodeError | None = ...,
         timings: Global___DecodeTimings | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        queued: _common_pb2.Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "queued", b"queued", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,15 +23,21 @@ class DecodeDelta(NamedTuple):
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    # Set in a sign of life of a stream that waits: its place in line.
+    queued: int | None = None
 
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
     """Reads the deltas of one step."""
     return [
         _rich_delta_from_pb(delta)
-        if delta.finish_reason or delta.logprobs or delta.HasField("timings") or delta.HasField("error")
+        if delta.finish_reason
+        or delta.logprobs
+        or delta.HasField("timings")
+        or delta.HasField("error")
+        or not (token_ids := tuple(delta.token_ids))
         # Nearly all of them; what is not there is not looked at twice.
-        else DecodeDelta(delta.key, tuple(delta.token_ids))
+        else DecodeDelta(delta.key, token_ids)
         for delta in message.deltas
     ]
 
@@ -44,4 +50,5 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         error=message.error if message.HasField("error") else None,
         timings=message.timings if message.HasField("timings") else None,
         logprobs=tuple(map(logprob_from_pb, message.logprobs)),
+        queued=message.queued.position if message.HasField("queued") else None,
     )

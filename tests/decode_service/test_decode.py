@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import grpc
 import pytest
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.worker import worker_epoch
+from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
@@ -289,4 +292,43 @@ async def test_a_key_in_use_ends_the_connection() -> None:
             await connection.submit(submit_of(1, ticket, prompt(1, 9), 900))
         assert await connection.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that waits says its place; one that decodes says nothing, and nor does any while the step hangs."""
+    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
+    async with running_workers(decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
+        backend, prompts = workers.decode_backend, [prompt(seed, 9) for seed in range(3)]
+        # A step takes so long that the line stands for some signs of life, and not as long as one may be missing.
+        monkeypatch.setattr(backend, "before_step", lambda batch: time.sleep(0.002))
+        tickets = [await workers.ticket(one) for one in prompts]
+        first = await connection.submit(submit_of(1, tickets[0], prompts[0], 400))
+        await until("the first stream to decode", lambda: first.token_ids)
+        others = [await connection.submit(submit_of(n, tickets[n - 1], prompts[n - 1], 2)) for n in (2, 3)]
+        await until("signs of life", lambda: all(one.queued for one in others))
+        early = len(first.queued)
+        await until("further ones", lambda: all(len(one.queued) > 3 for one in others))
+        assert [one.queued[-1] for one in others] == [1, 2]
+        assert len(first.queued) == early
+        backend.gate.clear()
+        await until("the step to hang", backend.waiting.is_set)
+        unanswered: list[None] = []
+        positions = WorkerEpoch.positions
+
+        async def counted(epoch: WorkerEpoch) -> dict[int, int]:
+            found = await positions(epoch)
+            unanswered.extend([] if found else [None])
+            return found
+
+        monkeypatch.setattr(WorkerEpoch, "positions", counted)
+        await until("a question without an answer", lambda: unanswered)
+        told = [len(one.queued) for one in others]
+        await until("further ones", lambda: len(unanswered) >= 4)
+        assert [len(one.queued) for one in others] == told
+        backend.gate.set()
+        for answer in (first, *others):
+            await asyncio.wait_for(answer.over.wait(), 30)
+        assert [len(answer.token_ids) for answer in (first, *others)] == [400, 2, 2]
+        await workers.release(*tickets)
         await workers.quiet()

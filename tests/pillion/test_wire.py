@@ -128,6 +128,7 @@ DECODE_DELTAS = st.builds(
     error=st.none() | ERRORS,
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
+    queued=st.none() | U32,
 )
 
 
@@ -172,6 +173,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
                 error=delta.error,
                 timings=delta.timings,
                 logprobs=map(logprob_to_pb, delta.logprobs),
+                queued=None if delta.queued is None else common_pb2.Queued(position=delta.queued),
             )
             for delta in deltas
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.worker import worker_epoch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
@@ -50,6 +53,27 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert answer.last.finish_reason is FinishReason.LENGTH
         assert answer.last.timings is not None
         assert answer.last.timings.tail_tokens == 10
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+@pytest.mark.parametrize(("text_tokens", "shift"), [(64, 4096), (65, 0), (0, 0)])
+async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_own(
+    text_tokens: int, shift: int
+) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        seen: list[StepBatch] = []
+        for server, backend in ((workers.prefill, workers.prefill_backend), (workers.decode, workers.decode_backend)):
+            prepared = replace(server.worker.model.prepared, original_tokens=64)
+            server.worker.model = replace(server.worker.model, prepared=prepared)
+            backend.before_step = seen.append
+        tokens = prompt(1, 50)
+        ticket = await workers.ticket(tokens)
+        await acks_of(workers, workers.span(ticket, tokens, (16, 16), text_tokens=text_tokens))
+        answer = await connection.submit(submit_of(1, ticket, tokens, text_tokens - 50 if text_tokens else 100))
+        await asyncio.wait_for(answer.over.wait(), 20)
+        assert sum(batch.num_tokens for batch in seen) >= 50
+        assert all((batch.table_rows - batch.positions == shift).all() for batch in seen)
         await workers.release(ticket)
         await workers.quiet()
 
@@ -211,5 +235,23 @@ async def test_two_spans_of_one_prompt_commit_the_same_blocks() -> None:
         for acks in await asyncio.gather(*(acks_of(workers, span) for span in spans)):
             assert [ack.end_tokens for ack in acks] == [8, 16, 24, 32, 40]
         assert (await workers.node.status()).committed_blocks == 10
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+async def test_a_span_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
+    async with running_workers(prefill={"max_num_batched_prefill_tokens": 4}) as workers:
+        backend, long, short = workers.prefill_backend, prompt(1, 801), prompt(2, 9)
+        monkeypatch.setattr(backend, "before_step", lambda batch: time.sleep(0.002))
+        tickets = [await workers.ticket(tokens) for tokens in (long, short)]
+        spans = [workers.span(tickets[0], long, (800,)), workers.span(tickets[1], short, (4, 4))]
+        found = await asyncio.gather(*(acks_of(workers, span) for span in spans))
+        for span, messages in zip(spans, found, strict=True):
+            acks = [one for one in messages if not one.HasField("queued")]
+            assert [ack.chunk_index for ack in acks] == list(range(len(span.chunk_tokens)))
+            assert acks[-1].end_tokens == span.start_tokens + len(span.token_ids)
+        signs = [one for one in found[0] if one.HasField("queued")]
+        assert {(one.end_tokens, one.queued.position) for one in signs} == {(0, 0)}
         await workers.release(*tickets)
         await workers.quiet()

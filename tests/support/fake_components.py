@@ -27,6 +27,7 @@ from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
 from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
+from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.common import check_hello, hello_to_pb
@@ -146,6 +147,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
+        self.tells_queued = False
         self.metadata: list[Any] = []
         # By ticket: set when its span is through.
         self.through: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
@@ -161,6 +163,9 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             for index, tokens in enumerate(request.chunk_tokens):
                 if index == fail_at:
                     raise error
+                while self.tells_queued and not self.gate.is_set():
+                    yield ChunkAck(end_tokens=end, queued=Queued(position=2))
+                    await asyncio.sleep(0.05)
                 await (asyncio.Event() if index == self.hang_at else self.gate).wait()
                 end += tokens
                 if index == len(request.chunk_tokens) - 1:
@@ -184,6 +189,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.worth: dict[int, float] = {}
         self.per_delta = 1
         self.pace_s = 0.001
+        # Whether a stream that the gate holds says every 50 ms that it waits; spans likewise.
+        self.tells_queued = False
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
         self.connections = 0
@@ -257,6 +264,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             await self.prefill.through[submit.ticket_id].wait()
         # The worker holds the ticket: a delta that is empty but for the key.
         out.put_nowait(DecodeDelta(key=submit.key))
+        while self.tells_queued and not self.gate.is_set():
+            out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
+            await asyncio.sleep(0.05)
         await self.gate.wait()
         computed.set()
         await self._stream(submit, out)

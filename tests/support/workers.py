@@ -118,6 +118,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
+    # Places in line, as the worker said them.
+    queued: list[int] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -167,6 +169,7 @@ class Connection:
                 assert answer.last is None, "a delta after the end"
                 answer.token_ids.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
+                answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta
                     answer.over.set()

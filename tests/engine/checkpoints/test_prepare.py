@@ -127,11 +127,11 @@ def test_a_model_whose_frequencies_depend_on_the_length_is_served_at_its_origina
     edit_json(folder / "config.json", max_position_embeddings=4096 if kind == "dynamic" else 20_000)
     prepared = prepare(flags(folder))
     assert prepared.max_model_len == length
-    assert not list(precision_notes(flags(folder), prepared))
+    assert not list(precision_notes(prepared))
     longer = flags(folder, max_model_len=length + 1)
-    notes = list(precision_notes(longer, prepare(longer)))
+    notes = list(precision_notes(prepare(longer)))
     assert len(notes) == (kind in ("dynamic", "longrope"))
-    assert not notes or f"--max-model-len {length} avoids that" in notes[0]
+    assert not notes or f"above {length} tokens get other rotary frequencies" in notes[0]
 
 
 def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
@@ -143,14 +143,15 @@ def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
         half = flags(folder, dtype=dtype)
         prepared = prepare(half)
         assert prepared.dtype == "float32"
-        assert len(list(precision_notes(half, prepared))) == (dtype != "float32")
+        assert not list(precision_notes(prepared))
+        assert ("exactly" in choose_dtype(dtype)[1]) == (dtype != "float32")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = model(torch.tensor([[5, 6, 7]])).logits[0]
     driver = BackendDriver(prepared)
     torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], [5, 6, 7], []), wanted, atol=1e-4, rtol=1e-4)
     narrow = flags(folder, dtype="bfloat16")
-    assert "bfloat16 keeps 8" in next(precision_notes(narrow, prepare(narrow)))
+    assert "bfloat16 keeps 8" in next(precision_notes(prepare(narrow)))
 
 
 def test_dtype_auto_is_one_of_two():

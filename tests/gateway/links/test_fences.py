@@ -102,7 +102,7 @@ async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: 
     link = PrefillLink(ComponentRecord(component_id="prefill-0", role="prefill", address=server.address), "gateway-0")
 
     async def run() -> None:
-        async for _ in link.run_span(SPAN, None):
+        async for _ in link.run_span(SPAN, None, print):
             raise AssertionError("it never says anything")
 
     running = asyncio.create_task(run())

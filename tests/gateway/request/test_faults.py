@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,10 @@ from pillion.gateway.links.cluster import FIRST_LOOK_S, Served
 from pillion.gateway.request import component_calls as calls
 from pillion.gateway.request import request_machine as machine
 from pillion.gateway.request import runner
+from pillion.gateway.request.events import StillQueued
+from pillion.gateway.request.runner import Generation
 from testbed.conditions import until
-from tests.support.fake_components import FakeCluster, FakeDecode, record, running_fake_cluster
+from tests.support.fake_components import FakeCluster, FakeDecode, FakePrefill, record, running_fake_cluster
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
@@ -286,6 +290,35 @@ async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.Monkey
             await read(fakes.client.generate(PROMPT))
         await fakes.settled()
         assert len(fakes.decode.cancelled) == 2
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A worker that says that the request waits keeps it, however long; the request does not begin again elsewhere."""
+    monkeypatch.setattr(runner, "MAX_SILENCE_S", 1.5)
+    told: list[int] = []
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
+        worker: FakePrefill | FakeDecode = fakes.prefill if where == "prefill" else fakes.decode
+        monkeypatch.setattr(Generation, "_handle", spying(Generation._handle, told))
+        worker.gate.clear()
+        worker.tells_queued = True
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        # More than fit into the longest silence.
+        await until("signs of life", lambda: len(told) >= 40)
+        worker.gate.set()
+        whole(fakes, await reading, replays=0)
+        assert set(told) == {{"prefill": 2, "decode": 3}[where]}
+        await fakes.settled()
+
+
+def spying(handle: Callable[..., Any], told: list[int]) -> Callable[..., Any]:
+    """``handle``, and the places in line that it was told."""
+
+    def spy(generation: Generation, index: int | None, event: Any) -> Any:
+        told.extend([event.position] if isinstance(event, StillQueued) else [])
+        return handle(generation, index, event)
+
+    return spy
 
 
 # ---- clients gone, time over --------------------------------------------------------------------------------------

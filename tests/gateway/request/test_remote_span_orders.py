@@ -66,7 +66,7 @@ class SpanWorld:
         if (node_id, ticket_id) not in self.held:
             raise NotFound("no such ticket")
 
-    async def run_span(self, span: RunSpanRequest, timeout_s: float | None) -> AsyncIterator[ChunkAck]:
+    async def run_span(self, span: RunSpanRequest, timeout_s: float | None, _: object) -> AsyncIterator[ChunkAck]:
         self.check("kv-1", span.ticket_id)
         assert span.start_tokens == self.blocks["kv-1"] * BLOCK
         assert span.chunk_tokens
@@ -169,7 +169,7 @@ def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
     async def run() -> int | BaseException:
         action = ev.RunSpan(1, decided, ev.TicketHold("kv-0", 5, 1), tuple(range(tokens)))
         assert decided.prefill is not None
-        span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, acked)  # type: ignore[arg-type]
+        span = RemoteSpan(world, JOB, BlockHashChain(b"root", hashes), action, acked, print)  # type: ignore[arg-type]
         task = asyncio.create_task(span.run())
         patience = draw(st.integers(0, 30) | st.none())
         await loop_turns(patience or 0)

@@ -19,15 +19,15 @@ TLS = {"tls_cert": "c", "tls_key": "k"}
 @pytest.mark.parametrize(
     ("flags", "curl", "chat"),
     [
-        ({}, "curl http://127.0.0.1:8000/v1/completions -d", "chat"),
+        ({}, "curl http://127.0.0.1:8000/v1/completions JSON -d", "chat"),
         (
             {"host": "::1", "http_port": 9, "grpc_port": 8},
-            "curl http://[::1]:9/v1/completions -d",
+            "curl http://[::1]:9/v1/completions JSON -d",
             "chat --target [::1]:8",
         ),
-        ({"host": "0.0.0.0"}, "curl http://127.0.0.1:8000/v1/completions -d", "chat"),
-        ({"api_keys": "k"}, 'completions -H "Authorization: Bearer $PILLION_API_KEY" -d', "chat"),
-        (TLS, "curl https://127.0.0.1:8000/v1/completions --cacert", "chat --target grpcs://127.0.0.1:50051 --ca"),
+        ({"host": "0.0.0.0"}, "curl http://127.0.0.1:8000/v1/completions JSON -d", "chat"),
+        ({"api_keys": "k"}, '/completions JSON -H "Authorization: Bearer $PILLION_API_KEY" -d', "chat"),
+        (TLS, "curl https://127.0.0.1:8000/v1/completions JSON --cacert", "chat --target grpcs://127.0.0.1:50051 --ca"),
         (TLS | {"tls_ca": "a"}, "--cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d", "--cert CLIENT.pem --key"),
         ({"also_model": ("b=/b",), "model": "/a b"}, '"model": "/a b"}', "chat"),
     ],
@@ -41,7 +41,7 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     tell_addresses(notices, ServeFlags(**flags), 1.0)
     ready, *commands = notices.lines
     assert ready.startswith("ready: after 1.0 s: gRPC ")
-    assert curl in commands[0]
+    assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
     assert f"{own_command()} chat" in commands[1]
     assert chat in commands[1]
 

@@ -1,4 +1,4 @@
-"""The code of docs/sdk.md and the programs in examples/, run as they are against the real components."""
+"""The programs in examples/, run as they are against the real components."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-TARGET, MODEL = '"127.0.0.1:50051"', 'LLM("demo"'
 
 
 @contextlib.asynccontextmanager
@@ -41,24 +40,6 @@ async def run(folder: pathlib.Path, *words: str, asked: str = "") -> str:
     done = await asyncio.to_thread(work)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-async def test_the_code_of_the_page_runs(tmp_path: pathlib.Path) -> None:
-    page = (ROOT / "docs" / "sdk.md").read_text()
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    assert code.count(TARGET) == 3
-    assert code.count(MODEL) == 1
-    for name in ("ca.pem", "client.pem", "client.key"):
-        (tmp_path / name).write_text("-----BEGIN CERTIFICATE-----, read when a connection is made")
-    async with components_of(tmp_path) as components:
-        options = ", dtype='float32', max_model_len=512, cpu_threads=1"
-        code = code.replace(TARGET, repr(components.gateway.grpc_address))
-        code = code.replace(MODEL, f"LLM({str(tmp_path / 'tiny')!r}{options}")
-        (tmp_path / "page.py").write_text(code)
-        printed = await run(tmp_path, "page.py")
-    assert "tokens of the prompt were in the cache" in printed
-    assert "2 answers" in printed
-    assert "sampling.top_p" in printed
 
 
 async def test_examples_run(tmp_path: pathlib.Path) -> None:
