@@ -7,6 +7,7 @@ Pillion has prepared from them is in its own cache ($PILLION_CACHE) and is made 
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def pull(model: str, revision: str, file: str) -> str:
 
 def _reporting(progress: Any, task: Any) -> type:
     """A class that the hub's client makes its bars of: they draw nothing, and their bytes advance ``task``."""
-    from tqdm.auto import tqdm
+    tqdm: Any = import_module("tqdm.auto").tqdm
 
-    class SilentBar(tqdm):  # type: ignore[type-arg]
+    class SilentBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, name: str = "", **options: Any) -> None:
             self._counts = name == BYTES_BAR
             super().__init__(*args, **options | {"disable": True})
