@@ -23,7 +23,7 @@ from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
-from pillion.gateway.request.message_bounds import LOOP_BYTES, MAX_WAITING_BYTES
+from pillion.gateway.request.message_bounds import MAX_WAITING_BYTES
 from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
@@ -51,7 +51,7 @@ from pillion.gateway.request.validation import (
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
-from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -208,6 +208,11 @@ class Gateway:
                 return await self._pool.run(job, *arguments)
         finally:
             self._waiting_bytes -= size_bytes
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest context of all models."""
+        return max(entry.limits.max_model_len_tokens for entry in self._models.values())
 
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
