@@ -36,7 +36,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
     """A hub with one repository, "some/model"; yields its URL and the paths of files that were sent."""
     sent: list[str] = []
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class HubHandler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *args: object) -> None:
@@ -75,7 +75,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 
         do_HEAD = do_GET  # noqa: N815
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
