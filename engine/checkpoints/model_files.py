@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import read_json
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -87,27 +88,38 @@ def is_hub_id(model: str) -> bool:
 
 def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
     progress(f"looking for {model} ({revision}) on the hub")
+    check_hub_config(model, revision)
     return Path(download(model, revision))
 
 
-def download(model: str, revision: str, file: str = "", **options: Any) -> Any:
+def check_hub_config(model: str, revision: str) -> None:
+    """Raises ConfigError for a model that cannot be served, before gigabytes of its weights come."""
+    _require_hub_client()
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        small = Path(download(model, revision, ("*config.json",)))
+        if (small / "config.json").is_file():
+            load_config(small)
+
+
+def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, **options: Any) -> Any:
     """Brings a hub repository's files into the hub's cache; returns what ``snapshot_download`` returns: the folder.
 
     Args:
-        file: one GGUF file instead of HUB_PATTERNS.
+        patterns: names of the files.
         options: of ``snapshot_download``, such as ``dry_run``.
 
     Raises ConfigError, in one line, where the files are neither here nor on the hub.
     """
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f"{model} is a hub id, but huggingface_hub is not installed") from None
+    _require_hub_client()
+    from huggingface_hub import snapshot_download
+
     try:
         return snapshot_download(
             model,
             revision=revision,
-            allow_patterns=[file] if file else list(HUB_PATTERNS),
+            allow_patterns=list(patterns),
             ignore_patterns=["*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
             **options,
@@ -116,6 +128,11 @@ def download(model: str, revision: str, file: str = "", **options: Any) -> Any:
         raise ConfigError(
             f"{model} ({revision}) is neither on this machine nor available from the hub: {_hub_reason(error)}"
         ) from None
+
+
+def _require_hub_client() -> None:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError("a hub id needs huggingface_hub, which is not installed")
 
 
 def _hub_reason(error: BaseException) -> str:

@@ -30,7 +30,7 @@ def pull(model: str, revision: str, file: str) -> str:
     Raises ConfigError for what is no hub id, is not on the hub, or cannot be kept.
     """
     require_server_packages()
-    from pillion.engine.checkpoints.model_files import download, is_hub_id
+    from pillion.engine.checkpoints.model_files import HUB_PATTERNS, check_hub_config, download, is_hub_id
 
     if not is_hub_id(model):
         raise ConfigError(f"{model!r} is no hub id: pull takes OWNER/NAME, as in `pillion serve OWNER/NAME`")
@@ -39,12 +39,15 @@ def pull(model: str, revision: str, file: str) -> str:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    patterns = (file,) if file else HUB_PATTERNS
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        wanted = download(model, revision, file, dry_run=True)
+        if not file:
+            check_hub_config(model, revision)
+        wanted = download(model, revision, patterns, dry_run=True)
         to_come = sum(each.file_size for each in wanted if each.will_download)
         task = progress.add_task(model, total=to_come)
-        folder = Path(download(model, revision, file, tqdm_class=_reporting(progress, task)))
+        folder = Path(download(model, revision, patterns, tqdm_class=_reporting(progress, task)))
         progress.update(task, completed=to_come)
     return str(folder / file) if file else model
 

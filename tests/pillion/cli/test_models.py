@@ -21,7 +21,10 @@ from testbed.cluster import free_port
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMIT = "a" * 40
 FILES = {
-    "config.json": b'{"a": 1}',
+    "config.json": json.dumps(
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64}
+        | {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    ).encode(),
     "model.safetensors": b"x" * 300_000,
     "small.gguf": b"GGUF" + b"y" * 1000,
     "tokenizer.json": b"{}",
@@ -106,7 +109,7 @@ def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
         assert served.read_bytes() == FILES["small.gguf"]
         table = models(url, tmp_path, "list").stdout
         (row,) = (line.split() for line in table.splitlines() if "some/model" in line)
-        assert row == ["some/model", "main", "4", "294.0", "KiB", "just", "now"]
+        assert row == ["some/model", "main", "4", "294.2", "KiB", "just", "now"]
         missing = {
             ("pull", "some/other"): "there is no such repository, or it is private (then set HF_TOKEN)",
             ("pull", "some/model", "--revision", "v9"): "it has no such revision",
@@ -117,9 +120,9 @@ def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
             assert len(done.stderr.strip().splitlines()[-1:]) == 1
     refused = models(url, tmp_path, "rm", "some/model", asked="n\n")
     assert (refused.returncode, served.exists()) == (1, True)
-    assert "remove some/model: 4 files, 294.0 KiB?" in refused.stderr
+    assert "remove some/model: 4 files, 294.2 KiB?" in refused.stderr
     done = models(url, tmp_path, "rm", "some/model", "--yes")
-    assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.0 KiB\n")
+    assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.2 KiB\n")
     assert not served.exists()
     assert "some/model" not in models(url, tmp_path, "list").stdout
 
