@@ -129,7 +129,8 @@ class OpenAIApi:
                 for prompt, delta in batch:
                     writer.keep(prompt * asked.answers + delta.index, delta)
                 batch = await reader.read()
-            await call.answer(200, writer.whole(reader.usage()))
+            usage = reader.usage()
+            await call.answer(200, await self._gateway.off_loop(call.tenant, writer.size_bytes, writer.whole, usage))
         except PillionError as error:
             raise from_pillion(error, asked.names[reader.failed]) from None
         finally:

@@ -64,6 +64,11 @@ WORST: dict[str, tuple[str, bytes, str]] = {
     "a million ids": ("/detokenize", body(tokens=ids(MILLION)), "tokens"),
     "an echo that fits": (COMPLETE, body(prompt=ids(CONTEXT - 1), echo=b"true", max_tokens=ONE), ""),
     "an echo of a million": (COMPLETE, body(prompt=ids(MILLION), echo=b"true"), "prompt"),
+    "log probabilities": (
+        COMPLETE,
+        body(prompt=b'"x"', max_tokens=b"60", ignore_eos=b"true", n=b"24", logprobs=b"20"),
+        "",
+    ),
     "lists of ids": (COMPLETE, body(prompt=b"[" + b",".join([ids(2000)] * 128) + b"]", max_tokens=ONE), ""),
     "empty prompts": (COMPLETE, body(prompt=many(b"[]")), "prompt"),
     "empty texts": (COMPLETE, body(prompt=many(b'""')), "prompt"),
@@ -142,7 +147,8 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_the_worst_bodies_leave_the_loop_to_others(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_fake_cluster("abc", chunk_size=8192, max_inflight_tokens=10**8) as fakes:
+    async with running_fake_cluster("abc" * 20, chunk_size=8192, max_inflight_tokens=10**8) as fakes:
+        fakes.decode.per_delta = 60
         for name, (path, raw, blamed) in WORST.items():
             assert len(raw) < 2**23, name
             jobs.clear()
@@ -153,6 +159,7 @@ async def test_the_worst_bodies_leave_the_loop_to_others(jobs: list[str], monkey
                 assert reply.error["param"].startswith(blamed), (name, reply.body[:300])
             assert work.calls < MAX_CALLS, (name, work)
             assert work.json_bytes <= LOOP_BYTES, (name, work)
+            assert jobs[-1] == "whole" or name != "log probabilities"
             assert jobs, name
         await fakes.settled()
 

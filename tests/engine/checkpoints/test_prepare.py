@@ -193,6 +193,21 @@ def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
     assert not [pattern for pattern in request["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
 
 
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    """Its config is fetched first, and alone."""
+    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    fetched = []
+
+    def fetch(model, **options):
+        listing, allowed = ["config.json", "a.safetensors"], options["allow_patterns"]
+        fetched.append(set(filter_repo_objects(listing, allow_patterns=allowed)))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert "quantized by awq, 4 bits" in refused(ModelFlags(model="owner/quantized"))
+    assert fetched == [{"config.json"}]
+
+
 def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):
     import huggingface_hub
 
