@@ -243,7 +243,7 @@ class DecodeSession:
                 except Overloaded:
                     tickets.let_go(holding)
                     raise
-            sequence = epoch.make(_spec_of(stream, worker.max_model_len), holding, tail_hash)
+            sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash)
             stream.progress = sequence.progress
             epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
@@ -294,7 +294,7 @@ class DecodeSession:
         return delta
 
 
-def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
+def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
     submit = stream.submit
     return SequenceSpec(
         seq_id=stream.seq_id,
@@ -304,7 +304,8 @@ def _spec_of(stream: _DecodeStream, max_model_len: int) -> SequenceSpec:
         sampling=sampling_from_pb(submit.sampling),
         stop_token_ids=frozenset(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
-        max_model_len=max_model_len,
+        max_model_len=worker.max_model_len,
+        rope_shift=worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
         priority=bounded(submit.priority),
         forks=tuple(other.fork for other in stream.forks),
     )

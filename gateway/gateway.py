@@ -23,7 +23,7 @@ from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
-from pillion.gateway.request.message_bounds import LOOP_BYTES, MAX_WAITING_BYTES
+from pillion.gateway.request.message_bounds import MAX_WAITING_BYTES
 from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
@@ -51,7 +51,7 @@ from pillion.gateway.request.validation import (
 from pillion.gateway.tokens.answer_text import AnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
-from pillion.gateway.tokens.tokenizer import TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -177,7 +177,7 @@ class Gateway:
             longest = self._longest(request, model, prompt)
             self.admission.weigh(permit, len(prompt))
             job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
-            answers = await self._answers(request, model, job)
+            answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
             return self._start(request, job, answers, permit, span)
@@ -208,6 +208,11 @@ class Gateway:
                 return await self._pool.run(job, *arguments)
         finally:
             self._waiting_bytes -= size_bytes
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest context of all models."""
+        return max(entry.limits.max_model_len_tokens for entry in self._models.values())
 
     def entry(self, name: str) -> ModelEntry:
         """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
@@ -398,9 +403,10 @@ class Gateway:
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
             resume=resume,
+            original_tokens=model.limits.original_tokens,
         )
 
-    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job) -> list[AnswerText]:
+    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job, tenant: Tenant) -> list[AnswerText]:
         """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
         Overloaded."""
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
@@ -413,9 +419,10 @@ class Gateway:
             check_origin(job.resume, job.digest(), len(job.prompt))
             for answer, so_far in zip(answers, job.resume.answers, strict=True):
                 if so_far.finish_reason is None:
-                    # The client has its text; what it brings the answer to is what is held back. Not on the event loop:
-                    # it may be long.
-                    await self._pool.run(answer.push, so_far.token_ids)
+                    # The client has this text; what counts is what the answer still holds back. It may be long, so it
+                    # is read on a thread, in the tenant's turn.
+                    async with self._texts.of(tenant):
+                        await self._pool.run(answer.push, so_far.token_ids)
         return answers
 
     def _start(

@@ -249,7 +249,7 @@ def model_entry(model: PreparedModel) -> ModelEntry:
     """What a gateway needs of a model. Reads files; raises ConfigError."""
     tokenizer = ModelTokenizer.load(model.folder)
     return ModelEntry(
-        limits=ModelLimits(model.name, model.max_model_len, model.vocab_size),
+        limits=ModelLimits(model.name, model.max_model_len, model.vocab_size, model.original_tokens),
         alias=model.alias,
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,

@@ -1,7 +1,7 @@
 """Block hashes, which make KV blocks content-addressed (I2).
 
     namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
-    request root     the base, narrowed by the adapter and by the tenant's ``cache_salt``
+    request root     the base, narrowed by the adapter, the tenant's ``cache_salt``, and rotary frequencies by length
     block hash       SHA-256 over the parent's hash and the block's token ids; the first block's parent is the root
 
 So a hash names a whole prefix, and two requests share a block exactly if they share model, layout, adapter, salt and
@@ -46,9 +46,13 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
     return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), str(tp))
 
 
-def request_root(base: bytes, adapter: str = "", cache_salt: str = "") -> bytes:
-    """Returns the parent hash (32 bytes) of a request's first block; other adapters or salts share no block."""
-    return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt)
+def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:
+    """Returns the parent hash (32 bytes) of a request's first block; other adapters or salts share no block.
+
+    ``short_text``: whether it has the rotary frequencies of texts within the model's original length, where those of
+    longer texts differ; such requests share no block with longer ones.
+    """
+    return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt, *(("short text",) if short_text else ()))
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:

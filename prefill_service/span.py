@@ -93,6 +93,7 @@ class SpanRun:
             start_tokens=span.start_tokens,
             chunk_ends=ends,
             priority=bounded(span.priority),
+            rope_shift=self._worker.model.prepared.rope_shift(span.text_tokens),
         )
         sequence = epoch.make(spec, holding, tail_hash)
         if self._over:

@@ -18,6 +18,7 @@ MODEL = 'gen_ai_request_model=~"$model"'
 TOKENS_PER_S = "suffix: tokens/s"
 # A series of a worker or node gets its component's name from that component's pillion_build_info.
 OWNER = '* on (job, instance) group_left (component) pillion_build_info{component=~"$component"}'
+EVERY_OWNER = "* on (job, instance) group_left (component) pillion_build_info"
 _QUANTILES = ((0.5, "p50"), (0.99, "p99"))
 
 
@@ -99,6 +100,16 @@ def _service() -> Dashboard:
             (Query("sum by (state) (pillion_requests_now)", "{{state}}"),),
             "Waiting requests are in the gateways' tenant queues.",
             stacked=True,
+        ),
+        Panel(
+            "Event loops",
+            "s",
+            (
+                Query(
+                    f"max by (component) (pillion_event_loop_longest_callback_seconds {EVERY_OWNER})", "{{component}}"
+                ),
+            ),
+            "The longest callback of the last minute or two: so long a component's streams and heartbeats stood still.",
         ),
     )
     traffic = (

@@ -23,6 +23,7 @@ class StepBatch:
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
         sample_rows: [R] rising numbers of the rows whose logits are sampled; a row may occur several times. Empty for
             pure prefill.
+        rope_rows: [T] each token's row of the rotary tables; None where that is its position.
     """
 
     token_ids: Int32
@@ -31,6 +32,12 @@ class StepBatch:
     context_lens: Int32
     block_tables: Int32
     sample_rows: Int32
+    rope_rows: Int32 | None = None
+
+    @property
+    def table_rows(self) -> Int32:
+        """[T] each token's row of the rotary tables."""
+        return self.positions if self.rope_rows is None else self.rope_rows
 
     @property
     def num_tokens(self) -> int:

@@ -35,6 +35,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
     for place, chosen in plan.unknown:
         token_ids[query_starts[place]] = -1 - chosen
+    shifts = [piece.sequence.spec.rope_shift for piece in pieces]
     return StepBatch(
         token_ids=token_ids,
         positions=positions,
@@ -42,6 +43,9 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
         context_lens=np.array(context_lens, dtype=np.int32),
         block_tables=tables,
         sample_rows=np.array([*_sample_rows(pieces, ends)], dtype=np.int32),
+        rope_rows=positions + np.repeat(np.array(shifts, dtype=np.int32), np.diff(query_starts))
+        if any(shifts)
+        else None,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pillion.config import ComputeFlags, ModelFlags, WorkerFlags
+from pillion.config import ComputeFlags, WorkerFlags
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.engine.backends.backend import Backend
 from pillion.engine.backends.devices import resolve_device
@@ -53,7 +53,7 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
-    for note in precision_notes(flags, prepared):
+    for note in precision_notes(prepared):
         log.warning("%s", note)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
@@ -85,10 +85,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
 
 
-def precision_notes(flags: ModelFlags, prepared: PreparedModel) -> Iterator[str]:
+def precision_notes(prepared: PreparedModel) -> Iterator[str]:
     """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
-    if flags.dtype in ("float16", "half"):
-        yield f"--dtype {flags.dtype}: weights, arithmetic and KV are float32, which holds every float16 number exactly"
     saved = read_json(prepared.folder / "config.json")
     if prepared.dtype == "bfloat16" and (saved.get("dtype") or saved.get("torch_dtype")) == "float16":
         yield (
@@ -98,10 +96,8 @@ def precision_notes(flags: ModelFlags, prepared: PreparedModel) -> Iterator[str]
     for rope in load_config(prepared.folder).ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
-                f"--max-model-len {prepared.max_model_len} is above the {rope.switches_at} tokens up to which this"
-                f" model has the rotary frequencies of its training ({rope.kind}): all texts get those of the longest"
-                f" one, and shorter ones other answers than in transformers; --max-model-len {rope.switches_at} avoids"
-                " that"
+                f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
+                f" {rope.switches_at} tokens get other rotary frequencies ({rope.kind}), from their first token on"
             )
 
 

@@ -52,7 +52,7 @@ class TorchBackend(HostBackend):
                 self._ropes,
                 attention,
                 _indices(batch.token_ids),
-                _indices(batch.positions),
+                _indices(batch.table_rows),
                 _indices(rows),
             )
             return logits if places is None else logits[_indices(places)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pillion.engine.models.config_json import read_json
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -81,24 +82,35 @@ def _demo_file() -> Path:
 
 def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import snapshot_download, try_to_load_from_cache
     except ImportError:
         raise ConfigError(f"{model} is a hub id, but huggingface_hub is not installed") from None
     progress(f"looking for {model} ({revision}) on the hub")
-    try:
-        folder = snapshot_download(
+
+    def fetch(*patterns: str) -> Path:
+        found: str = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(HUB_PATTERNS),
+            allow_patterns=list(patterns),
             ignore_patterns=["*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
         )
+        return Path(found)
+
+    try:
+        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            # What cannot be served is refused before gigabytes of weights come.
+            small = fetch("*config.json")
+            if (small / "config.json").is_file():
+                load_config(small)
+        return fetch(*HUB_PATTERNS)
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
             f"{model} ({revision}) is neither on this machine nor available from the hub: {reason[0]}"
         ) from None
-    return Path(folder)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

@@ -17,6 +17,7 @@ from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCach
 from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.rope_config import original_tokens
 from pillion.errors import ConfigError
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
@@ -37,6 +38,7 @@ class PreparedModel:
         dtype: "bfloat16" or "float32", the type of arithmetic and KV.
         max_model_len: most tokens of prompt and answer together.
         eos_token_ids: tokens that end a text.
+        original_tokens: longest text with the rotary frequencies of training, where longer ones have others; else 0.
     """
 
     folder: Path
@@ -48,6 +50,11 @@ class PreparedModel:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     alias: str = ""
+    original_tokens: int = 0
+
+    def rope_shift(self, text_tokens: int) -> int:
+        """Returns where in the rotary tables a text of at most ``text_tokens`` tokens begins; 0 stands for unknown."""
+        return self.max_model_len if 0 < text_tokens <= self.original_tokens < self.max_model_len else 0
 
 
 def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
@@ -59,17 +66,18 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
     name = flags.served_model_name or source.name
-    exact = min((rope.switches_at for rope in load_config(Path(record.folder)).ropes if rope.switches_at), default=0)
+    original = original_tokens(load_config(Path(record.folder)).ropes)
     return PreparedModel(
         folder=Path(record.folder),
         name=name,
         alias="" if flags.served_model_name or flags.model == name else flags.model,
         fingerprint=record.fingerprint,
         dtype=dtype,
-        max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, exact),
+        max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, original),
         vocab_size=record.vocab_size,
         eos_token_ids=record.eos_token_ids,
         bos_token_id=record.bos_token_id,
+        original_tokens=original,
     )
 
 
@@ -95,6 +103,8 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     if dtype != "auto":
         if dtype not in DTYPE_CHOICES:
             raise ConfigError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_CHOICES)}")
+        if dtype in ("float16", "half"):
+            return "float32", f"which holds every float16 number exactly, for --dtype {dtype}"
         return "bfloat16" if dtype == "bfloat16" else "float32", f"for --dtype {dtype}"
     if Path("/proc/driver/nvidia/version").exists():
         return "bfloat16", "for there is an NVIDIA GPU"
@@ -107,11 +117,13 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     return "float32", "for this processor does not compute in bfloat16"
 
 
-def _model_len(requested: int, longest: int, exact: int) -> int:
-    """``exact``: above this length the model's answers to shorter texts change, too; 0: at none."""
+def _model_len(requested: int, longest: int, original: int) -> int:
+    """``original``: see PreparedModel. By default no text is longer, so that a request without ``max_tokens`` has the
+    frequencies of training, too.
+    """
     if requested < 0 or requested > longest:
         raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
-    return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, exact or longest)
+    return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, original or longest)
 
 
 def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:

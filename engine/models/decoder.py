@@ -62,18 +62,19 @@ def run_decoder(
     ropes: Sequence[Rope],
     attention: StepAttention,
     token_ids: torch.Tensor,
-    positions: torch.Tensor,
+    rope_rows: torch.Tensor,
     sample_rows: torch.Tensor,
 ) -> torch.Tensor:
     """Runs T tokens and writes their KV.
 
-    Takes token_ids and positions [T], sample_rows [R] (all int64); returns float32 logits [R, vocab]. The last layer
-    computes only what is needed: sampled rows, or nothing but its KV where no row is sampled.
+    Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
+    float32 logits [R, vocab]. The last layer computes only what is needed: sampled rows, or nothing but its KV where no
+    row is sampled.
     """
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
         hidden = hidden * weights.embedding_scale
-    tables = [rope.tables(positions, hidden.dtype) for rope in ropes]
+    tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         rope = config.layer_ropes[index]

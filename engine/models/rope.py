@@ -8,12 +8,12 @@ is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where those depend on the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rope_config import RopeConfig
+from pillion.engine.models.rope_config import RopeConfig, original_tokens
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,19 +25,28 @@ class Rope:
     Attributes:
         frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that are not rotated.
         scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs of values that are not rotated.
+        short_frequencies: the same for texts within the original length, where they differ, else None. Such a text's
+            position p is row ``short_rows`` + p of the tables; row p is that of any other text.
     """
 
     frequencies: torch.Tensor
     scales: torch.Tensor
+    short_frequencies: torch.Tensor | None = None
+    short_rows: int = 0
 
-    def cos_sin(self, positions: torch.Tensor) -> CosSin:
-        """Returns cosines and sines [T, head_dim / 2] float32 of positions [T]."""
-        angles = positions.to(torch.float32)[:, None] * self.frequencies
+    def cos_sin(self, rows: torch.Tensor) -> CosSin:
+        """Returns cosines and sines [T, head_dim / 2] float32 of table rows [T]."""
+        positions, frequencies = rows[:, None], self.frequencies
+        if self.short_frequencies is not None:
+            is_short = positions >= self.short_rows
+            positions = torch.where(is_short, positions - self.short_rows, positions)
+            frequencies = torch.where(is_short, self.short_frequencies, frequencies)
+        angles = positions.to(torch.float32) * frequencies
         return angles.cos() * self.scales, angles.sin() * self.scales
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> CosSin:
-        """Returns cosines and signed sines [T, 1, head_dim] of positions [T], the arguments of :func:`rotate`."""
-        cos, sin = self.cos_sin(positions)
+    def tables(self, rows: torch.Tensor, dtype: torch.dtype) -> CosSin:
+        """Returns cosines and signed sines [T, 1, head_dim] of table rows [T], the arguments of :func:`rotate`."""
+        cos, sin = self.cos_sin(rows)
         # The first half of a rotated head subtracts, so its sign sits in the table and rotate() has no negation.
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
@@ -60,13 +69,23 @@ def partial_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
     """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
-    return tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
+    ropes = tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
+    original = original_tokens(config.ropes)
+    if not 0 < original < max_model_len:
+        return ropes
+    short = (make_rope(rope, config.head_dim, original).frequencies for rope in config.ropes)
+    return tuple(
+        replace(rope, short_frequencies=own, short_rows=max_model_len) for rope, own in zip(ropes, short, strict=True)
+    )
 
 
 def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
-    """Makes cosines and sines [max_model_len, head_dim / 2] float32 of each of the model's embeddings."""
-    positions = torch.arange(max_model_len)
-    return tuple(rope.cos_sin(positions) for rope in make_ropes(config, max_model_len))
+    """Makes cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows, and
+    behind them those of texts within the original length, where these have frequencies of their own.
+    """
+    original = original_tokens(config.ropes)
+    rows = torch.arange(max_model_len + (original if original < max_model_len else 0))
+    return tuple(rope.cos_sin(rows) for rope in make_ropes(config, max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:

@@ -1,10 +1,11 @@
 """Reads a model's rotary position embeddings from its ``config.json``. Imports no torch.
 
 KV must not depend on the length of the text, because blocks are found by their tokens alone (I2). In transformers two
-kinds of scaling do depend on it: dynamic NTK, and longrope with two sets of factors. Pillion fixes them for
-``max_model_len``, as vLLM does: up to the original length with the frequencies of training, above it with those that
-transformers uses for a text of ``max_model_len`` tokens. So such a model is served at its original length, where both
-agree, unless a longer one is asked for. :func:`served_variant` keeps the two apart in the KV store.
+kinds of scaling do depend on it: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of
+frequencies for such a model. A request whose prompt and longest answer fit into the original length gets those of
+training, as in transformers. A longer one gets, from its first token on, those that transformers uses for a text of
+``max_model_len`` tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and
+:func:`served_variant` keeps workers of different ``max_model_len`` apart in the KV store.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class RopeConfig:
     def stretched_max_position(self) -> int:
         """Longest text after scaling, in tokens; 0 for kinds whose config holds that length as its maximum."""
         return int(self.original_max_position * self.factor) if self.kind in ("linear", "dynamic", "yarn") else 0
+
+
+def original_tokens(ropes: Sequence[RopeConfig]) -> int:
+    """Returns the longest text, in tokens, with the frequencies of training, where longer ones have others; else 0."""
+    return min((rope.switches_at for rope in ropes if rope.switches_at), default=0)
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:

@@ -339,7 +339,10 @@ class Scheduler:
         """Fail a sequence whose logits are no numbers; its forks, whose tokens come from the same row, go with it."""
         for _ in sequence.take_forks():
             next(tokens), next(logprobs, None)
-        error = f"the model's logits for token {sequence.num_tokens} are not finite: its weights, or an overflow"
+        error = (
+            f"the model's logits for token {sequence.num_tokens} are not finite:"
+            " its weights are damaged, or its arithmetic overflows"
+        )
         self.fail(sequence.seq_id, BrokenModel(error), now)
 
     def _begin_fork(

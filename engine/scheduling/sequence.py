@@ -69,6 +69,7 @@ class SequenceSpec:
         prompt_tokens: how many of token_ids are prompt.
         sampling: resolved parameters; None for a span, which ends when its tokens are computed.
         stop_token_ids: ids that end the stream.
+        rope_shift: row of the rotary tables for position 0.
         max_tokens: most tokens behind the prompt.
         max_model_len: most tokens in all.
         chunk_ends: positions that one step does not cross, the last one the span's end. Empty for a stream.
@@ -83,6 +84,7 @@ class SequenceSpec:
     prompt_tokens: int = 0
     sampling: SamplingParams | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    rope_shift: int = 0
     max_tokens: int = 0
     max_model_len: int = 0
     chunk_ends: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -19,7 +20,7 @@ from pillion.errors import NotFound, PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.http_api.http_call import HttpCall
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_events import (
     DONE,
     ChatResponseWriter,
@@ -28,7 +29,7 @@ from pillion.gateway.http_api.openai_events import (
     error_event,
     usage_json,
 )
-from pillion.gateway.http_api.openai_fields import DetokenizeBody, Int, parse, parse_field
+from pillion.gateway.http_api.openai_fields import DetokenizeBody, parse
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.openai_requests import (
@@ -36,6 +37,7 @@ from pillion.gateway.http_api.openai_requests import (
     OpenAIRequest,
     chat_request,
     completion_request,
+    read_ids,
     tokenize_request,
 )
 from pillion.gateway.request.runner import Generation
@@ -59,7 +61,8 @@ class OpenAIApi:
 
     async def completions(self, call: HttpCall) -> None:
         """Continues a prompt, or several."""
-        await call.while_connected(self._answer(call, completion_request, await call.body()))
+        read = partial(completion_request, most_ids=self._gateway.longest_tokens)
+        await call.while_connected(self._answer(call, read, await call.body()))
 
     async def chat(self, call: HttpCall) -> None:
         """Answers a conversation with the assistant's next message."""
@@ -85,9 +88,8 @@ class OpenAIApi:
         raw = await call.body()
         body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
         entry = self._entry(body.model)
-        if bytes(body.tokens).count(b",") >= entry.limits.max_model_len_tokens:
-            raise refused("tokens", f"more than {entry.limits.max_model_len_tokens} ids, the model's context")
-        tokens = await self._gateway.off_loop(call.tenant, len(raw), _read_ids, body.tokens)
+        most = entry.limits.max_model_len_tokens
+        tokens = await self._gateway.off_loop(call.tenant, len(raw), read_ids, body.tokens, "tokens", most)
         text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
@@ -127,7 +129,8 @@ class OpenAIApi:
                 for prompt, delta in batch:
                     writer.keep(prompt * asked.answers + delta.index, delta)
                 batch = await reader.read()
-            await call.answer(200, writer.whole(reader.usage()))
+            usage = reader.usage()
+            await call.answer(200, await self._gateway.off_loop(call.tenant, writer.size_bytes, writer.whole, usage))
         except PillionError as error:
             raise from_pillion(error, asked.names[reader.failed]) from None
         finally:
@@ -216,10 +219,6 @@ def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) 
     strings = None if texts is None else [texts.text_of(token) for token in tokens]
     answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
     return msgspec.json.encode(answer)
-
-
-def _read_ids(raw: msgspec.Raw) -> tuple[int, ...]:
-    return tuple(parse_field(raw, list[Int], "tokens"))
 
 
 def unknown_model(message: str) -> ApiError:

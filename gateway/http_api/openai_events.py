@@ -18,6 +18,8 @@ from pillion.types import Delta, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
+# About what the log probability of a token, or of an alternative to it, takes in a response.
+LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
 
@@ -63,6 +65,8 @@ class ResponseWriter:
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
+        # About what the whole response takes so far.
+        self.size_bytes = 0
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -92,8 +96,10 @@ class ResponseWriter:
         """Collects a delta for :meth:`whole`."""
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
+        self.size_bytes += len(delta.text)
         if self._shows:
             answer.logprobs.extend(delta.logprobs)
+            self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if delta.finish_reason is not None:
             answer.finish_reason = delta.finish_reason.value
 
@@ -158,6 +164,7 @@ class CompletionResponseWriter(ResponseWriter):
         super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
         self._prompts = prompts
         self._per_prompt = answers
+        self.size_bytes = answers * sum(map(len, prompts))
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""

@@ -99,8 +99,9 @@ class OpenAIRequest:
         return self.requests[0].sampling.n or 1
 
 
-def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
-    """Reads the body of POST /v1/completions. Raises ApiError."""
+def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
+    """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused unread. Raises
+    ApiError."""
     body = parse(raw, CompletionBody)
     if body.echo and body.logprobs is not None:
         text = "log probabilities of a prompt are not computed; ask for one of echo and logprobs"
@@ -109,7 +110,7 @@ def completion_request(raw: bytes, request_id: str) -> OpenAIRequest:
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
-    prompts = read_prompts(body.prompt)
+    prompts = read_prompts(body.prompt, most_ids)
     requests = tuple(
         _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
         for prompt in prompts.values()
@@ -146,7 +147,7 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     return body, GenerateRequest(model=body.model, messages=read_messages(body.messages), chat=options)
 
 
-def read_prompts(raw: Raw) -> dict[str, Prompt]:
+def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
     """Reads a text, texts, ids, or lists of ids: each prompt by its field's name. Raises ApiError; too many of anything
     are refused before they are parsed."""
     text = bytes(raw)
@@ -163,12 +164,19 @@ def read_prompts(raw: Raw) -> dict[str, Prompt]:
         if text.count(b"[") > MAX_PROMPTS + 1:
             raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
         lists = parse_field(raw, list[Raw], "prompt")
-        items = [tuple(parse_field(one, list[Int], f"prompt[{n}]")) for n, one in enumerate(lists)]
+        items = [read_ids(one, f"prompt[{n}]", most_ids) for n, one in enumerate(lists)]
     else:
-        return {"prompt": _filled(tuple(parse_field(raw, list[Int], "prompt")), "prompt")}
+        return {"prompt": _filled(read_ids(raw, "prompt", most_ids), "prompt")}
     if len(items) > MAX_PROMPTS:
         raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
     return {field: _filled(item, field) for field, item in ((f"prompt[{n}]", item) for n, item in enumerate(items))}
+
+
+def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
+    """Reads a list of ids. Raises ApiError; too many are refused before they are parsed."""
+    if bytes(raw).count(b",") >= most_ids:
+        raise refused(field, f"more than {most_ids} ids; no model's context holds them")
+    return tuple(parse_field(raw, list[Int], field))
 
 
 def _filled(prompt: Prompt, field: str) -> Prompt:

@@ -190,7 +190,7 @@ class ComponentCalls:
         else:
             served = cluster.served(job.model, job.fingerprint)
         whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
-        root = request_root(served.namespace, cache_salt=job.cache_salt)
+        root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
@@ -204,7 +204,7 @@ class ComponentCalls:
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits={hit.node_id: hit.blocks for hit in hits},
-            components=served.holding(len(job.prompt) + job.resolved.max_tokens),
+            components=served.holding(job.text_tokens),
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,

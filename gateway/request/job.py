@@ -48,6 +48,17 @@ class Job:
     answers: int = 1
     show_logprobs: bool = False
     resume: Resume | None = None
+    original_tokens: int = 0
+
+    @property
+    def text_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return len(self.prompt) + self.resolved.max_tokens
+
+    @property
+    def short_text(self) -> bool:
+        """Whether the request has rotary frequencies that longer ones do not have (PreparedModel.original_tokens)."""
+        return self.text_tokens <= self.original_tokens
 
     @property
     def resumed_tokens(self) -> int:

@@ -17,9 +17,8 @@ from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS, MAX_REQUEST_BYTES, check_size
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 
-# What is read and checked on the event loop; this much takes less than 5 ms, whatever it holds.
-LOOP_BYTES = 16 * 2**10
 # What may wait for a thread, of all clients together.
 MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
 # Names and texts of a body: four for each of the most messages, or seven where its content is a list of one part.

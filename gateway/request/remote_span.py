@@ -46,6 +46,7 @@ def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: in
         token_ids=action.token_ids[start_tokens : plan.split_tokens],
         chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
         priority=job.priority,
+        text_tokens=job.text_tokens,
     )
 
 

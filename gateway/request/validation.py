@@ -62,11 +62,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The figures of a model that bound its requests."""
+    """The figures of a model that bound its requests. ``original_tokens``: see PreparedModel."""
 
     name: str
     max_model_len_tokens: int
     vocab_size: int
+    original_tokens: int = 0
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -13,15 +13,20 @@ import contextlib
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from pillion.errors import FieldViolation, InvalidRequest, Overloaded
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 from pillion.types import ChatMessage, ChatOptions
 
+T = TypeVar("T")
+
+# About what a message has around its content.
+MESSAGE_BYTES = 64
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
 # Wall-clock time of one rendering, for a machine that is very busy.
@@ -112,7 +117,7 @@ class ChatTemplate:
             "cpu_s": RENDER_CPU_S,
             "memory_bytes": RENDER_MEMORY_BYTES,
         }
-        _send(process, setup)
+        _send(process, msgspec.json.encode(setup))
         return process
 
     async def aclose(self) -> None:
@@ -131,17 +136,21 @@ def _violation(description: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("messages", description))
 
 
-def _send(process: Process, message: Any) -> None:
+def _send(process: Process, data: bytes) -> None:
     assert process.stdin is not None
-    # Several times as fast as the standard library's: a conversation may have megabytes.
-    data = msgspec.json.encode(message)
     process.stdin.write(len(data).to_bytes(4, "big") + data)
 
 
-async def _exchange(process: Process, message: Any) -> dict[str, Any]:
+async def _exchange(process: Process, conversation: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
-    _send(process, message)
+    size = sum(MESSAGE_BYTES + len(message.content) for message in conversation["messages"])
+    _send(process, await _off_loop(size, msgspec.json.encode, conversation))
     await process.stdin.drain()
     head = await process.stdout.readexactly(4)
-    return dict(msgspec.json.decode(await process.stdout.readexactly(int.from_bytes(head, "big"))))
+    answer = await process.stdout.readexactly(int.from_bytes(head, "big"))
+    return dict(await _off_loop(len(answer), msgspec.json.decode, answer))
+
+
+async def _off_loop(size_bytes: int, job: Callable[[Any], T], argument: Any) -> T:
+    return job(argument) if size_bytes <= LOOP_BYTES else await asyncio.to_thread(job, argument)

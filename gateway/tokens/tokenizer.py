@@ -19,6 +19,8 @@ from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings, new_detok
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
+# What is read, checked and written on the event loop; so much takes less than 5 ms, whatever it holds.
+LOOP_BYTES = 16 * 2**10
 # More than the requests that admission lets in by default, so that this bound is met only by a raised one.
 MAX_QUEUED_JOBS = 4096
 # A template is a page of text; a megabyte of it is a mistake or an attack.

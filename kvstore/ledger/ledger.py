@@ -97,6 +97,9 @@ class Ledger:
         """Returns a NodeStatus with the counts that the ledger knows."""
         quarantined = sum(len(holder.leased) for holder in self.holders.values() if holder.fenced)
         held = sum(len(holder.leased) for holder in self.holders.values())
+        fenced = {holder.name for holder in self.holders.values() if holder.fenced}
+        # A worker that is back under its name is well, even where the end of its last process is not proven.
+        well = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
         return NodeStatus(
             total_blocks=self.num_slots,
             free_blocks=len(self.free),
@@ -109,7 +112,7 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
-            fenced_components=sorted(holder.name for holder in self.holders.values() if holder.fenced),
+            fenced_components=sorted(fenced - well),
         )
 
     def drain_events(self) -> list[IndexEvent]:

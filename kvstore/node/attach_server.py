@@ -6,7 +6,8 @@
       | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
       |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
       | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
-                                                 only its process's exit is proof (PeerProcess)
+                                                 only its process's exit is proof (PeerProcess), and until then the
+                                                 epoch is fenced
       | <============= the end ============== |  the node is gone, and so is every block: the worker exits
 
 A connection that begins with RegionHello instead gets a shared region (:mod:`pillion.kvstore.node.region_server`).
@@ -44,9 +45,14 @@ log = logging.getLogger("pillion.kvnode")
 HELLO_TIMEOUT_S = 5.0
 MAX_ATTACHMENTS = 256
 LISTEN_BACKLOG = 64
-# Where the process cannot be seen (another PID namespace), a step's length and more passes before it counts as gone.
-UNSEEN_EXIT_S = 2.0
-_UNSEEN, _SELF = -1, -2
+UNSEEN = (
+    "the worker of epoch %016x is gone from its socket, and this node cannot see its process: it is of another PID "
+    "namespace. Its slots stay in quarantine until this node restarts. Let node and workers share a PID namespace "
+    "(Kubernetes: shareProcessNamespace), or use Linux 6.5 or newer"
+)
+_UNSEEN, _GONE = -1, -2
+# Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID namespace.
+_SO_PEERPIDFD = 77
 
 
 class AttachServer:
@@ -56,6 +62,7 @@ class AttachServer:
         memory_fd: returns the pool's descriptor; called after a worker was admitted.
         admit: turns a hello into a reply. Raises PillionErrors to refuse.
         ended: called with an epoch when its worker's death is proven, exactly once for every one admitted.
+        fence: called with an epoch whose worker's connection ended while its exit is not proven.
         serve_region: serves a connection that wants a region, until its end. Raises PillionErrors to refuse.
         exit_is_proof: returns whether, after a connection's end without a farewell, the worker's exit is awaited.
     """
@@ -66,6 +73,7 @@ class AttachServer:
         memory_fd: Callable[[], int],
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
+        fence: Callable[[int], None],
         serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]],
         exit_is_proof: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -73,6 +81,7 @@ class AttachServer:
         self._memory_fd = memory_fd
         self._admit = admit
         self._ended = ended
+        self._fence = fence
         self._serve_region = serve_region
         self._exit_is_proof = exit_is_proof
         self._server: socket.socket | None = None
@@ -121,6 +130,9 @@ class AttachServer:
             if epoch:
                 log.info("epoch %016x attached", epoch)
                 if not await until_end(sock) and self._exit_is_proof():
+                    self._fence(epoch)
+                    if not peer.seen:
+                        log.error(UNSEEN, epoch)
                     await peer.gone()
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
@@ -171,19 +183,24 @@ class PeerProcess:
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd = _pidfd_of(sock)
 
+    @property
+    def seen(self) -> bool:
+        """Whether the process's exit will be noticed."""
+        return self._pidfd != _UNSEEN
+
     async def gone(self) -> None:
-        """Returns when the process has exited. This process counts as gone: it lives and dies with its memory."""
-        if self._pidfd == _SELF:
-            return
-        if self._pidfd == _UNSEEN:
-            await asyncio.sleep(UNSEEN_EXIT_S)
+        """Returns when the process has exited; never, where that cannot be noticed. This process counts as gone: it
+        lives and dies with its memory."""
+        if self._pidfd == _GONE:
             return
         loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._pidfd, exited.set)
+        if self._pidfd >= 0:
+            loop.add_reader(self._pidfd, exited.set)
         try:
             await exited.wait()
         finally:
-            loop.remove_reader(self._pidfd)
+            if self._pidfd >= 0:
+                loop.remove_reader(self._pidfd)
 
     def close(self) -> None:
         """Closes the process's descriptor. Idempotent."""
@@ -195,11 +212,18 @@ class PeerProcess:
 def _pidfd_of(sock: socket.socket) -> int:
     if not hasattr(os, "pidfd_open"):
         return _UNSEEN
+    # The process id is 0 for a process of a PID namespace that is not within this one.
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if pid == os.getpid():
-        return _SELF
+        return _GONE
+    # Linux 6.5 and newer.
+    with contextlib.suppress(OSError):
+        (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
+        return int(pidfd)
     try:
         return os.pidfd_open(pid) if pid > 0 else _UNSEEN
+    except ProcessLookupError:
+        return _GONE
     except OSError:
         return _UNSEEN
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import chain
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Conflict
+from pillion.errors import ConfigError, Conflict, PillionError
+from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.registry import Registry
@@ -40,6 +41,9 @@ from pillion.wire.attach import AttachHello, AttachReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
+
+# How long a node that bears this one's name has to answer at start.
+TWIN_TIMEOUT_S = 2.0
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
@@ -86,6 +90,7 @@ class KVNode:
             self._memory.fileno,
             self._admit,
             self.pool.ended,
+            self.pool.fence,
             self.regions.serve,
             exit_is_proof=lambda: self._memory.domain.kind != HOST,
         )
@@ -121,6 +126,9 @@ class KVNode:
         # Names may have to be looked up.
         listening = self._server.address
         self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
+        if flags.redis_url:
+            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
+            await self._refuse_twin()
         self._attach.start()
         self._spawn(self._judge_silence(), "fencing")
         if flags.redis_url:
@@ -131,9 +139,38 @@ class KVNode:
                 record=self.record,
                 hashes=self._hashes,
             )
-            self._registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
             self._spawn(self._announcer.run(), "announcing")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
+
+    async def _refuse_twin(self) -> None:
+        """Raises ConfigError where another node of this name is alive: with two of them, each would take the other's
+        entries in the index for its own.
+
+        A record alone proves nothing, because that of this node's last life stays for a moment. Only a node that
+        answers counts, at an address that is not this node's.
+        """
+        node_id = self._flags.node_id
+        try:
+            known = await self._addresses()
+        except PillionError as error:
+            log.warning("the registry does not answer, so nobody knows whether %s is taken: %s", node_id, error.message)
+            return
+        address = known.get(node_id, self.address)
+        if address == self.address:
+            return
+        twin = NodeClient(address, node_id)
+        try:
+            found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
+        except PillionError as error:
+            log.info("a record of %s at %s stood for a node that is gone: %s", node_id, address, error.message)
+            return
+        finally:
+            await twin.aclose()
+        if found == node_id:
+            raise ConfigError(
+                f"--node-id {node_id} is taken: a KV node of this name serves at {address}; give each node a name of"
+                " its own"
+            )
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Ends sessions and attachments, by which others learn of it, and frees the memory. Idempotent."""

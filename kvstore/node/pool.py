@@ -178,9 +178,14 @@ class Pool:
             self.ledger.forgive(now)
         for epoch in self.ledger.overdue(now, self._timeout_s):
             log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)
-            self.ledger.fence(epoch)
-            self._dismiss(epoch, "the epoch is fenced")
-            self.changed()
+            self.fence(epoch)
+
+    def fence(self, epoch: int) -> None:
+        """Ends the rights of an epoch, the first of an attachment or a later one; what it holds is quarantined."""
+        epoch = self._last_epoch.get(epoch, epoch)
+        self.ledger.fence(epoch)
+        self._dismiss(epoch, "the epoch is fenced")
+        self.changed()
 
     # -- tickets
 

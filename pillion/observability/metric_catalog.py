@@ -37,6 +37,11 @@ def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> M
 # Every component.
 
 BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
+LOOP_LONGEST = _gauge(
+    "pillion.event_loop.longest_callback",
+    "s",
+    "Longest time, in the last minute or two, that callbacks kept the event loop from all else.",
+)
 
 # The gateway: requests.
 

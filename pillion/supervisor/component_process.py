@@ -93,6 +93,7 @@ def run_component(role: str, flags: Any) -> int:
 
 
 async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+    from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
     from pillion.supervisor.preflight import ask_redis
 
@@ -109,6 +110,7 @@ async def _run(name: str, role: str, start: Any, flags: Any) -> int:
         component = started.result()
         page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
         exports = Exports(component.meters, name, role, **page)
+        LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
         failed = await run_unless(stop.wait(), component.wait_failed())
         if failed:

@@ -153,6 +153,7 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         node = nodes[0]
         assert node["restartPolicy"] == "Always", "a sidecar: started before, stopped after the others"
         assert [one["name"] for one in pod["initContainers"]] == ["prepare", "kvnode"]
+        assert pod["shareProcessNamespace"], "on a GPU the node has to see that a worker's process has exited"
         env = environment(node)
         assert "metadata.name" in env["PILLION_NODE_ID"], "two pods are two nodes"
         folder = env["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]

@@ -66,6 +66,7 @@ def test_adapters_and_salts_never_mix(adapter: str, salt: str, other_adapter: st
 
 def test_fields_do_not_run_into_each_other() -> None:
     assert request_root(BASE, "ab", "c") != request_root(BASE, "a", "bc")
+    assert request_root(BASE, short_text=True) not in (ROOT, request_root(BASE, "", "short text"))
     assert request_root(BASE, "a", "") != request_root(BASE, "", "a")
 
 

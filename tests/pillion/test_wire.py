@@ -129,7 +129,8 @@ DECODE_DELTAS = st.builds(
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
     queued=st.none() | U32,
-)
+    # A delta with tokens says by them that the stream goes on.
+).map(lambda delta: delta._replace(queued=None) if delta.token_ids else delta)
 
 
 @given(REQUESTS)

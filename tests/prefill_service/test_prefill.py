@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -52,6 +53,27 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert answer.last.finish_reason is FinishReason.LENGTH
         assert answer.last.timings is not None
         assert answer.last.timings.tail_tokens == 10
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+@pytest.mark.parametrize(("text_tokens", "shift"), [(64, 4096), (65, 0), (0, 0)])
+async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_own(
+    text_tokens: int, shift: int
+) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        seen: list[StepBatch] = []
+        for server, backend in ((workers.prefill, workers.prefill_backend), (workers.decode, workers.decode_backend)):
+            prepared = replace(server.worker.model.prepared, original_tokens=64)
+            server.worker.model = replace(server.worker.model, prepared=prepared)
+            backend.before_step = seen.append
+        tokens = prompt(1, 50)
+        ticket = await workers.ticket(tokens)
+        await acks_of(workers, workers.span(ticket, tokens, (16, 16), text_tokens=text_tokens))
+        answer = await connection.submit(submit_of(1, ticket, tokens, text_tokens - 50 if text_tokens else 100))
+        await asyncio.wait_for(answer.over.wait(), 20)
+        assert sum(batch.num_tokens for batch in seen) >= 50
+        assert all((batch.table_rows - batch.positions == shift).all() for batch in seen)
         await workers.release(ticket)
         await workers.quiet()
 

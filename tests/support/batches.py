@@ -17,10 +17,12 @@ class Sequences:
         self._free = list(np.random.default_rng(seed).permutation(np.arange(1, num_slots)))
         self._tables: list[list[int]] = []
         self._lengths: list[int] = []
+        self._shifts: list[int] = []
 
-    def add(self, count: int = 1) -> list[int]:
-        """Adds empty sequences and returns their numbers."""
+    def add(self, count: int = 1, rope_shift: int = 0) -> list[int]:
+        """Adds empty sequences and returns their numbers. ``rope_shift``: their first row of the rotary tables."""
         self._tables += [[] for _ in range(count)]
+        self._shifts += [rope_shift] * count
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
@@ -31,6 +33,7 @@ class Sequences:
         targets = [int(self._free.pop()) for _ in sources]
         self._tables.append(table[: len(table) - len(sources)] + targets)
         self._lengths.append(self._lengths[number])
+        self._shifts.append(self._shifts[number])
         return len(self._tables) - 1, sources, targets
 
     def step(
@@ -52,11 +55,14 @@ class Sequences:
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
         rows = [end - 1 for end in starts[1:]] if sample is None else sample
+        shifts = np.repeat([self._shifts[number] for number, _ in parts], np.diff(starts)).astype(np.int32)
+        at = np.array(positions, np.int32)
         return StepBatch(
             token_ids=np.array([token for _, tokens in parts for token in tokens], np.int32),
-            positions=np.array(positions, np.int32),
+            positions=at,
             query_starts=np.array(starts, np.int32),
             context_lens=np.array([self._lengths[number] for number, _ in parts], np.int32),
             block_tables=padded,
             sample_rows=np.array(rows, np.int32),
+            rope_rows=at + shifts if shifts.any() else None,
         )

@@ -84,6 +84,7 @@ def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRec
     step = rows_step(batch.num_tokens, len(batch.sample_rows))
     for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):
         step.point(name, getattr(batch, name))
+    step.point("rope_rows", batch.table_rows)
     step.point("row_seqs", np.repeat(np.arange(batch.num_seqs, dtype=np.int32), np.diff(batch.query_starts)))
     step.count("num_seqs", batch.num_seqs)
     step.count("table_stride", batch.block_tables.shape[1])

@@ -92,7 +92,8 @@ class CpuBackend(HostBackend):
         self._step = CpuStepRecord()
         # Whether buffers were replaced since the program was bound to them.
         self._unbound = False
-        self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size)
+        angles = max(len(cos) for cos, _ in model.plan.ropes)
+        self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size, angles)
         # Views of the logits' buffer without its padding, by number of rows.
         self._logits: dict[int, torch.Tensor] = {}
         # How long the kernels of the last step ran; the rest of the step's time is the host's.
@@ -157,6 +158,7 @@ class CpuBackend(HostBackend):
             row_seqs = np.repeat(row_seqs, batch.query_starts[1:] - batch.query_starts[:-1])
         for field in ("token_ids", "positions", "query_starts", "context_lens", "block_tables"):
             step.point(field, getattr(batch, field))
+        step.point("rope_rows", batch.table_rows)
         step.point("row_seqs", row_seqs)
         step.point("sample_rows", rows)
         step.point("items", plan.items)

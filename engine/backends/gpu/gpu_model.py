@@ -140,7 +140,7 @@ class GpuDecoder:
             index,
             heads=config.num_heads,
             norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
-            rotary=None if rope is None else Rotary(*model.ropes[rope], record.positions[:tokens]),
+            rotary=None if rope is None else Rotary(*model.ropes[rope], record.rope_rows[:tokens]),
         )
         return qkv
 

@@ -4,7 +4,8 @@
 
 The record on the device has a fixed address, so a CUDA graph that was captured over it runs any later step. Host
 records take turns: one is written again only after the step that it was copied for has finished. Steps are padded to
-the graph's size with rows that write nothing: no slot (-1), token 0 at position 0, and no part in the attention's plan.
+the graph's size with rows that write nothing: no slot (-1), token 0, row 0 of the rotary tables, and no part in the
+attention's plan.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class GpuStepRecord:
     """The record of a bound pool's steps. Its attributes are views of the record on the device.
 
     Attributes:
-        token_ids, positions, rows: int32 [max_tokens]; ``rows`` are the tokens' rows in the pool, slot * block_size +
-            offset, or -1.
+        token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
+            the pool: slot * block_size + offset, or -1.
         sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
         attention: int32, the plan of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
@@ -51,7 +52,7 @@ class GpuStepRecord:
         self._turn = 0
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         parts = self._device[: 4 * max_tokens].view(4, max_tokens)
-        self.token_ids, self.positions, self.rows, self.sample_rows = parts.unbind(0)
+        self.token_ids, self.rope_rows, self.rows, self.sample_rows = parts.unbind(0)
         self.attention = self._device[4 * max_tokens :]
 
     def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plan: GpuAttentionPlan) -> None:
@@ -65,7 +66,7 @@ class GpuStepRecord:
         rows = batch.block_tables[owners, blocks] * np.int64(self._block_size) + offsets
         for place, values, padding, padded in (
             (0, batch.token_ids, 0, shape.tokens),
-            (1, batch.positions, 0, shape.tokens),
+            (1, batch.table_rows, 0, shape.tokens),
             (2, rows, -1, shape.tokens),
             (3, sample_rows, 0, shape.samples),
         ):

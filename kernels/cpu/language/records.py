@@ -86,6 +86,7 @@ STEP = RecordLayout(
     pointers=(
         "token_ids",  # [T] int32
         "positions",  # [T] int32
+        "rope_rows",  # [T] int32: rows of the rotary tables
         "row_seqs",  # [T] int32: the sequence that a row belongs to
         "query_starts",  # [S + 1] int32
         "context_lens",  # [S] int32

@@ -72,7 +72,7 @@ class _Row:
     Attributes:
         index: the row's number in the step.
         source: the row of ``qkv`` with its queries, keys and values.
-        angles: bytes from the tables' start to the cosines, and sines, of the row's position.
+        angles: bytes from the rotary tables' start to the row's cosines, and sines.
         factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
         offset: the row's place in the block.
@@ -93,7 +93,9 @@ class _RowWriter:
 
     def __init__(self, spec: RotateWrite, call: KernelCall) -> None:
         self._spec, self._k, self._args = spec, call.k, call.args
-        self._arrays = {name: call.step.pointer(name) for name in ("positions", "row_seqs", "query_starts")}
+        self._arrays = {
+            name: call.step.pointer(name) for name in ("positions", "rope_rows", "row_seqs", "query_starts")
+        }
         self._tables, self._table_stride = call.step.pointer("block_tables"), call.step.number("table_stride")
         self._layer = call.step.pointer("pool") + call.args.number("layer_offset")
         self._slot_bytes = call.args.number("slot_bytes")
@@ -126,7 +128,7 @@ class _RowWriter:
         return _Row(
             index=index,
             source=source,
-            angles=position * (self._wide_head // 2),
+            angles=k.load_int(self._arrays["rope_rows"] + index * 4, 32) * (self._wide_head // 2),
             factors=factors,
             piece=self._layer + slot * self._slot_bytes,
             offset=offset,

@@ -164,6 +164,7 @@ class Bounds:
     num_slots: int
     max_tokens: int
     block_size: int
+    rope_rows: int
 
 
 class BatchArrays(RaggedBatch, Protocol):
@@ -173,13 +174,17 @@ class BatchArrays(RaggedBatch, Protocol):
     def token_ids(self) -> Int32: ...
     @property
     def sample_rows(self) -> Int32: ...
+    @property
+    def rope_rows(self) -> Int32 | None: ...
 
 
 def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
     """Raises Internal where a kernel could leave its memory with this batch."""
     ids, positions, lengths = batch.token_ids, batch.positions, batch.context_lens
     starts, tables, samples = batch.query_starts, batch.block_tables, batch.sample_rows
-    for array in (ids, positions, starts, lengths, tables, samples):
+    # Rows of the rotary tables are positions unless the batch says otherwise.
+    angles = positions if batch.rope_rows is None else batch.rope_rows
+    for array in (ids, positions, starts, lengths, tables, samples, angles):
         if array.dtype != _INT32 or not array.flags.c_contiguous:
             raise Internal("a batch's arrays must be contiguous int32")
     tokens, seqs = len(ids), len(lengths)
@@ -199,6 +204,8 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
         raise Internal(f"a context of {longest} tokens is longer than its table or the model allows")
     if _greatest(tables) >= bounds.num_slots:
         raise Internal(f"a block table leaves the pool of {bounds.num_slots} slots")
+    if angles is not positions and (len(angles) != tokens or _greatest(angles) >= bounds.rope_rows):
+        raise Internal("a batch leaves the rotary tables")
     if _greatest(ids) >= bounds.vocab_size:
         raise Internal("a token id is not of the vocabulary")
     if len(samples) and _greatest(samples) >= tokens:

@@ -174,6 +174,8 @@ def broken(batch: StepBatch):
     yield dataclasses.replace(batch, positions=batch.positions + 1), "positions"
     yield dataclasses.replace(batch, context_lens=batch.context_lens + 100_000), "positions"
     yield dataclasses.replace(batch, context_lens=batch.context_lens - 30), "positions"
+    yield dataclasses.replace(batch, rope_rows=batch.positions + 10_000), "rotary tables"
+    yield dataclasses.replace(batch, rope_rows=batch.positions - 30), "rotary tables"
     yield dataclasses.replace(batch, query_starts=batch.query_starts + 1), "divide"
     yield dataclasses.replace(batch, query_starts=batch.query_starts[::-1].copy()), "divide"
     yield dataclasses.replace(batch, block_tables=batch.block_tables + 64), "leaves the pool"

@@ -127,11 +127,11 @@ def test_a_model_whose_frequencies_depend_on_the_length_is_served_at_its_origina
     edit_json(folder / "config.json", max_position_embeddings=4096 if kind == "dynamic" else 20_000)
     prepared = prepare(flags(folder))
     assert prepared.max_model_len == length
-    assert not list(precision_notes(flags(folder), prepared))
+    assert not list(precision_notes(prepared))
     longer = flags(folder, max_model_len=length + 1)
-    notes = list(precision_notes(longer, prepare(longer)))
+    notes = list(precision_notes(prepare(longer)))
     assert len(notes) == (kind in ("dynamic", "longrope"))
-    assert not notes or f"--max-model-len {length} avoids that" in notes[0]
+    assert not notes or f"above {length} tokens get other rotary frequencies" in notes[0]
 
 
 def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
@@ -143,14 +143,15 @@ def test_float16_weights_run_exactly_in_float32_and_a_loss_is_told(folder):
         half = flags(folder, dtype=dtype)
         prepared = prepare(half)
         assert prepared.dtype == "float32"
-        assert len(list(precision_notes(half, prepared))) == (dtype != "float32")
+        assert not list(precision_notes(prepared))
+        assert ("exactly" in choose_dtype(dtype)[1]) == (dtype != "float32")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = model(torch.tensor([[5, 6, 7]])).logits[0]
     driver = BackendDriver(prepared)
     torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], [5, 6, 7], []), wanted, atol=1e-4, rtol=1e-4)
     narrow = flags(folder, dtype="bfloat16")
-    assert "bfloat16 keeps 8" in next(precision_notes(narrow, prepare(narrow)))
+    assert "bfloat16 keeps 8" in next(precision_notes(prepare(narrow)))
 
 
 def test_dtype_auto_is_one_of_two():
@@ -190,6 +191,21 @@ def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
     assert "no route to host" in message
     assert request["revision"] == "v2"
     assert not [pattern for pattern in request["allow_patterns"] if pattern.endswith((".bin", ".pt", ".py"))]
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
+    """Its config is fetched first, and alone."""
+    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    fetched = []
+
+    def fetch(model, **options):
+        listing, allowed = ["config.json", "a.safetensors"], options["allow_patterns"]
+        fetched.append(set(filter_repo_objects(listing, allow_patterns=allowed)))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert "quantized by awq, 4 bits" in refused(ModelFlags(model="owner/quantized"))
+    assert fetched == [{"config.json"}]
 
 
 def test_a_hub_folder_is_served_under_its_id(monkeypatch, folder):

@@ -116,6 +116,24 @@ def test_greedy_continuation(case):
     assert not first_difference(Oracle(case.model).greedy(prompt, 12), got, 1e-3)
 
 
+@pytest.mark.parametrize("on_torch", ["llama-dynamic-rope-beyond", "phi3-longrope-long"], indirect=True)
+def test_texts_within_the_original_length_have_their_own_frequencies_beside_longer_ones(case):
+    """The original length is 32 tokens and the served one 70."""
+    short, long = tokens_of(31, 4), tokens_of(PROMPT_TOKENS, 2)
+    # The longer text first: transformers then goes back to the frequencies of training.
+    wanted_long = case.logits(long)
+    with torch.inference_mode():
+        wanted = case.model(torch.tensor([short])).logits[0].float()
+    assert case.prepared.rope_shift(32) == PROMPT_TOKENS
+    assert case.prepared.rope_shift(33) == case.prepared.rope_shift(0) == 0
+    driver = case.driver(case.block_sizes[1], num_slots=40)
+    (one,), (other,) = driver.sequences.add(rope_shift=case.prepared.rope_shift(32)), driver.sequences.add()
+    driver.step((one, short[:20]), (other, long[:40]), sample=[])
+    got = driver.step((other, long[40:41]), (one, short[20:]), sample=[0, 1, 11])
+    close(got, torch.stack([wanted_long[40], wanted[20], wanted[30]]))
+    assert not torch.allclose(wanted[30], case.logits(short)[30], atol=0.1)
+
+
 def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     """In Gemma 3 above 1B the text model's config and tensors are nested in others, whose names changed once."""
     folder, flags = make_model(tmp_path / "text", FAMILIES["gemma3"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pillion.errors import InvalidRequest
 from pillion.gateway.request import message_bounds as bounds
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS, MAX_REQUEST_BYTES
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 from pillion.v1 import common_pb2, gateway_pb2
 
 TRICKY = st.text(alphabet='\\"a,{}[]\u00e4\n', max_size=8)
@@ -64,7 +65,7 @@ def field(number: int, content: bytes) -> bytes:
     return bytes((*head, size)) + content
 
 
-LARGE = max(bounds.LOOP_BYTES, bounds.MAX_FIELDS) + 1
+LARGE = max(LOOP_BYTES, bounds.MAX_FIELDS) + 1
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ async def test_chunks_flow_from_node_to_node() -> None:
         assert (here.block_hashes, here.total_blocks) == (HASHES, 8)
         assert (there.block_hashes, there.total_blocks, there.priority, there.resume) == (HASHES, 8, 3, False)
         assert (span.start_tokens, tuple(span.token_ids), tuple(span.chunk_tokens)) == (0, IDS[:28], (8, 8, 8, 4))
+        assert span.text_tokens == len(IDS) + fakes.decode.submits[0].max_tokens
         assert (span.parent_hash, span.priority) == (request_root(bytes.fromhex(NAMESPACE)), 3)
         wanted = blocks_of(fakes.node.fetches)
         assert wanted == sorted(wanted)

@@ -19,6 +19,7 @@ import pytest
 from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.node import attach_server
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
 from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
@@ -34,6 +35,9 @@ from pillion.kvstore.client.attachment import attach
 a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
+sys.stdin.readline()
+# As in a process that dies, whose descriptors the kernel closes one after the other.
+a._sock.close()
 sys.stdin.read()
 """
 
@@ -46,10 +50,19 @@ class AttachNode:
     """The node's side without gRPC."""
 
     def __init__(self, folder: str) -> None:
+        self.exit_is_proof = False
         self.path = f"{folder}/sub/attach.sock"
         self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
         self.segment = Segment(POOL_BYTES)
-        self.server = AttachServer(self.path, self.segment.fileno, self.admit, self.pool.ended, no_regions)
+        self.server = AttachServer(
+            self.path,
+            self.segment.fileno,
+            self.admit,
+            self.pool.ended,
+            self.pool.fence,
+            no_regions,
+            exit_is_proof=lambda: self.exit_is_proof,
+        )
 
     async def admit(self, hello: AttachHello) -> AttachReply:
         epoch, num_slots = self.pool.attach(hello)
@@ -96,6 +109,67 @@ async def test_a_killed_worker_frees_its_slots(node: AttachNode) -> None:
         process.kill()
         await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
     assert epoch not in node.pool.ledger.holders
+
+
+async def leased_by(process: subprocess.Popen[str], node: AttachNode) -> int:
+    """Leases five slots to the child; returns its epoch."""
+    assert process.stdout is not None
+    epoch = int((await asyncio.to_thread(process.stdout.readline)).split()[0])
+    assert len(node.pool.lease(epoch, 5)) == 5
+    return epoch
+
+
+def end_socket(process: subprocess.Popen[str]) -> None:
+    """Makes the child close its attach socket and live on."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
+@pytest.mark.parametrize("number_known", [True, False])
+async def test_where_a_device_may_write_on_only_the_exit_frees_slots(
+    node: AttachNode, monkeypatch: pytest.MonkeyPatch, number_known: bool
+) -> None:
+    """The kernel names the process even where its number means nothing here, as in another PID namespace."""
+    node.exit_is_proof = True
+    if not number_known:
+        monkeypatch.setattr(os, "pidfd_open", unknown_process)
+        if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 5):
+            pytest.skip("needs Linux 6.5")
+    with child(node.path) as process:
+        await leased_by(process, node)
+        end_socket(process)
+        await until("the epoch to be fenced", lambda: node.pool.status().quarantined_blocks == 5)
+        node.pool.check_integrity()
+        process.kill()
+        await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
+
+
+async def test_a_worker_whose_process_cannot_be_seen_keeps_its_slots(
+    node: AttachNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No guess takes the place of the proof, and the same worker, started again, is not taken for the lost one."""
+    node.exit_is_proof = True
+    monkeypatch.setattr(attach_server, "_pidfd_of", lambda sock: attach_server._UNSEEN)
+    with child(node.path) as process:
+        epoch = await leased_by(process, node)
+        process.kill()
+        await until("the epoch to be fenced", lambda: node.pool.status().quarantined_blocks == 5)
+        assert node.pool.status().fenced_components == ["child"]
+    assert "cannot see its process" in caplog.text
+    assert "shareProcessNamespace" in caplog.text
+    with child(node.path) as again:
+        fresh = await leased_by(again, node)
+        assert fresh != epoch
+        status = node.pool.status()
+        assert (status.quarantined_blocks, status.leased_blocks, status.free_blocks) == (5, 5, 54)
+        assert not status.fenced_components
+        node.pool.check_integrity()
+
+
+def unknown_process(pid: int) -> int:
+    raise OSError("a process of another PID namespace")
 
 
 async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
@@ -157,6 +231,10 @@ async def test_nonsense_is_refused(node: AttachNode, line: bytes) -> None:
     assert not node.pool.ledger.holders
 
 
+def nothing(epoch: int) -> None:
+    pass
+
+
 async def nobody(hello: AttachHello) -> AttachReply:
     raise Conflict("nobody is admitted")
 
@@ -174,7 +252,7 @@ async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> Non
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):
-        AttachServer(node.path, lambda: -1, node.admit, node.pool.ended, no_regions).start()
+        AttachServer(node.path, lambda: -1, node.admit, nothing, nothing, no_regions).start()
 
 
 async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
@@ -182,7 +260,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(path)
-        server = AttachServer(path, lambda: -1, nobody, lambda epoch: None, no_regions)
+        server = AttachServer(path, lambda: -1, nobody, nothing, nothing, no_regions)
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from pillion import LLM, ConfigError, InvalidRequest, SamplingParams
+from pillion import LLM, ConfigError, InvalidRequest, RequestOutput, SamplingParams
 from pillion.offline.llm import read_options
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.oracle import Oracle, first_difference
@@ -218,7 +218,7 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
         ({"max_num_seqs": 2.5}, ConfigError, "is no int"),
         ({"enable_prefix_caching": "no"}, ConfigError, "is no bool"),
         ({"kv_pool_bytes": "much"}, ConfigError, "'much' is not a size"),
-        ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float32"),
+        ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float16"),
     ],
 )
 def test_options_that_cannot_work(options: dict, error: type[Exception], complaint: str) -> None:
@@ -242,6 +242,26 @@ def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
             LLM(str(folder), dtype="float32", **options)
     with pytest.raises(ConfigError, match="nowhere"):
         LLM(str(folder / "nowhere"))
+
+
+def test_requests_within_the_original_length_have_the_frequencies_of_training(tmp_path: pathlib.Path) -> None:
+    """Dynamic NTK, served beyond its original length: what may grow longer has other KV, and shares none (I2)."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    folder = save_model(tmp_path / "ntk", max_position_embeddings=64, rope_parameters=rope)
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder))
+    ids = [7 * i % 250 + 2 for i in range(42)]
+    options = {"dtype": "float32", "max_model_len": 200, "kv_pool_bytes": "16MiB", "cpu_threads": 1}
+    with LLM(str(folder), **options) as llm:
+
+        def ask(most: int) -> RequestOutput:
+            params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+            return llm.generate([ids], params, use_tqdm=False)[0]
+
+        within, beyond, again = ask(22), ask(23), ask(20)
+    assert not first_difference(oracle.greedy(ids, 22), tokens([within])[0], 1e-3)
+    assert tokens([again])[0] == tokens([within])[0][:20]
+    assert (within.num_cached_tokens, beyond.num_cached_tokens, again.num_cached_tokens) == (0, 0, 32)
+    assert tokens([beyond]) != tokens([within])
 
 
 def test_without_prefix_caching_nothing_is_found(folder: pathlib.Path) -> None:

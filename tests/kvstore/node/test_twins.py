@@ -1,0 +1,62 @@
+"""Two KV nodes of one name: the second says so and does not start; what a crash left behind hinders nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError
+from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.wire.registry import ComponentRecord
+from testbed.cluster import free_port
+from testbed.conditions import until
+from testbed.redis import RedisServer
+
+
+def flags_of(folder: str, redis: RedisServer, node_id: str, host: str) -> KVNodeFlags:
+    return KVNodeFlags(
+        node_id=node_id,
+        node_listen="127.0.0.1:0",
+        attach_socket=f"{folder}/{host}.attach",
+        kv_pool_bytes=2**16,
+        redis_url=redis.url,
+        heartbeat_ms=50,
+        heartbeat_timeout_ms=600_000,
+    )
+
+
+async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
+    short_folder: str, redis: RedisServer
+) -> None:
+    registry = Registry(redis.url, 600_000)
+    first = await start_kvnode(flags_of(short_folder, redis, "kv-a", "one"))
+    try:
+        await until("its record", registry.components)
+        with pytest.raises(ConfigError, match=f"--node-id kv-a is taken: .* serves at {first.address};"):
+            await start_kvnode(flags_of(short_folder, redis, "kv-a", "two"))
+        assert [record.address for record in await registry.components()] == [first.address]
+        other = await start_kvnode(flags_of(short_folder, redis, "kv-b", "two"))
+        await other.stop(0)
+    finally:
+        await first.stop(0)
+        await registry.aclose()
+
+
+async def test_the_record_of_a_node_that_crashed_hinders_no_restart(short_folder: str, redis: RedisServer) -> None:
+    """Its address does not answer any more, or another node answers there."""
+    registry = Registry(redis.url, 600_000)
+    other = await start_kvnode(flags_of(short_folder, redis, "kv-b", "other"))
+    try:
+        for left in (f"127.0.0.1:{free_port()}", other.address):
+            await registry.heartbeat(ComponentRecord(component_id="kv-a", role="kvnode", address=left, node_id="kv-a"))
+            again = await start_kvnode(flags_of(short_folder, redis, "kv-a", "again"))
+
+            async def known(address: str = again.address) -> bool:
+                return address in {record.address for record in await registry.components()}
+
+            await until("its record", known)
+            await again.stop(0)
+    finally:
+        await other.stop(0)
+        await registry.aclose()

@@ -1,0 +1,53 @@
+"""Counts what the event loop's thread does between two of its turns: calls and bytes, never seconds."""
+
+from __future__ import annotations
+
+import asyncio.events
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+
+_CALLBACK = asyncio.events.Handle._run.__code__
+
+
+@dataclass
+class LoopWork:
+    """The most calls, of Python's and of C's functions, in one callback, and the most bytes of JSON in one piece."""
+
+    calls: int = 0
+    json_bytes: int = 0
+
+
+@contextlib.contextmanager
+def counted_loop_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWork]:
+    """Counts what is done on this thread, which runs the loop; what other threads do is not counted."""
+    work, calls, thread = LoopWork(), 0, threading.get_ident()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame.f_code is _CALLBACK:
+            calls = 0
+        elif event in ("call", "c_call"):
+            calls += 1
+            work.calls = max(work.calls, calls)
+
+    def decode(raw: Any, **options: Any) -> Any:
+        if threading.get_ident() == thread:
+            work.json_bytes = max(work.json_bytes, len(bytes(raw)))
+        return before(raw, **options)
+
+    before = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", decode)
+    sys.setprofile(count)
+    try:
+        yield work
+    finally:
+        sys.setprofile(None)
+        monkeypatch.setattr(msgspec.json, "decode", before)
