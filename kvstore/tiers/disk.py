@@ -39,7 +39,8 @@ READ_THREADS = 2
 SCAN_THREADS = 4
 # Bytes that may wait to be written; further blocks are refused, and so forgotten.
 MAX_QUEUED_BYTES = 512 * 2**20
-# A read is late that is given up after so long, or that has brought no block for so long.
+# A read is late that is given up when threads have been at it for so long, or when no read at all has brought a block
+# for so long. The time in which it waits for a thread is not the disk's.
 LATE_S = 1.0
 # After an error nothing is written for so long, so that a full disk is not tried for every block.
 PAUSE_S = 5.0
@@ -144,26 +145,27 @@ class DiskTier:
         # The head of a chain must stay its newest block.
         stamps = [self._next_stamp() for _ in names][::-1]
         jobs = list(zip(names, targets, stamps, strict=False))
-        began_s, given_up = time.monotonic(), threading.Event()
+        given_up, started_s = threading.Event(), list[float]()
         if not self._reading:
-            self._moved_s = began_s
+            self._moved_s = time.monotonic()
         shares = (jobs[first::READ_THREADS] for first in range(min(READ_THREADS, len(jobs))))
-        reads = [self._readers.submit(self._read, share, given_up) for share in shares]
+        reads = [self._readers.submit(self._read, share, given_up, started_s) for share in shares]
 
         def give_up() -> None:
             given_up.set()
             for read in reads:
                 # This ends those alone that no thread has begun.
                 read.cancel()
-            if time.monotonic() - began_s >= LATE_S:
-                self._late(time.monotonic())
+            now = time.monotonic()
+            if started_s and now - started_s[0] >= LATE_S:
+                self._late(now)
 
         self._reading += 1
         try:
             await until_over(asyncio.wait(list(map(asyncio.wrap_future, reads))), give_up)
         finally:
             self._reading -= 1
-        if time.monotonic() - began_s < LATE_S:
+        if time.monotonic() - started_s[0] < LATE_S:
             self._breaker.in_time()
         failures: list[str | None] = [None] * len(jobs)
         for first, read in enumerate(reads):
@@ -268,8 +270,9 @@ class DiskTier:
 
     def _late(self, now: float) -> None:
         """Pauses the disk until a probe comes in time."""
-        if self._closed or not self._breaker.late(now):
+        if self._closed or self._breaker.paused:
             return
+        self._breaker.late(now)
         log.warning(
             "the disk tier did not answer within %.1f s: nothing is read from it or written to it until a probe does; "
             "prompts compute what is there (%s)", LATE_S, self._files.root,
@@ -324,7 +327,10 @@ class DiskTier:
             self._files.remove(block_hash)
         return failures
 
-    def _read(self, jobs: list[tuple[BlockName, memoryview, int]], given_up: threading.Event) -> list[str | None]:
+    def _read(
+        self, jobs: list[tuple[BlockName, memoryview, int]], given_up: threading.Event, started_s: list[float]
+    ) -> list[str | None]:
+        started_s.append(time.monotonic())
         failures: list[str | None] = []
         for name, target, stamp in jobs:
             if given_up.is_set():

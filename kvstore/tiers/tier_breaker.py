@@ -28,14 +28,13 @@ class TierBreaker:
         self.since_s = self.probe_at_s = 0.0
         self._pause_s = FIRST_PAUSE_S
 
-    def late(self, now: float) -> bool:
-        """Records that a read, or a probe, had no answer in time. Returns whether this begins a pause."""
-        begins = not self.paused
-        if begins:
+    def late(self, now: float) -> None:
+        """Begins a pause, because a read was late, or a further one, because the probe was. Reads that were begun
+        before a pause and are late in it say nothing new."""
+        if not self.paused:
             self.paused, self.since_s = True, now
         self.probe_at_s = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
-        return begins
 
     def answered(self) -> None:
         """Records a probe that was answered in time; the next late read begins a longer pause nevertheless."""

@@ -11,6 +11,7 @@ import pytest
 from pillion.kvstore.tiers import disk, tier_breaker
 from pillion.kvstore.tiers.disk import READ_THREADS, DiskTier
 from pillion.kvstore.tiers.disk_files import BlockFiles
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from testbed.conditions import loop_turns, until
 from testbed.redis import RedisServer
 from tests.support.disk import BLOCK_BYTES, Stored, chain, file_of, files_in, loaded, opened
@@ -87,6 +88,54 @@ async def test_callers_without_time_still_find_out_that_a_disk_hangs(tmp_path: P
             assert not tier.answers()
         await asyncio.wait({hasty})
         await until("the disk to be used again", tier.answers)
+
+
+async def test_many_late_reads_make_one_pause_of_the_first_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses, late_at = list[float](), TierBreaker.late
+
+    def recorded(breaker: TierBreaker, now: float) -> None:
+        late_at(breaker, now)
+        pauses.append(breaker.probe_at_s - now)
+
+    monkeypatch.setattr(TierBreaker, "late", recorded)
+    blocks = chain(4)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        with stalled(files_in(tmp_path)):
+            reads = [asyncio.create_task(loaded(tier, blocks)) for _ in range(20)]
+            await loop_turns()
+            await late(tier)
+            for read in reads:
+                read.cancel()
+            await asyncio.wait(reads[2:])
+            for _ in range(20):
+                assert not tier.answers()
+            assert pauses == [pytest.approx(tier_breaker.FIRST_PAUSE_S)]
+        await asyncio.wait(reads)
+        await until("the disk to be used again", tier.answers)
+
+
+async def test_waiting_for_a_thread_is_not_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that waited for others, and is given up, pauses no disk whose blocks come."""
+    blocks, read = chain(8), BlockFiles.read
+
+    def slow(files: BlockFiles, *words: object) -> None:
+        time.sleep(0.01)
+        read(files, *words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockFiles, "read", slow)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        others = [asyncio.create_task(loaded(tier, blocks)) for _ in range(40)]
+        await loop_turns()
+        last = asyncio.create_task(loaded(tier, blocks))
+        await late(tier)
+        last.cancel()
+        await asyncio.wait([*others, last])
+        assert tier.room_bytes() > 0, "not paused"
+        assert not any(other.exception() for other in others)
 
 
 async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
