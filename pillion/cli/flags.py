@@ -159,18 +159,19 @@ class CommandGroup(click.Group):
 
 def _origin(ctx: click.Context, param: click.Parameter) -> str:
     """Who set a flag, in brackets; empty for the command line and the default."""
-    source, name = ctx.get_parameter_source(param.name or ""), param.opts[-1]
+    source, name = ctx.get_parameter_source(param.name or ""), param.opts[0]
     if source is click.core.ParameterSource.ENVIRONMENT:
         return f" ({name} is set by {param.envvar})"
     if source is click.core.ParameterSource.DEFAULT_MAP:
         path = ctx.meta[CONFIG_PATH]
-        return f" ({name} is set by line {_line_of(name[2:], path)} of {path})"
+        return f" ({name} is set by line {_line_of(param.opts, path)} of {path})"
     return ""
 
 
-def _line_of(key: str, path: str) -> int:
-    """The number of the line that sets a key of a TOML file without tables."""
-    pattern = re.compile(rf"\s*[\"']?{key.replace('-', '[-_]')}[\"']?\s*=")
+def _line_of(spellings: Iterable[str], path: str) -> int:
+    """The number of the line that sets a flag in a TOML file without tables."""
+    keys = "|".join(spelling[2:].replace("-", "[-_]") for spelling in spellings)
+    pattern = re.compile(rf"\s*[\"']?({keys})[\"']?\s*=")
     lines = Path(path).read_text("utf-8").splitlines()
     return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
 

@@ -221,8 +221,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the connection, and with it all streams of this client."""
-        self._closed = True
-        for channel, _ in self._channels.values():
+        with self._opening:
+            self._closed = True
+            opened = tuple(self._channels.values())
+        for channel, _ in opened:
             await channel.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -219,8 +219,10 @@ class Client:
 
     def close(self) -> None:
         """Ends the connection, and with it all streams of this client."""
-        self._closed = True
-        for channel, _ in self._channels.values():
+        with self._opening:
+            self._closed = True
+            opened = tuple(self._channels.values())
+        for channel, _ in opened:
             channel.close()
 
     def __enter__(self) -> Client:
