@@ -11,6 +11,7 @@ while nobody's heartbeat arrives: then Redis takes none, and a component's silen
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 import time
@@ -118,6 +119,7 @@ class Registry:
         self.refusal = ""
         self._ttl_ms = ttl_ms
         self._records = ReadRecords()
+        self._reading = asyncio.Lock()
         self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
 
     async def heartbeat(self, record: ComponentRecord) -> HeartbeatAnswer:
@@ -147,11 +149,13 @@ class Registry:
         """Returns the records of live components, each with its heartbeat's age when it was read: the same object until
         its next heartbeat. Only new ones are transferred and parsed."""
         records = self._records
-        for _ in range(2):
-            call = ScriptCall(REGISTRY_KEYS, [f"{records.since_ms}"])
-            if await self._link.call("components", call, records.read, deadline_ms=REGISTRY_DEADLINE_MS):
-                break
-        return records.all()
+        # An answer is read with the question that it belongs to.
+        async with self._reading:
+            for _ in range(2):
+                call = ScriptCall(REGISTRY_KEYS, [f"{records.since_ms}"])
+                if await self._link.call("components", call, records.read, deadline_ms=REGISTRY_DEADLINE_MS):
+                    break
+            return records.all()
 
     async def nodes(self) -> NodeTable:
         """Returns the live KV nodes."""
