@@ -177,7 +177,7 @@ class Gateway:
             longest = self._longest(request, model, prompt)
             self.admission.weigh(permit, len(prompt))
             job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
-            answers = await self._answers(request, model, job)
+            answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
             return self._start(request, job, answers, permit, span)
@@ -267,8 +267,7 @@ class Gateway:
             served = self.cluster.served(name, self._models[name].fingerprint)
         except Unavailable as error:
             return error.message
-        nodes = {component.node_id for component in served.components if component.role == "kvnode"}
-        if not any(component.role == "decode" and component.node_id in nodes for component in served.components):
+        if self.cluster.lacks_node(served):
             return f"no KV node lives for the decode workers of model {name!r}{self.cluster.blind_spot()}"
         return ""
 
@@ -406,7 +405,7 @@ class Gateway:
             original_tokens=model.limits.original_tokens,
         )
 
-    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job) -> list[AnswerText]:
+    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job, tenant: Tenant) -> list[AnswerText]:
         """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
         Overloaded."""
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
@@ -419,9 +418,10 @@ class Gateway:
             check_origin(job.resume, job.digest(), len(job.prompt))
             for answer, so_far in zip(answers, job.resume.answers, strict=True):
                 if so_far.finish_reason is None:
-                    # The client has its text; what it brings the answer to is what is held back. Not on the event loop:
-                    # it may be long.
-                    await self._pool.run(answer.push, so_far.token_ids)
+                    # The client has this text; what counts is what the answer still holds back. It may be long, so it
+                    # is read on a thread, in the tenant's turn.
+                    async with self._texts.of(tenant):
+                        await self._pool.run(answer.push, so_far.token_ids)
         return answers
 
     def _start(

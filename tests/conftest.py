@@ -10,10 +10,15 @@ is left alone with one of them in the end.
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
 
 pytest_plugins = ["tests.support.limits"]
+
+# On a loaded machine an example takes as long as it takes, and so does making it.
+settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded")
 
 LONG = (
     "tests/cluster/",

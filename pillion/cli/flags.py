@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import click
 
 from pillion import config
+from pillion.cli.help_groups import write_options
 from pillion.errors import ConfigError
 
 ENV_PREFIX = "PILLION_"
@@ -40,6 +41,7 @@ OTHER_VARIABLES = {
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
     "PILLION_API_KEY": "clients: the API key",
+    "PILLION_CHAT_HISTORY": "pillion chat: whether a terminal's lines are kept",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
     "PILLION_VLLM": "benchmarks: vLLM's program",
@@ -130,6 +132,13 @@ class FlagCommand(click.Command):
                 raise
             raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options into the help: flags of components in groups."""
+        if any(param.name == CONFIG_PATH for param in self.params):
+            write_options(self.get_params(ctx), ctx, formatter)
+        else:
+            super().format_options(ctx, formatter)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         check_variables(os.environ)
@@ -150,18 +159,19 @@ class CommandGroup(click.Group):
 
 def _origin(ctx: click.Context, param: click.Parameter) -> str:
     """Who set a flag, in brackets; empty for the command line and the default."""
-    source, name = ctx.get_parameter_source(param.name or ""), param.opts[-1]
+    source, name = ctx.get_parameter_source(param.name or ""), param.opts[0]
     if source is click.core.ParameterSource.ENVIRONMENT:
         return f" ({name} is set by {param.envvar})"
     if source is click.core.ParameterSource.DEFAULT_MAP:
         path = ctx.meta[CONFIG_PATH]
-        return f" ({name} is set by line {_line_of(name[2:], path)} of {path})"
+        return f" ({name} is set by line {_line_of(param.opts, path)} of {path})"
     return ""
 
 
-def _line_of(key: str, path: str) -> int:
-    """The number of the line that sets a key of a TOML file without tables."""
-    pattern = re.compile(rf"\s*[\"']?{key.replace('-', '[-_]')}[\"']?\s*=")
+def _line_of(spellings: Iterable[str], path: str) -> int:
+    """The number of the line that sets a flag in a TOML file without tables."""
+    keys = "|".join(spelling[2:].replace("-", "[-_]") for spelling in spellings)
+    pattern = re.compile(rf"\s*[\"']?({keys})[\"']?\s*=")
     lines = Path(path).read_text("utf-8").splitlines()
     return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
 

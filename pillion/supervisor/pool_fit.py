@@ -43,10 +43,6 @@ class PoolFit:
         """Blocks of the least pool: one full request beside the kept blocks."""
         return self.request_blocks + self.kept_blocks
 
-    def describe(self) -> str:
-        """The pool's size in one line."""
-        return f"{human_bytes(self.total_blocks * self.block_bytes)}, room for {self.total_tokens:,} tokens"
-
 
 def fit_pool(
     flags: ServeFlags | OfflineFlags, block_bytes: int, max_model_len_tokens: int, decode_workers: int

@@ -35,7 +35,9 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     else:
         kernels, weights_bytes = _cpu_kernels(flags, prepared)
         notices.fact("kernels", f"{kernels}; {workers}, threads of each: {threads}")
-    pool = fit.describe() if fit is not None else "what --gpu-memory-utilization leaves"
+    pool = "what --gpu-memory-utilization leaves"
+    if fit is not None:
+        pool = f"{human_bytes(flags.kv_pool_bytes)}, room for {fit.total_tokens:,} tokens"
     packed = f"; weights {human_bytes(weights_bytes)}, shared by all workers" if weights_bytes else ""
     notices.fact("memory", f"KV pool {pool}{packed}")
 
@@ -68,7 +70,7 @@ def _curl(flags: ServeFlags, url: str) -> list[str]:
     if flags.tls_ca:
         words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
     if flags.api_keys:
-        words += ["-H", '"Authorization: Bearer $PILLION_API_KEY"']
+        words.append("-H 'Authorization: Bearer KEY'")
     body: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 32}
     if flags.also_model:
         body["model"] = flags.served_model_name or flags.model
@@ -76,7 +78,7 @@ def _curl(flags: ServeFlags, url: str) -> list[str]:
 
 
 def _chat(flags: ServeFlags, host: str) -> list[str]:
-    words = [own_command(), "chat"]
+    words = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys) + [own_command(), "chat"]
     if flags.tls_cert:
         words += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
     elif (host, flags.grpc_port) != ("127.0.0.1", USUAL_GRPC_PORT):

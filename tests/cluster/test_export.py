@@ -64,6 +64,7 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
     assert prefill["pillion_step_budget_tokens_total", (("use", "prefill"),)] == 96
     assert decode["pillion_step_budget_tokens_total", (("use", "tail"),)] == 4
     assert decode["pillion_step_budget_tokens_total", (("use", "decode"),)] == 2
+    assert all(part["pillion_event_loop_longest_callback_seconds", ()] >= 0 for part in (gateway, prefill, decode))
     # Used and free tokens of the steps add up to their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
     assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]

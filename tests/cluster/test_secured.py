@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -154,12 +155,14 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
     cluster = ServedCluster(process, temporary, port, log)
     try:
         wait_for(
-            "the cluster to be ready", lambda: process.poll() is not None or "try:" in log.read_text(), READY_TIMEOUT_S
+            "the cluster to be ready",
+            lambda: process.poll() is not None or "chat --target" in log.read_text(),
+            READY_TIMEOUT_S,
         )
         assert process.poll() is None, log.read_text()
-        assert f"PILLION_API_KEY=KEY pillion chat --target grpcs://127.0.0.1:{port}" in " ".join(
-            log.read_text().split()
-        )
+        *_, curl, chat = log.read_text().splitlines()
+        assert re.search(rf"PILLION_API_KEY=KEY \S*pillion chat --target grpcs://127.0.0.1:{port} --ca CA.pem", chat)
+        assert "--cacert CA.pem --cert CLIENT.pem --key CLIENT.key -H 'Authorization: Bearer KEY'" in curl
         own = {"cert": certs / "client.pem", "key": certs / "client.key", "ca": certs / "ca.pem"}
         with Client(f"grpcs://127.0.0.1:{port}", **own, api_key=key) as client:
             assert "".join(delta.text for delta in client.generate("Once", max_tokens=4, ignore_eos=True)) is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pathlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from operator import sub
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.tokens.tokenizer import TokenizerPool
 from pillion.kvstore.index import redis_link, redis_url
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
 from testbed.conditions import loop_turns, until
@@ -182,4 +184,31 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
         assert (await call(address, "/v1/completions", TEXT)).status == 200
         await stack.aclose()
         await until("no body to be read any more", lambda: not HttpCall.bodies_bytes)
+        await fakes.settled()
+
+
+async def test_what_waits_to_be_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.gateway.gateway.MAX_WAITING_BYTES", 100_000)
+    gate = threading.Event()
+    before = TokenizerPool.run
+
+    async def held(self: TokenizerPool, job: Callable[..., Any], *arguments: Any) -> Any:
+        await before(self, gate.wait, TIMEOUT_S)
+        return await before(self, job, *arguments)
+
+    monkeypatch.setattr(TokenizerPool, "run", held)
+    async with running_fake_cluster("abc") as fakes:
+        address, core = fakes.gateway.http_address, fakes.gateway.gateway
+        large = {"prompt": "x" * 60_000}
+        first = asyncio.create_task(call(address, "/v1/completions", large))
+        try:
+            await until("a body that waits", lambda: core._waiting_bytes >= 60_000)
+            refused = await call(address, "/v1/completions", large)
+            assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+            assert "wait to be read" in refused.error["message"]
+        finally:
+            gate.set()
+        assert (await first).status == 400, "it is longer than the model takes"
+        assert not core._waiting_bytes
+        assert (await call(address, "/v1/completions", TEXT)).status == 200
         await fakes.settled()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,3 +101,24 @@ def test_broken_bytes_do_not_hold_text_back_forever() -> None:
     decoder = new_detokenizer(FALLBACK)
     bad = FALLBACK.token_to_id("<0xFF>")
     assert "".join(decoder.push(bad) for _ in range(50)).count("\ufffd") >= 44
+
+
+@pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
+def test_each_token_is_spelled_once(codec) -> None:
+    """The library makes its table of special tokens anew for each caller, and looks each token up anew."""
+    asked: Counter[str] = Counter()
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            asked[name] += 1
+            return getattr(codec, name)
+
+    spellings, size = Spellings(Counted()), codec.get_vocab_size()
+    first = [spellings.own_bytes(one) for one in range(size)]
+    assert first == [spellings.own_bytes(one) for one in range(size)]
+    assert first[codec.token_to_id("<bos>") or codec.token_to_id("<s>")] in (b"<bos>", b"<s>")
+    assert asked["get_added_tokens_decoder"] == 1
+    assert asked["id_to_token"] == size
+    # Unknown ids have no bound, so nothing is kept for them.
+    assert [spellings.own_bytes(10**9) for _ in range(2)] == [b"", b""]
+    assert asked["id_to_token"] == size + 2

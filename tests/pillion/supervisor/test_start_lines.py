@@ -26,7 +26,7 @@ TLS = {"tls_cert": "c", "tls_key": "k"}
             "chat --target [::1]:8",
         ),
         ({"host": "0.0.0.0"}, "curl http://127.0.0.1:8000/v1/completions JSON -d", "chat"),
-        ({"api_keys": "k"}, '/completions JSON -H "Authorization: Bearer $PILLION_API_KEY" -d', "chat"),
+        ({"api_keys": "k"}, "completions JSON -H 'Authorization: Bearer KEY' -d", "PILLION_API_KEY=KEY"),
         (TLS, "curl https://127.0.0.1:8000/v1/completions JSON --cacert", "chat --target grpcs://127.0.0.1:50051 --ca"),
         (TLS | {"tls_ca": "a"}, "--cacert CA.pem --cert CLIENT.pem --key CLIENT.key -d", "--cert CLIENT.pem --key"),
         ({"also_model": ("b=/b",), "model": "/a b"}, '"model": "/a b"}', "chat"),
