@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import load_config
@@ -55,14 +56,14 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
         if not _is_gguf(path):
             raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
         return ModelSource(path.resolve(), path.name.removesuffix(".gguf"))
-    if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
+    if is_hub_id(model):
         return ModelSource(_hub_folder(model, revision, progress), model)
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
 def check_named(model: str) -> None:
     """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
-    if not _HUB_ID.fullmatch(model) or model.endswith(".gguf") or Path(model).expanduser().exists():
+    if not is_hub_id(model) or Path(model).expanduser().exists():
         locate(model, "", lambda line: None)
 
 
@@ -80,37 +81,76 @@ def _demo_file() -> Path:
     return files[0].resolve()
 
 
-def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
-    try:
-        from huggingface_hub import snapshot_download, try_to_load_from_cache
-    except ImportError:
-        raise ConfigError(f"{model} is a hub id, but huggingface_hub is not installed") from None
-    progress(f"looking for {model} ({revision}) on the hub")
+def is_hub_id(model: str) -> bool:
+    """Whether a ``--model`` flag has the form of a hub id, owner/name."""
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
-    def fetch(*patterns: str) -> Path:
-        found: str = snapshot_download(
+
+def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
+    progress(f"looking for {model} ({revision}) on the hub")
+    check_hub_config(model, revision)
+    return Path(download(model, revision))
+
+
+def check_hub_config(model: str, revision: str) -> None:
+    """Raises ConfigError for a model that cannot be served, before gigabytes of its weights come."""
+    _require_hub_client()
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        small = Path(download(model, revision, ("*config.json",)))
+        if (small / "config.json").is_file():
+            load_config(small)
+
+
+def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, **options: Any) -> Any:
+    """Brings a hub repository's files into the hub's cache; returns what ``snapshot_download`` returns: the folder.
+
+    Args:
+        patterns: names of the files.
+        options: of ``snapshot_download``, such as ``dry_run``.
+
+    Raises ConfigError, in one line, where the files are neither here nor on the hub.
+    """
+    _require_hub_client()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(
             model,
             revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=["*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
+            **options,
         )
-        return Path(found)
-
-    try:
-        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-            # What cannot be served is refused before gigabytes of weights come.
-            small = fetch("*config.json")
-            if (small / "config.json").is_file():
-                load_config(small)
-        return fetch(*HUB_PATTERNS)
-    except ConfigError:
-        raise
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"{model} ({revision}) is neither on this machine nor available from the hub: {reason[0]}"
+            f"{model} ({revision}) is neither on this machine nor available from the hub: {_hub_reason(error)}"
         ) from None
+
+
+def _require_hub_client() -> None:
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError("a hub id needs huggingface_hub, which is not installed")
+
+
+def _hub_reason(error: BaseException) -> str:
+    """Why the hub's client failed, in one line that says what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
+        error = error.__cause__
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner wants its terms to be accepted: do so on the hub, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private (then set HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision"
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so the hub is not asked"
+    return f"no connection to {constants.ENDPOINT} ({said}); is there a network, and is HF_ENDPOINT right?"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

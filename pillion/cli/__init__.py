@@ -2,10 +2,12 @@
 
     app.py             the commands
     flags.py           options that commands share; flags from command line, environment and file, and back into an argv
+    help_groups.py     the groups of a command's help
     checks.py          refuses flags that cannot work
-    talk.py            generate, chat, status
+    talk.py, chat.py   generate, status; chat
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys
+    models.py          models of the hub in this machine's cache
     console.py         what commands print on standard error
 
 Servers are not imported at the top of any module here: `pillion --help` needs only the SDK's own dependencies.

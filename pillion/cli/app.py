@@ -222,13 +222,22 @@ def generate(prompt: str, **values: Any) -> None:
 
 @cli.command()
 @option("--system", "System message of the conversation.", "")
+@option(
+    "--history/--no-history",
+    "Keep a terminal's lines for the next time, in ~/.local/state/pillion.",
+    True,
+    envvar="PILLION_CHAT_HISTORY",
+)
 @talks_to_gateway
 @samples
-def chat(system: str, **values: Any) -> None:
-    """Talk with the model; each line is a message, Ctrl-D ends. Reads standard input where it is no terminal."""
-    from pillion.cli.talk import run_chat
+def chat(system: str, history: bool, **values: Any) -> None:
+    """Talk with the model; each line is a message, /help lists commands, Ctrl-D ends.
 
-    run_chat(system, pop_reach(values), values)
+    Where standard input is no terminal, each of its lines is a message.
+    """
+    from pillion.cli.chat import run_chat
+
+    run_chat(system, history, pop_reach(values), values)
 
 
 @cli.command()
@@ -312,6 +321,46 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
         f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
     )
     click.echo(f"components: {between} --internal-tls-ca={folder}/internal-ca.pem")
+
+
+@cli.group()
+def models() -> None:
+    """Bring, list and remove models of the hub on this machine: the cache that --model OWNER/NAME uses."""
+
+
+@models.command("pull")
+@click.argument("model", metavar="OWNER/NAME")
+@click.argument("file", metavar="[FILE.gguf]", default="")
+@option("--revision", "Branch, tag or commit.", "main")
+def models_pull(model: str, file: str, revision: str) -> None:
+    """Download a model: safetensors, config and tokenizer, or the one GGUF file that is named."""
+    from pillion.cli.models import pull
+
+    click.echo(f"ready: pillion serve {pull(model, revision, file)}")
+
+
+@models.command("list")
+def models_list() -> None:
+    """List the models in the cache, the last used first."""
+    from pillion.cli.console import table_console
+    from pillion.cli.models import TABLE_WIDTH, listed
+
+    table_console(TABLE_WIDTH).print(listed())
+
+
+@models.command("rm")
+@click.argument("model", metavar="OWNER/NAME")
+@option("--yes", "Do not ask.", False, is_flag=True)
+def models_rm(model: str, yes: bool) -> int:
+    """Remove a model from the cache, all its revisions."""
+    from pillion.cli.models import find
+
+    about, strategy = find(model)
+    if not yes and not click.confirm(f"remove {about}?", err=True):
+        return EXIT_FAILED
+    strategy.execute()
+    click.echo(f"removed {about}")
+    return 0
 
 
 @cli.group()

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import click
 
 from pillion import config
+from pillion.cli.help_groups import write_options
 from pillion.errors import ConfigError
 
 ENV_PREFIX = "PILLION_"
@@ -40,6 +41,7 @@ OTHER_VARIABLES = {
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
     "PILLION_API_KEY": "clients: the API key",
+    "PILLION_CHAT_HISTORY": "pillion chat: whether a terminal's lines are kept",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
     "PILLION_VLLM": "benchmarks: vLLM's program",
@@ -129,6 +131,13 @@ class FlagCommand(click.Command):
             if error.param is None:
                 raise
             raise type(error)(error.message + _origin(ctx, error.param), ctx, error.param) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options into the help: flags of components in groups."""
+        if any(param.name == CONFIG_PATH for param in self.params):
+            write_options(self.get_params(ctx), ctx, formatter)
+        else:
+            super().format_options(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""

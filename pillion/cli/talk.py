@@ -1,10 +1,10 @@
-"""The client commands generate, chat and status, over the SDK. ``reach``: the arguments of :class:`pillion.Client`."""
+"""The client commands generate and status, over the SDK. ``reach``: the arguments of :class:`pillion.Client`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,9 +13,8 @@ from rich.table import Table
 
 from pillion.cli.console import table_console
 from pillion.client.client import Client
-from pillion.types import ChatMessage, ClusterStatus, ComponentStatus, Delta, TokenLogprob
+from pillion.types import ClusterStatus, ComponentStatus, Delta, TokenLogprob
 
-PROMPT = "you> "
 TABLE_WIDTH = 120
 
 
@@ -27,21 +26,6 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -
             show_each(deltas)
         else:
             show(deltas)
-
-
-def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Runs one turn per line of standard input. Each sends the whole conversation, whose KV is cached."""
-    messages = [ChatMessage("system", system)] if system else []
-    with Client(**reach) as client:
-        for line in user_lines():
-            asked = [*messages, ChatMessage("user", line)]
-            try:
-                answer = show(client.chat(asked, **given(sampling)))
-            except KeyboardInterrupt:
-                # Ctrl-C ends the answer, and the turn with it: the conversation goes on from before.
-                print()
-                continue
-            messages = [*asked, ChatMessage("assistant", answer)]
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
@@ -88,23 +72,6 @@ def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
         others = "  ".join(f"{i} {p:.3f}" for i, p in zip(token.top_ids, token.top_logprobs, strict=False))
         lines.append(f"{token.token_id:>8} {token.logprob:>9.3f}{'   | ' if others else ''}{others}\n")
     return "".join(("   token   logprob\n", *lines)) if lines else ""
-
-
-def user_lines() -> Iterator[str]:
-    """Non-empty lines: typed at a prompt on a terminal, else read from standard input."""
-    if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin if line.strip())
-        return
-    import readline  # noqa: F401  (gives input() its editing and history)
-
-    while True:
-        try:
-            line = input(PROMPT).strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line:
-            yield line
 
 
 def run_status(reach: dict[str, Any], as_json: bool) -> None:

@@ -41,7 +41,7 @@ from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency,
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
 from pillion.client.resume import RESUME_TIMEOUT_S, StreamProgress, is_loss
-from pillion.errors import Cancelled, PillionError
+from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -305,6 +305,8 @@ class _BlockingStream:
                     pause_s = progress.delay_s(found, spoken, time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
+                    # Asking takes time, and the caller's is not prolonged.
+                    spoken = spoken or isinstance(found, DeadlineExceeded)
                     raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
                     self._client._leave(self._number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -17,12 +18,14 @@ from pillion.cli.flags import (
     ALL_FLAGS,
     env_name,
     flag_options,
+    known_names,
     option_name,
     read_config,
     subset,
     to_argv,
     without_flags,
 )
+from pillion.cli.help_groups import GROUPS, OPTIONS, group_of
 from pillion.config import DecodeFlags, GatewayFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
 
@@ -204,3 +207,20 @@ def test_a_value_that_does_not_parse_names_who_set_it(tmp_path: pathlib.Path, mo
     with pytest.raises(click.BadParameter, match="set by PILLION_MAX_NUM_SEQS") as caught:
         cli.main(["serve"], standalone_mode=False)
     assert caught.value.format_message().startswith("Invalid value for '--max-num-seqs': 'many' is not")
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "gateway", "prefill", "decode", "kvnode", "prepare"])
+def test_the_help_has_each_flag_once_in_a_group(command: str) -> None:
+    shown = CliRunner().invoke(cli, [command, "--help"], terminal_width=200).output
+    options = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", shown, re.MULTILINE)
+    names = [param.opts[0] for param in cli.commands[command].params if isinstance(param, click.Option)]
+    assert sorted(options) == sorted([*names, "--help"])
+    titles = re.findall(r"^(\S.*):$", shown, re.MULTILINE)
+    assert titles == [title for title in (OPTIONS, *GROUPS) if title in titles], "a flag has no group"
+    assert max(shown.index(f"\n{title}:") for title in titles) < len(shown)
+
+
+def test_groups_name_flags_that_exist() -> None:
+    beginnings = {"_".join(name.split("_")[:n]) for name in known_names() for n in range(1, 9)}
+    assert {name for names in GROUPS.values() for name in names.split()} <= beginnings
+    assert (group_of("cpu_threads"), group_of("kv_device"), group_of("nothing")) == ("Processes", "KV cache", "Others")

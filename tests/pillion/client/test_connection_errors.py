@@ -14,7 +14,7 @@ import grpc
 import pytest
 import uvicorn
 
-from pillion import AsyncClient, Client, ConfigError, PillionError, Unauthenticated, Unavailable
+from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, PillionError, Unauthenticated, Unavailable
 from pillion.cli.certs import make_certs
 from pillion.client.connection import connect
 from pillion.loadgen.openai_target import OpenAITarget
@@ -143,6 +143,12 @@ async def test_a_process_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert await asyncio.to_thread(find_listener, address) == Listener("silent")
+        asked: list[str] = []
+        monkeypatch.setattr(listener, "find_listener", asked.append)
+        async with AsyncClient(address) as client:
+            with pytest.raises(DeadlineExceeded):
+                _ = [delta async for delta in client.generate("x", timeout_s=0.2)]
+        assert asked == [], "the caller's time was prolonged"
 
 
 async def test_a_key_that_is_missing_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

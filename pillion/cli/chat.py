@@ -1,0 +1,198 @@
+"""`pillion chat`: a conversation on a terminal, or one line after the other from standard input.
+
+terminal:  message | several lines | /command --> Conversation --> the whole conversation is sent, its KV is cached
+elsewhere: each line is a message; there are no commands, and the first error ends it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pillion.cli.talk import given, show
+from pillion.client.client import Client
+from pillion.errors import ConfigError, PillionError
+from pillion.types import ChatMessage
+
+PROMPT, MORE = "you> ", "...> "
+BLOCK = '"""'
+HISTORY_LINES = 1000
+HELP = """\
+/help          show this
+/clear         forget the conversation; the system message stays
+/system        show the system message; /system TEXT sets it, /system - removes it
+/save FILE     write the conversation to a new file, as JSON that the API takes
+/exit          end, like Ctrl-D
+A line that ends with \\ goes on in the next one, and \"\"\" begins and ends a message of several lines.
+A message that begins with / is written with //. Ctrl-C ends an answer."""
+
+
+class Conversation:
+    """The messages so far, and the commands that change them."""
+
+    def __init__(self, system: str = "") -> None:
+        self.system = system
+        self.turns: list[ChatMessage] = []
+
+    def messages(self) -> list[ChatMessage]:
+        """All messages, the system's first."""
+        return [ChatMessage("system", self.system), *self.turns] if self.system else list(self.turns)
+
+    def command(self, line: str) -> str:
+        """Does what a line that begins with "/" says; returns what to show. Raises EOFError for the end."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/help":
+            return HELP
+        if name == "/clear":
+            self.turns.clear()
+            return "the conversation is forgotten"
+        if name == "/system":
+            if rest:
+                self.system = "" if rest == "-" else rest
+            return f"system message: {self.system}" if self.system else "there is no system message"
+        if name == "/save":
+            return self._save(rest)
+        if name in ("/exit", "/quit"):
+            raise EOFError
+        return f"there is no command {name}; /help lists them, and // begins a message with a /"
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "a file is needed: /save FILE"
+        path = Path(name).expanduser()
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump([asdict(message) for message in self.messages()], file, ensure_ascii=False, indent=2)
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+        return f"{len(self.messages())} messages are in {path}"
+
+
+def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Runs the conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
+
+    Args:
+        system: the system message; "" for none.
+        history: whether a terminal's lines are kept for the next time.
+        reach, sampling: arguments of :class:`pillion.Client` and of its ``chat``.
+    """
+    talk, options = Conversation(system), given(sampling)
+    with Client(**reach) as client:
+        if not sys.stdin.isatty():
+            for line in sys.stdin:
+                if line.strip():
+                    _turn(client, talk, line.strip(), options)
+            return
+        print(banner([model.name for model in client.models()], options.get("model", ""), reach["target"]))
+        with kept_history(history_file() if history else None):
+            _converse(client, talk, options)
+
+
+def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> None:
+    while True:
+        try:
+            message = read_message(input)
+            if message.startswith("/") and not message.startswith("//"):
+                print(talk.command(message))
+                continue
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if message.strip():
+            try:
+                _turn(client, talk, message.removeprefix("/") if message.startswith("//") else message, options)
+            except PillionError as error:
+                print(f"pillion: {error.message}", file=sys.stderr)
+
+
+def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
+    """Asks and shows one answer. One that fails or is ended by Ctrl-C leaves the conversation as it was."""
+    asked = ChatMessage("user", message)
+    try:
+        answer = show(client.chat([*talk.messages(), asked], **options))
+    except KeyboardInterrupt:
+        print()
+        return
+    talk.turns += [asked, ChatMessage("assistant", answer)]
+
+
+def banner(served: list[str], model: str, target: str) -> str:
+    """The first lines. Raises ConfigError where the model has to be chosen, or is not served."""
+    if model and served and model not in served:
+        raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(served)}")
+    if not model and len(served) > 1:
+        raise ConfigError(f"{target} serves {', '.join(served)}: choose one with --model")
+    name = model or "".join(served) or "no model yet"
+    return f"{name} at {target}. /help lists commands, Ctrl-D ends."
+
+
+def read_message(read_line: Callable[[str], str]) -> str:
+    """One message, of several lines where a line ends with a backslash or the first one begins with three quotes.
+
+    Args:
+        read_line: returns a line, shown the prompt; raises EOFError at the end.
+    """
+    line = read_line(PROMPT).strip()
+    if line.startswith(BLOCK):
+        lines, line = [], line[len(BLOCK) :]
+        while not line.rstrip().endswith(BLOCK):
+            lines.append(line)
+            line = read_line(MORE)
+        return "\n".join([*lines, line.rstrip().removesuffix(BLOCK)]).strip("\n")
+    lines = []
+    while line.endswith("\\"):
+        lines.append(line[:-1])
+        line = read_line(MORE)
+    return "\n".join([*lines, line])
+
+
+def history_file() -> Path:
+    """Where the lines of earlier conversations are."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "pillion" / "chat_history"
+
+
+@contextlib.contextmanager
+def kept_history(path: Path | None) -> Iterator[None]:
+    """Gives input() its editing and its history: the last HISTORY_LINES lines, in a file that only its owner may read.
+
+    ``path`` None: nothing is read or kept. A file that cannot be used is said once, and nothing is kept.
+    """
+    try:
+        import readline
+    except ImportError:
+        # A Python without it reads plain lines.
+        yield
+        return
+    readline.clear_history()
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        path.chmod(0o600)
+        readline.set_history_length(HISTORY_LINES)
+        readline.read_history_file(path)
+    except OSError as error:
+        print(f"pillion: no history is kept: {path}: {error.strerror}", file=sys.stderr)
+        yield
+        return
+    before = readline.get_current_history_length()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if hasattr(readline, "append_history_file"):
+                # Behind what another terminal has added meanwhile.
+                readline.append_history_file(readline.get_current_history_length() - before, path)
+            else:
+                readline.write_history_file(path)
+            path.chmod(0o600)

@@ -1,0 +1,49 @@
+"""The groups in which a command's help lists its flags: nobody reads eighty of them in one column."""
+
+from __future__ import annotations
+
+import click
+
+# In the order of the help. A flag that is in none is listed under OTHERS; a test keeps that empty.
+GROUPS = {
+    "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
+    "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
+    "Keys and certificates": "api_keys tls internal_tls insecure_internal",
+    "Processes": "prefill_workers decode_workers gateway_workers device cpu enforce_eager drain_timeout_s"
+    " fence_kill_after_s",
+    "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
+    " low_watermark high_watermark host_bytes disk verify_blocks fetch max_fetch_bytes",
+    "Scheduling": "max_num target_itl_ms num_speculative_tokens split_policy chunk_size enable_chunked_prefill"
+    " max_waiting",
+    "Limits of a gateway": "max_inflight max_running_requests max_attempts",
+    "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
+    "Logs and metrics": "log metrics vllm_metric_names",
+}
+OTHERS = "Others"
+OPTIONS = "Options"
+
+
+def group_of(field_name: str) -> str:
+    """The group of a flag: the one that names it, or else the longest beginning of its name, up to a "_"."""
+    words = field_name.split("_")
+    for count in range(len(words), 0, -1):
+        beginning = "_".join(words[:count])
+        for title, names in GROUPS.items():
+            if beginning in names.split():
+                return title
+    return OTHERS
+
+
+def write_options(params: list[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Writes a command's options; flags of :mod:`pillion.config` in groups, everything else first."""
+    rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (OPTIONS, *GROUPS, OTHERS)}
+    for param in params:
+        row = param.get_help_record(ctx)
+        if row is not None and isinstance(param, click.Option):
+            # --config and --help are no flags: they have no field.
+            is_flag = param.expose_value and param.name != "help"
+            rows[group_of(param.name or "") if is_flag else OPTIONS].append(row)
+    for title, listed in rows.items():
+        if listed:
+            with formatter.section(title):
+                formatter.write_dl(listed)

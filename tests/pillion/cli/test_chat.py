@@ -1,0 +1,180 @@
+"""`pillion chat` as a person has it: on a real pseudo-terminal, with its commands, its editing and its history."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import pty
+import select
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
+from pillion.errors import ConfigError, Overloaded
+from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.pillion.client.test_connection import serving
+from tests.support.processes import started
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+
+class Parrot(gateway_pb2_grpc.GatewayServicer):
+    """Answers with the number of messages and the last one; "wait" has no end, "full" is refused."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[str, str]]] = []
+
+    async def ListModels(self, request: Any, context: Any) -> gateway_pb2.ListModelsResponse:  # noqa: N802
+        return gateway_pb2.ListModelsResponse(models=[gateway_pb2.Model(name="parrot-1")])
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[gateway_pb2.GenerateResponse]:  # noqa: N802
+        messages = [(message.role, message.content) for message in request.messages]
+        self.asked.append(messages)
+        if messages[-1][1] == "full":
+            raise Overloaded("the parrot is full")
+        yield gateway_pb2.GenerateResponse(text=f"{len(messages)}: {messages[-1][1]}!")
+        if messages[-1][1] == "wait":
+            await asyncio.Event().wait()
+
+
+class Terminal:
+    """A program's terminal: what it has shown, and what is typed."""
+
+    def __init__(self, side: int) -> None:
+        self._side = side
+        self.shown = ""
+
+    def expect(self, text: str) -> None:
+        """Reads until ``text`` has been shown behind what was expected before."""
+        end_s = time.monotonic() + 60
+        while text not in self.shown:
+            ready, _, _ = select.select([self._side], [], [], max(0.0, end_s - time.monotonic()))
+            assert ready, f"{text!r} is not in {self.shown!r}"
+            self.shown += os.read(self._side, 4096).decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def type(self, keys: str) -> None:
+        os.write(self._side, keys.encode())
+
+
+@contextlib.contextmanager
+def chatting(target: str, folder: pathlib.Path, *options: str) -> Iterator[tuple[Terminal, Any]]:
+    ours, theirs = pty.openpty()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
+    environ = clean | {"XDG_STATE_HOME": str(folder), "TERM": "dumb", "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    # The terminal is the program's own, so that Ctrl-C reaches it.
+    own = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    run = "from pillion.cli.app import main; main(sys.argv[1:])"
+    argv = [sys.executable, "-c", own + run, "chat", "--target", target, *options]
+    try:
+        with contextlib.closing(os.fdopen(theirs, "wb", buffering=0)) as side:
+            pipes = {"stdin": side, "stdout": side, "stderr": side}
+            made = started(argv, env=environ, cwd=folder, start_new_session=True, **pipes)
+            with made as process:
+                yield Terminal(ours), process
+    finally:
+        os.close(ours)
+
+
+async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
+    parrot, history = Parrot(), tmp_path / "pillion" / "chat_history"
+    history.parent.mkdir()
+    history.write_text("from before\n")
+
+    def converse(address: str) -> None:
+        with chatting(address, tmp_path, "--system", "Be brief.") as (terminal, process):
+            terminal.expect(f"parrot-1 at {address}. /help lists commands, Ctrl-D ends.")
+            for typed, shown in [
+                ("\x10\n", "2: from before!"),
+                ("two \\\nlines\n", "4: two \r\nlines!"),
+                (f"{BLOCK}one\n  two{BLOCK}\n", "6: one\r\n  two!"),
+                ("//slash\n", "8: /slash!"),
+                ("full\n", "pillion: the parrot is full"),
+                ("/help\n", "/save FILE     write the conversation"),
+                ("/nothing\n", "there is no command /nothing"),
+                ("/save talk.json\n", "9 messages are in talk.json"),
+                ("/save talk.json\n", "talk.json: File exists"),
+                ("/clear\n", "the conversation is forgotten"),
+                ("/system\n", "system message: Be brief."),
+                ("/system -\n", "there is no system message"),
+                ("wait\n", "1: wait!"),
+                ("\x03", "you> "),
+                ("again\n", "1: again!"),
+            ]:
+                terminal.expect("you> ") if typed != "\x03" else None
+                terminal.type(typed)
+                terminal.expect(shown)
+                if typed == "\x03":
+                    terminal.shown = "you> "
+            terminal.expect("you> ")
+            terminal.type("\x04")
+            assert process.wait(30) == 0
+        with chatting(address, tmp_path, "--no-history") as (terminal, process):
+            terminal.expect("you> ")
+            terminal.type("unkept\n")
+            terminal.expect("1: unkept!")
+            terminal.expect("you> ")
+            terminal.type("/exit\n")
+            assert process.wait(30) == 0
+
+    async with serving(parrot) as address:
+        await asyncio.to_thread(converse, address)
+    assert parrot.asked[0] == [("system", "Be brief."), ("user", "from before")]
+    saved = [tuple(message.values()) for message in json.loads((tmp_path / "talk.json").read_text())]
+    assert saved == [*parrot.asked[3], ("assistant", "8: /slash!")]
+    kept = history.read_text().splitlines()
+    assert kept[0] == "from before"
+    assert "again" in kept
+    assert "unkept" not in kept
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_messages_of_several_lines() -> None:
+    def read(*lines: str) -> str:
+        left = iter(lines)
+        return read_message(lambda prompt: next(left))
+
+    assert read(" one ") == "one"
+    assert read("a\\", " b\\", "c") == "a\n b\nc"
+    assert read(f"{BLOCK}a{BLOCK}") == "a"
+    assert read(BLOCK, "  a\\", "", "b", BLOCK) == "  a\\\n\nb"
+
+
+def test_what_is_said_first() -> None:
+    assert banner(["m"], "", "h:1").startswith("m at h:1.")
+    assert banner([], "", "h:1").startswith("no model yet at h:1.")
+    with pytest.raises(ConfigError, match="h:1 serves a, b: choose one with --model"):
+        banner(["a", "b"], "", "h:1")
+    with pytest.raises(ConfigError, match="--model x is not served at h:1; served: a"):
+        banner(["a"], "x", "h:1")
+
+
+def test_a_system_message_comes_first_and_a_file_is_needed() -> None:
+    talk = Conversation()
+    assert talk.command("/system Sing.") == "system message: Sing."
+    assert [message.role for message in talk.messages()] == ["system"]
+    assert talk.command("/save") == "a file is needed: /save FILE"
+
+
+def test_the_history_is_bounded_and_a_place_that_cannot_be_used_is_said(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import readline
+
+    path = tmp_path / "history"
+    with kept_history(path):
+        for number in range(HISTORY_LINES + 5):
+            readline.add_history(f"line {number}")
+    assert path.read_text().splitlines()[0] == "line 5"
+    with kept_history(path / "below"):
+        pass
+    assert "no history is kept" in capsys.readouterr().err
+    readline.clear_history()

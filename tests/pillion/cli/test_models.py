@@ -1,0 +1,162 @@
+"""`pillion models` with the hub's real client, against an HTTP server that speaks what the client asks of a hub."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pillion.cli.models import ago, size_of
+from testbed.cluster import free_port
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+COMMIT = "a" * 40
+FILES = {
+    "config.json": json.dumps(
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64}
+        | {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
+    ).encode(),
+    "model.safetensors": b"x" * 300_000,
+    "small.gguf": b"GGUF" + b"y" * 1000,
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"a pickle",
+    "code.py": b"raise SystemExit",
+    "onnx/config.json": b"{}",
+}
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """A hub with one repository, "some/model"; yields its URL and the paths of files that were sent."""
+    sent: list[str] = []
+
+    class HubHandler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def _answer(self, code: int, body: bytes, **head: str) -> None:
+            self.send_response(code)
+            for name, value in head.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            parts = self.path.partition("?")[0].split("/")[1:]
+            if parts[:4] == ["api", "models", "some", "model"]:
+                if parts[4:] in (["revision", "main"], ["revision", COMMIT]):
+                    siblings = [{"rfilename": name} for name in FILES]
+                    about = {"id": "some/model", "modelId": "some/model", "sha": COMMIT, "siblings": siblings}
+                    return self._answer(200, json.dumps(about).encode(), Content_Type="application/json")
+                if parts[4] == "tree":
+                    tree = [
+                        {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                        for name, body in FILES.items()
+                    ]
+                    return self._answer(200, json.dumps(tree).encode(), Content_Type="application/json")
+                return self._answer(404, b"{}", X_Error_Code="RevisionNotFound")
+            name = "/".join(parts[4:])
+            if parts[:3] == ["some", "model", "resolve"] and name in FILES:
+                if self.command == "GET":
+                    sent.append(name)
+                etag = hashlib.sha1(FILES[name]).hexdigest()
+                return self._answer(200, FILES[name], ETag=f'"{etag}"', X_Repo_Commit=COMMIT)
+            return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
+
+        do_HEAD = do_GET  # noqa: N815
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", sent
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def models(url: str, home: pathlib.Path, *words: str, asked: str = "") -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PILLION_", "HF_"))}
+    environ = clean | {"HF_ENDPOINT": url, "HF_HOME": str(home), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "pillion", "models", *words]
+    return subprocess.run(
+        command, env=environ, input=asked, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+    )
+
+
+def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
+    with hub() as (url, sent):
+        done = models(url, tmp_path, "pull", "some/model")
+        assert (done.returncode, done.stdout) == (0, "ready: pillion serve some/model\n"), done.stderr
+        assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert "293.0/293.0 KiB" in done.stderr
+        again = models(url, tmp_path, "pull", "some/model", "small.gguf")
+        assert sent[3:] == ["small.gguf"]
+        served = pathlib.Path(again.stdout.split()[-1])
+        assert served.read_bytes() == FILES["small.gguf"]
+        table = models(url, tmp_path, "list").stdout
+        (row,) = (line.split() for line in table.splitlines() if "some/model" in line)
+        assert row == ["some/model", "main", "4", "294.2", "KiB", "just", "now"]
+        missing = {
+            ("pull", "some/other"): "there is no such repository, or it is private (then set HF_TOKEN)",
+            ("pull", "some/model", "--revision", "v9"): "it has no such revision",
+        }
+        for words, complaint in missing.items():
+            done = models(url, tmp_path, *words)
+            assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
+            assert len(done.stderr.strip().splitlines()[-1:]) == 1
+    refused = models(url, tmp_path, "rm", "some/model", asked="n\n")
+    assert (refused.returncode, served.exists()) == (1, True)
+    assert "remove some/model: 4 files, 294.2 KiB?" in refused.stderr
+    done = models(url, tmp_path, "rm", "some/model", "--yes")
+    assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.2 KiB\n")
+    assert not served.exists()
+    assert "some/model" not in models(url, tmp_path, "list").stdout
+
+
+def test_nothing_outside_the_cache_is_removed(tmp_path: pathlib.Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "snapshots" / COMMIT
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "config.json").write_text("{}")
+    cache = tmp_path / "home" / "hub"
+    cache.mkdir(parents=True)
+    (cache / "models--some--model").symlink_to(tmp_path / "elsewhere")
+    for name in ("some/model", "../elsewhere", str(tmp_path / "elsewhere")):
+        done = models("http://127.0.0.1:1", tmp_path / "home", "rm", name, "--yes")
+        assert done.returncode == 2, done.stdout
+        assert "lies outside the cache" in done.stderr or "is no model in the cache" in done.stderr
+    assert (elsewhere / "config.json").exists()
+
+
+def test_no_network_is_said(tmp_path: pathlib.Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    done = models(url, tmp_path, "pull", "some/model")
+    assert done.returncode == 2
+    assert f"no connection to {url}" in done.stderr
+    assert "is there a network, and is HF_ENDPOINT right?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("demo",), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")])
+def test_what_cannot_be_pulled(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
+    done = models("http://127.0.0.1:1", tmp_path, "pull", *words)
+    assert done.returncode == 2
+    assert "is no hub id" in done.stderr or "is no name of a GGUF file" in done.stderr
+
+
+def test_figures_for_people() -> None:
+    assert [size_of(count) for count in (0, 1023, 1024, 3 * 2**30)] == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB"]
+    assert [ago(seconds) for seconds in (5, 60, 7200, 200_000)] == ["just now", "1 min ago", "2 h ago", "2 d ago"]
