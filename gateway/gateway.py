@@ -267,8 +267,7 @@ class Gateway:
             served = self.cluster.served(name, self._models[name].fingerprint)
         except Unavailable as error:
             return error.message
-        nodes = {component.node_id for component in served.components if component.role == "kvnode"}
-        if not any(component.role == "decode" and component.node_id in nodes for component in served.components):
+        if self.cluster.lacks_node(served):
             return f"no KV node lives for the decode workers of model {name!r}{self.cluster.blind_spot()}"
         return ""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
@@ -29,6 +30,8 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
+T = TypeVar("T")
+
 VIEW_POLL_S = 0.25
 # Longest wait for one fetch. A node keeps its own bound, --fetch-timeout-ms; this one is for a node that hangs.
 MAX_FETCH_S = 5.0
@@ -40,6 +43,11 @@ RETURN_WAIT_S = 15.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
+# Most workers of a role that one request is planned with. Of more, half are those beside most of its prompt; the others
+# take turns, so that several gateways do not all find the same least loaded one in their heartbeats.
+MAX_CANDIDATES = 32
+# Between the first ones of two requests' turns: prime, so that all numbers of workers are gone through.
+TURN = 7919
 
 
 Link = NodeLink | PrefillLink | DecodeLink
@@ -76,25 +84,16 @@ class Prefixes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as live workers serve it: the KV that they share, and the components that can work for a request now."""
+    """A model as live workers serve it: the KV that they share."""
 
     model: str
+    fingerprint: str
     namespace: bytes
     block_size: int
-    components: tuple[ComponentRecord, ...]
 
-    def holding(self, tokens: int) -> tuple[ComponentRecord, ...]:
-        """The components without those of nodes whose whole pool is smaller than one stream of ``tokens`` tokens.
-        Raises Unavailable where none is left."""
-        too_small = {
-            component.node_id
-            for component in self.components
-            if component.role == "kvnode" and 0 < component.total_blocks * self.block_size < tokens
-        }
-        left = tuple(component for component in self.components if component.node_id not in too_small)
-        if too_small and not left:
-            raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {self.model!r}")
-        return left
+    def includes(self, worker: ComponentRecord) -> bool:
+        """Whether a worker of the model shares that KV."""
+        return worker.fingerprint in ("", self.fingerprint) and worker.namespace == self.namespace.hex()
 
 
 class OwnLoad:
@@ -136,6 +135,11 @@ class Cluster:
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        # The view's ``places`` for which all links are right; -1: look again.
+        self._synced_places = -1
+        # What was made of one version of the view (see _per_look).
+        self._made: dict[tuple[str, ...], Any] = {}
+        self._made_of = -1
 
     async def start(self) -> None:
         """Asks the registry once, and from then on regularly."""
@@ -171,16 +175,83 @@ class Cluster:
 
     def served(self, model: str, fingerprint: str) -> Served:
         """How ``model`` is served now, by components that answer. Raises Unavailable, naming what is missing."""
-        usable = [component for component in self.view.trusted(time.monotonic()) if self.answers(component)]
-        mine = [p for p in usable if p.model == model and p.fingerprint in ("", fingerprint) and p.namespace]
-        spaces = Counter((p.namespace, p.block_size_tokens) for p in mine if p.role == "decode")
-        if not spaces:
-            raise Unavailable(f"no decode worker of model {model!r} lives{self.blind_spot()}")
-        # Workers of two releases may differ in layout; a request stays with those that can share its KV.
-        namespace, block_size = max(spaces, key=lambda space: (spaces[space], space))
-        workers = {p.component_id for p in mine if p.namespace == namespace}
-        components = (p for p in usable if p.role == "kvnode" or p.component_id in workers)
-        return Served(model, bytes.fromhex(namespace), block_size, tuple(components))
+        for served in self._per_look(("served", model, fingerprint), lambda: self._spaces(model, fingerprint)):
+            if any(served.includes(worker) and self._usable(worker) for worker in self.view.of("decode", model)):
+                return served
+        raise Unavailable(f"no decode worker of model {model!r} lives{self.blind_spot()}")
+
+    def _spaces(self, model: str, fingerprint: str) -> list[Served]:
+        """How workers on record serve the model, the most usual first. Those of two releases may differ in layout; a
+        request stays with those that can share its KV."""
+        workers = [one for one in self.view.of("decode", model) if one.fingerprint in ("", fingerprint)]
+        spaces = Counter((one.namespace, one.block_size_tokens) for one in workers if one.namespace)
+        ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
+        return [Served(model, fingerprint, bytes.fromhex(namespace), size) for namespace, size in ranked]
+
+    def lacks_node(self, served: Served) -> bool:
+        """Whether none of the decode workers has a live KV node."""
+        return not any(self._fit(worker, served, 0) for worker in self.view.of("decode", served.model))
+
+    def candidates(
+        self, served: Served, tokens: int, hits: Mapping[str, int] | None = None, spread: int = 0
+    ) -> tuple[ComponentRecord, ...]:
+        """The components that a request is planned with: usable workers, at most MAX_CANDIDATES of a role, and nodes.
+
+        Args:
+            tokens: prompt and answer at their longest; nodes whose whole pool is smaller are left out.
+            hits: blocks of the prompt on each node, by node id.
+            spread: any number that differs from request to request.
+
+        Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
+        """
+        hits = hits or {}
+        turned = sorted(hits)[spread % len(hits) :] + sorted(hits)[: spread % len(hits)] if hits else []
+        best = sorted(turned, key=lambda node_id: -hits[node_id])
+        decodes = self._choose("decode", served, tokens, best, spread)
+        if not decodes:
+            usable = [one for one in self.view.of("decode", served.model) if served.includes(one) and self._usable(one)]
+            if any(self._live_node(one.node_id) for one in usable):
+                raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {served.model!r}")
+            return tuple(usable)
+        near = dict.fromkeys(worker.node_id for worker in decodes)
+        prefills = self._choose("prefill", served, tokens, near, spread)
+        names = dict.fromkeys((*near, *(worker.node_id for worker in prefills), *best))
+        nodes = [node for node in map(self._live_node, names) if node is not None]
+        now = time.monotonic()
+        return (*nodes, *(self.view.aged_one(worker, now) for worker in (*decodes, *prefills)))
+
+    def _choose(
+        self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int
+    ) -> list[ComponentRecord]:
+        """Fit workers of a role: all, or of many those on ``nodes``, the first first, and those whose turn it is."""
+        everyone = self.view.of(role, served.model)
+        workers: Iterable[ComponentRecord] = everyone
+        if len(everyone) > MAX_CANDIDATES:
+            beside = (one for node_id in nodes for one in self.view.on_node(node_id))
+            mine = (one for one in beside if (one.role, one.model) == (role, served.model))
+            first = spread * TURN % len(everyone)
+            workers = itertools.chain(itertools.islice(mine, MAX_CANDIDATES // 2), everyone[first:], everyone[:first])
+        chosen: dict[str, ComponentRecord] = {}
+        for worker in workers:
+            if worker.component_id not in chosen and self._fit(worker, served, tokens):
+                chosen[worker.component_id] = worker
+                if len(chosen) == MAX_CANDIDATES:
+                    break
+        return list(chosen.values())
+
+    def _fit(self, worker: ComponentRecord, served: Served, tokens: int) -> bool:
+        """Whether a worker and its node can serve a request of so many tokens now."""
+        node = self._live_node(worker.node_id)
+        if node is None or 0 < node.total_blocks * served.block_size < tokens:
+            return False
+        return served.includes(worker) and self._usable(worker)
+
+    def _live_node(self, node_id: str) -> ComponentRecord | None:
+        node = self.view.node(node_id)
+        return node if node is not None and self._usable(node) else None
+
+    def _usable(self, component: ComponentRecord) -> bool:
+        return self.answers(component) and self.view.trusts(component.component_id, time.monotonic())
 
     async def served_soon(self, model: str, fingerprint: str) -> Served:
         """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
@@ -198,7 +269,10 @@ class Cluster:
 
         The share is even, with what the other gateways do not use of theirs, as of their last heartbeat: connections
         are not spread evenly, and a client may have only one."""
-        workers = [record for record in self._known() if record.role == "decode" and record.model == model]
+        return self._per_look(("slots", model), lambda: self._request_slots(model))
+
+    def _request_slots(self, model: str) -> int:
+        workers = self._known("decode", model)
         if not workers or not all(worker.max_step_tokens for worker in workers):
             return 0
         sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
@@ -208,25 +282,31 @@ class Cluster:
 
     def other_gateways(self) -> list[ComponentRecord]:
         """Live gateways besides this one."""
-        records = self.view.records()
-        return [record for record in records if record.role == "gateway" and record.component_id != self._gateway_id]
+        return [record for record in self.view.of("gateway") if record.component_id != self._gateway_id]
 
     def demand_per_s(self) -> tuple[float, float]:
         """Requests a second to all gateways, and those that use prefill workers: other gateways are
         assumed to get as many as this one."""
-        gateways = max(1, sum(record.role == "gateway" for record in self.view.records()))
+        gateways = max(1, len(self.view.of("gateway")))
         every, shared = self.demand.per_s(time.monotonic())
         return gateways * every, gateways * shared
 
     def pools_tokens(self, model: str) -> list[int]:
         """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
-        records = self._known()
-        blocks = {record.node_id: record.total_blocks for record in records if record.role == "kvnode"}
-        return [
-            blocks.get(record.node_id, 0) * record.block_size_tokens
-            for record in records
-            if record.role == "decode" and record.model == model
-        ]
+        return self._per_look(("pools", model), lambda: self._pools_tokens(model))
+
+    def _pools_tokens(self, model: str) -> list[int]:
+        blocks = {node.node_id: node.total_blocks for node in self._known("kvnode")}
+        return [blocks.get(worker.node_id, 0) * worker.block_size_tokens for worker in self._known("decode", model)]
+
+    def _per_look(self, key: tuple[str, ...], made: Callable[[], T]) -> T:
+        """What ``made`` returns, called once for each key and version of the view."""
+        if self._made_of != self.view.version:
+            self._made, self._made_of = {}, self.view.version
+        if key not in self._made:
+            self._made[key] = made()
+        found: T = self._made[key]
+        return found
 
     def blind_spot(self) -> str:
         """What an error message adds while the registry takes no heartbeats; empty where it takes them."""
@@ -234,11 +314,11 @@ class Cluster:
             return ""
         return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
 
-    def _known(self) -> tuple[ComponentRecord, ...]:
-        """All records; of a registry that takes no heartbeats, those of components that answer: it still lists all
-        others that lived when it ceased to."""
-        records = self.view.records()
-        return tuple(filter(self.answers, records)) if self.registry.refusal else records
+    def _known(self, role: str, model: str = "") -> list[ComponentRecord]:
+        """All records of a role; of a registry that takes no heartbeats, those of components that answer: it still
+        lists all others that lived when it ceased to."""
+        records = self.view.of(role, model)
+        return list(filter(self.answers, records)) if self.registry.refusal else records
 
     def _connected(self) -> list[str]:
         """Components that live as far as this gateway's connections show. It has none to other gateways."""
@@ -246,14 +326,13 @@ class Cluster:
         return [record.component_id for record in records if record.role == "gateway" or self.answers(record)]
 
     def _note_models(self, now: float) -> None:
-        records = self.view.records()
-        if any(record.role == "kvnode" for record in records):
-            self._recorded_at_s.update((record.model, now) for record in records if record.role == "decode")
+        if self.view.of("kvnode"):
+            self._recorded_at_s.update(dict.fromkeys(self.view.models(), now))
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
         """How a model is served, and whether by a KV node too. Raises Unavailable."""
         served = self.served(*key)
-        return served, any(component.role == "kvnode" for component in served.components)
+        return served, any(map(self._usable, self.view.of("kvnode")))
 
     def _patience_s(self, model: str) -> float:
         """How long a request waits for the model: longer where it was served a short time ago."""
@@ -328,14 +407,24 @@ class Cluster:
     def _sync(self) -> None:
         """Keeps a link for every known component. One that moved gets a new link; one that is forgotten keeps its link
         while that is alive, for the sake of what runs on it."""
+        if self._synced_places == self.view.places:
+            return
+        wanted: dict[str, dict[str, ComponentRecord]] = {role: {} for role in LINKS}
+        for record in self.view:
+            if record.role in LINKS:
+                wanted[record.role][_link_name(record)] = record
+        self._synced_places = self.view.places
         for role, links in self._links.items():
-            wanted = {_link_name(record): record for record in self.view.records() if record.role == role}
-            for name in list(links):
-                moved = name in wanted and links[name].address != wanted[name].address
-                if moved or (name not in wanted and not links[name].alive):
+            for name in links.keys() - wanted[role].keys():
+                if links[name].alive:
+                    self._synced_places = -1
+                else:
                     self._close(links.pop(name))
-            for name in wanted.keys() - links.keys():
-                links[name] = LINKS[role](wanted[name], self._gateway_id)
+            for name, record in wanted[role].items():
+                if name in links and links[name].address != record.address:
+                    self._close(links.pop(name))
+                if name not in links:
+                    links[name] = LINKS[role](record, self._gateway_id)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
         """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come
@@ -343,6 +432,7 @@ class Cluster:
         for component_id in component_ids:
             for role in ("prefill", "decode"):
                 if (link := self._links[role].pop(component_id, None)) is not None:
+                    self._synced_places = -1
                     log.warning("%s is fenced by its KV node, its work moves on", component_id)
                     self._close(link)
 

@@ -200,11 +200,12 @@ class ComponentCalls:
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
+        blocks = {hit.node_id: hit.blocks for hit in hits}
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
-            hits={hit.node_id: hit.blocks for hit in hits},
-            components=served.holding(job.text_tokens),
+            hits=blocks,
+            components=cluster.candidates(served, job.text_tokens, blocks, job.spread),
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,

@@ -71,6 +71,40 @@ class NodeTable:
         return found is None or found[1] < now
 
 
+class ReadRecords:
+    """The records of live components as they were read last. Sans-IO.
+
+    Attributes:
+        since_ms: the time from which on heartbeats are new, by Redis's clock; 0 asks for all records.
+    """
+
+    def __init__(self) -> None:
+        self.since_ms = 0
+        # By id: the record's bytes, and the record; None for one that cannot be read.
+        self._known: dict[bytes, tuple[bytes, ComponentRecord | None]] = {}
+
+    def read(self, raw: Any) -> bool:
+        """Reads an answer of the script "components" to ``since_ms``. Returns whether that was enough: everybody who
+        lives is known, and nobody else. If not, all records are to be asked for. Raises ValueError or TypeError for
+        nonsense."""
+        now_ms, count, listing = raw
+        before = self._known
+        if self.since_ms == 0:
+            self._known = {}
+        for line in as_bytes(listing).split(b"\n") if listing else ():
+            component_id, _, row = line.partition(b"\t")
+            self._known[component_id] = _read_row(row, now_ms, before.get(component_id))
+        # A component that came has sent a heartbeat: all who live are known, and where nobody left, they are as many.
+        # A server whose clock is behind takes heartbeats that seem to be old.
+        asked_all, enough = self.since_ms == 0, len(self._known) == count and now_ms >= self.since_ms
+        self.since_ms = now_ms if enough else 0
+        return enough or asked_all
+
+    def all(self) -> list[ComponentRecord]:
+        """Returns the records, each with its heartbeat's age when it was read: the same object until the next one."""
+        return [record for _, record in self._known.values() if record is not None]
+
+
 class Registry:
     """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost. Every call
     raises Unavailable when Redis does not answer, or refuses.
@@ -83,6 +117,7 @@ class Registry:
     def __init__(self, redis_url: str, ttl_ms: int) -> None:
         self.refusal = ""
         self._ttl_ms = ttl_ms
+        self._records = ReadRecords()
         self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
 
     async def heartbeat(self, record: ComponentRecord) -> HeartbeatAnswer:
@@ -109,9 +144,14 @@ class Registry:
         await self._link.call("leave", ScriptCall(REGISTRY_KEYS, [component_id]), int, deadline_ms=REGISTRY_DEADLINE_MS)
 
     async def components(self) -> list[ComponentRecord]:
-        """Returns the records of live components with their heartbeat's age, sorted by id."""
-        call = ScriptCall(REGISTRY_KEYS, [])
-        return await self._link.call("components", call, _read_components, deadline_ms=REGISTRY_DEADLINE_MS)
+        """Returns the records of live components, each with its heartbeat's age when it was read: the same object until
+        its next heartbeat. Only new ones are transferred and parsed."""
+        records = self._records
+        for _ in range(2):
+            call = ScriptCall(REGISTRY_KEYS, [f"{records.since_ms}"])
+            if await self._link.call("components", call, records.read, deadline_ms=REGISTRY_DEADLINE_MS):
+                break
+        return records.all()
 
     async def nodes(self) -> NodeTable:
         """Returns the live KV nodes."""
@@ -128,14 +168,18 @@ def _read_heartbeat(raw: Any) -> HeartbeatAnswer:
     return HeartbeatAnswer(bool(int(known)), as_bytes(number))
 
 
-def _read_components(raw: Any) -> list[ComponentRecord]:
-    now_ms, *rows = raw
-    records = []
-    for row in rows:
-        beat_ms, _, text = row.partition(b" ")
-        try:
-            record = ComponentRecord.from_json(text)
-            records.append(msgspec.structs.replace(record, heartbeat_age_ms=max(0, now_ms - int(beat_ms))))
-        except ValueError as error:
+def _read_row(
+    row: bytes, now_ms: int, before: tuple[bytes, ComponentRecord | None] | None
+) -> tuple[bytes, ComponentRecord | None]:
+    """Reads "heartbeat-ms record"; the same record as before is not parsed again."""
+    beat_ms, _, text = row.partition(b" ")
+    known = before is not None and before[0] == text
+    try:
+        record = before[1] if before is not None and known else ComponentRecord.from_json(text)
+        if record is not None:
+            record = msgspec.structs.replace(record, heartbeat_age_ms=max(0, now_ms - int(beat_ms)))
+    except ValueError as error:
+        if not known:
             log.warning("dropped a broken component record: %s", error)
-    return sorted(records, key=lambda record: record.component_id)
+        record = None
+    return text, record

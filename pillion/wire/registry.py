@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -15,7 +15,10 @@ Number = TypeVar("Number", int, float)
 # Numbers in ``step_cost_s``.
 STEP_COSTS = 5
 # No component counts more of anything.
-MAX_COUNT = 2**64
+MAX_COUNT = 2**63 - 1
+# What the typed decoder takes; where it refuses one, the fields are looked at one by one.
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MAX_COUNT))]
 # Fields that hold at a worker's heartbeat only.
 LOAD = (
     "running_requests",
@@ -27,7 +30,7 @@ LOAD = (
 )
 
 
-class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One component of the cluster.
 
     Attributes:
@@ -57,42 +60,44 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
     component_id: str
     role: str
     address: str
-    protocol: int = PROTOCOL
+    # From a factory, so that it is written always: a reader's default is its own.
+    protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL)
     model: str = ""
     fingerprint: str = ""
     namespace: str = ""
-    block_size_tokens: int = 0
-    max_model_len_tokens: int = 0
-    vocab_size: int = 0
+    block_size_tokens: Count = 0
+    max_model_len_tokens: Count = 0
+    vocab_size: Count = 0
     node_id: str = ""
-    boot_epoch: int = 0
-    running_requests: int = 0
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
-    queued_tokens: int = 0
-    decoding_requests: int = 0
-    context_tokens: int = 0
-    free_seqs: int = 0
-    max_step_tokens: int = 0
-    target_itl_ms: float = 0.0
-    step_cost_s: tuple[float, ...] = ()
-    largest_step_tokens: int = 0
-    block_bytes: int = 0
-    total_blocks: int = 0
-    free_blocks: int = 0
-    leased_blocks: int = 0
-    committed_blocks: int = 0
-    quarantined_blocks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    boot_epoch: Count = 0
+    running_requests: Count = 0
+    waiting_requests: Count = 0
+    waiting_tokens: Count = 0
+    queued_tokens: Count = 0
+    decoding_requests: Count = 0
+    context_tokens: Count = 0
+    free_seqs: Count = 0
+    max_step_tokens: Count = 0
+    target_itl_ms: Amount = 0.0
+    step_cost_s: tuple[Amount, ...] = ()
+    largest_step_tokens: Count = 0
+    block_bytes: Count = 0
+    total_blocks: Count = 0
+    free_blocks: Count = 0
+    leased_blocks: Count = 0
+    committed_blocks: Count = 0
+    quarantined_blocks: Count = 0
+    prompt_tokens: Count = 0
+    cached_tokens: Count = 0
+    completion_tokens: Count = 0
     fenced_components: tuple[str, ...] = ()
     kernels: str = ""
-    heartbeat_age_ms: int = 0
+    heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:
-        """Encodes the record as compact JSON with sorted keys."""
-        return msgspec.json.encode(self, order="sorted").decode()
+        """Encodes the record as compact JSON without fields that have their defaults, the others in their order here,
+        in which they are read fastest."""
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ComponentRecord:
@@ -101,7 +106,18 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
         Fields of a newer version are dropped. Absurd numbers become the field's default: what is left must not mislead
         a planner.
         """
-        # Not msgspec's decoder: it refuses a whole record for one NaN in it.
+        try:
+            record = _DECODER.decode(text)
+        except msgspec.DecodeError:
+            # The decoder refuses a whole record for one NaN in it.
+            return cls._from_any_json(text)
+        cost = record.step_cost_s
+        if not cost or (len(cost) == STEP_COSTS and any(cost)):
+            return record
+        return msgspec.structs.replace(record, step_cost_s=())
+
+    @classmethod
+    def _from_any_json(cls, text: str | bytes) -> ComponentRecord:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("a component's record is a JSON object")
@@ -125,6 +141,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True):
         return ComponentStatus(**{name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__})
 
 
+_DECODER = msgspec.json.Decoder(ComponentRecord)
 _DEFAULT_NUMBERS: dict[str, int | float] = {
     field.name: field.default
     for field in msgspec.structs.fields(ComponentRecord)

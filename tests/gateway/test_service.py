@@ -7,7 +7,6 @@ import json
 import time
 import urllib.error
 import urllib.request
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -151,23 +150,26 @@ async def test_what_can_never_fit_is_refused_and_a_default_is_cut() -> None:
         await fakes.settled()
 
 
-async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another() -> None:
+async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running_fake_cluster() as fakes:
         await sized(fakes, 4)
-        nodes = fakes.gateway.cluster.served("toy", FINGERPRINT)
-        assert len(nodes.holding(16)) == 3
+        cluster = fakes.gateway.cluster
+        served = cluster.served("toy", FINGERPRINT)
+        assert len(cluster.candidates(served, 16)) == 3
+        with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):
+            cluster.candidates(served, 17)
         with pytest.raises(InvalidRequest, match="holds 16"):
             await read(fakes.client.generate(PROMPT))
         # A larger node of the same workers' model: only that one is planned for.
         big = record("kv-1", "kvnode", "unix:nowhere", node_id="kv-1", total_blocks=64)
         worker = record("decode-1", "decode", "unix:nowhere", node_id="kv-1")
-        view = fakes.gateway.cluster.view
+        view = cluster.view
         view.update([*view.records(), big, worker], time.monotonic())
-        assert max(fakes.gateway.cluster.pools_tokens("toy")) == 256
-        served = replace(nodes, components=(*nodes.components, big, worker))
-        assert {component.node_id for component in served.holding(17)} == {"kv-1"}
-        with pytest.raises(Unavailable, match="no KV node lives whose pool holds 17 tokens of model 'toy'"):
-            nodes.holding(17)
+        assert max(cluster.pools_tokens("toy")) == 256
+        monkeypatch.setattr(cluster, "answers", lambda component: True)
+        assert {component.node_id for component in cluster.candidates(served, 17)} == {"kv-1"}
 
 
 @pytest.mark.parametrize(("policy", "split"), [("colocated", 0), ("fraction:0.5", 12), ("disaggregated", 28)])

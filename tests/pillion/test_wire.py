@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.config import parse_size
@@ -50,7 +51,7 @@ from pillion.wire.public import (
     sampling_from_pb,
     sampling_to_pb,
 )
-from pillion.wire.registry import STEP_COSTS, ComponentRecord
+from pillion.wire.registry import MAX_COUNT, STEP_COSTS, ComponentRecord
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -63,6 +64,7 @@ IDS = st.lists(U32, max_size=5).map(tuple)
 def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
     """Instances of a dataclass or struct whose fields are all ``known`` or of a plain kind."""
     kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
+    kinds |= {"Count": st.integers(0, MAX_COUNT), "Amount": kinds["float"]}
     kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
     fields = {name: known[name] if name in known else kinds[kind] for name, kind in cls.__annotations__.items()}
     return st.builds(cls, **fields)
@@ -189,6 +191,13 @@ COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)
 def test_part_records(record: ComponentRecord) -> None:
     newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
     assert ComponentRecord.from_json(newer) == record
+
+
+@given(built(ComponentRecord, step_cost_s=COSTS))
+def test_both_readers_of_a_record_agree(record: ComponentRecord) -> None:
+    """A record with an odd number is read by the patient one, and nothing else of it changes."""
+    odd = record.to_json()[:-1] + ',"queued_tokens":-1}'
+    assert ComponentRecord.from_json(odd) == replace(record, queued_tokens=0)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"component_id":"x"}'])

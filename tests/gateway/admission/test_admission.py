@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -258,7 +259,7 @@ async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
 
 
 async def test_workers_are_given_their_slots_and_some_more() -> None:
-    cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
+    cluster = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
     assert cluster.request_slots("") == 0
     worker = ComponentRecord(
         component_id="d0", role="decode", address="x", running_requests=60, free_seqs=20, max_step_tokens=256

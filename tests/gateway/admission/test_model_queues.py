@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -78,7 +79,7 @@ async def test_who_gives_up_in_the_queue_leaves_it() -> None:
 
 
 def test_slots_are_those_of_the_models_own_workers() -> None:
-    cluster = Cluster("g", None, None, 5.0)  # type: ignore[arg-type]
+    cluster = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
     one = ComponentRecord(component_id="d0", role="decode", address="x", model="one", free_seqs=80, max_step_tokens=256)
     cluster.view.update([one, replace(one, component_id="d1", model="two", free_seqs=4)], 0.0)
     assert (cluster.request_slots("one"), cluster.request_slots("two"), cluster.request_slots("none")) == (100, 20, 0)

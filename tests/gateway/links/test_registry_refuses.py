@@ -148,7 +148,7 @@ async def test_in_that_state_the_dead_are_dropped_and_a_new_gateway_serves(caplo
             assert await answer(fakes) == (0, 28)
             await fakes.servers["decode"].stop(0)
             await until("the decode worker to be dropped", lambda: "decode-0" not in known(fakes.gateway))
-            assert fakes.gateway.cluster.pools_tokens("toy") == []
+            await until("its pool not to count", lambda: fakes.gateway.cluster.pools_tokens("toy") == [])
             with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives; the registry takes no heart"):
                 fakes.gateway.cluster.served("toy", "")
         await fakes.settled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
@@ -174,7 +175,7 @@ async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
     )
     assert again.known
     await short.heartbeat(ComponentRecord(component_id="p", role="prefill", address="y"))
-    components = await registry.components()
+    components = sorted(await registry.components(), key=lambda component: component.component_id)
     assert [(component.component_id, component.waiting_tokens) for component in components] == [("d", 6), ("p", 0)]
     assert all(0 <= component.heartbeat_age_ms < 10_000 for component in components)
 
@@ -187,10 +188,45 @@ async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
     )
     await registry.leave("d")
     await registry.leave("d")
-    redis.command("HSET", keys.COMPONENTS, "p", b"123 not json")
+    redis.command("HSET", keys.COMPONENTS, "p", b"9999999999999 not json")
     assert await registry.components() == []
     await registry.aclose()
     await short.aclose()
+
+
+async def test_only_new_heartbeats_are_parsed(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer, parsed = Registry(redis.url, TTL_MS), Registry(redis.url, TTL_MS), 0
+    from_json = ComponentRecord.from_json
+
+    def counted(text: bytes) -> ComponentRecord:
+        nonlocal parsed
+        parsed += 1
+        return from_json(text)
+
+    monkeypatch.setattr(ComponentRecord, "from_json", counted)
+    records = [ComponentRecord(component_id=f"d{n}", role="decode", address="x") for n in range(1200)]
+    for record in records:
+        await writer.heartbeat(record)
+    first = {record.component_id: record for record in await reader.components()}
+    assert (len(first), parsed) == (1200, 1200), "more than one call of Redis's HMGET takes"
+    await writer.heartbeat(records[0])
+    await writer.heartbeat(replace(records[1], waiting_tokens=7))
+    second = {record.component_id: record for record in await reader.components()}
+    assert parsed == 1201, "what is written as before is not parsed again"
+    assert second["d1"].waiting_tokens == 7
+    assert {name for name, record in second.items() if first[name] is not record} <= {"d0", "d1", "d1199"}
+    # One leaves and one comes between two looks; one leaves alone.
+    await writer.leave("d5")
+    await writer.heartbeat(replace(records[0], component_id="new"))
+    assert {record.component_id for record in await reader.components()} == {*first, "new"} - {"d5"}
+    await writer.leave("new")
+    assert {record.component_id for record in await reader.components()} == {*first} - {"d5"}
+    redis.command("FLUSHALL")
+    assert await reader.components() == []
+    await writer.heartbeat(records[3])
+    assert [record.component_id for record in await reader.components()] == ["d3"]
+    await reader.aclose()
+    await writer.aclose()
 
 
 def test_keys_are_spread_and_groups_share_a_slot() -> None:

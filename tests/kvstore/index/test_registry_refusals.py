@@ -62,7 +62,7 @@ async def test_nobody_is_lost_by_a_redis_that_refuses(redis: RedisServer, index:
     reader, chain = Registry(redis.url, TTL_MS), Chain([1, 2])
 
     async def listed() -> list[str]:
-        return [record.component_id for record in await reader.components()]
+        return sorted(record.component_id for record in await reader.components())
 
     async with beating(*nodes):
         await until("both nodes to be listed", lambda: all(node.entry for node in nodes))

@@ -1,0 +1,82 @@
+"""Of very many workers a request is planned with a bounded number, which are live and take turns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from pillion.errors import Unavailable
+from pillion.gateway.links.cluster import MAX_CANDIDATES, Cluster
+from pillion.wire.registry import ComponentRecord
+
+NODES, WORKERS_EACH = 100, 3
+RECORDS = [
+    ComponentRecord(component_id=f"kv-{n}", role="kvnode", address="x", node_id=f"kv-{n}", total_blocks=64)
+    for n in range(NODES)
+] + [
+    ComponentRecord(
+        component_id=f"{role}-{n}-{m}", role=role, address="x", node_id=f"kv-{n}", model="m", namespace="0f",
+        block_size_tokens=16,
+    )
+    for n in range(NODES) for m in range(WORKERS_EACH) for role in ("prefill", "decode")
+]  # fmt: skip
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    made = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
+    made.view.update(RECORDS, 100.0)
+    monkeypatch.setattr(made, "answers", lambda component: component.component_id not in made.view.fenced)
+    return made
+
+
+def ids(found: tuple[ComponentRecord, ...], role: str) -> list[str]:
+    return [record.component_id for record in found if record.role == role]
+
+
+def test_candidates_are_bounded_and_include_those_beside_the_prompt(cluster: Cluster) -> None:
+    served = cluster.served("m", "")
+    found = cluster.candidates(served, 100, {"kv-7": 5, "kv-70": 50}, 3)
+    assert len(found) == len({record.component_id for record in found})
+    for role in ("decode", "prefill"):
+        assert len(ids(found, role)) == MAX_CANDIDATES
+    assert ids(found, "decode")[:6] == [f"decode-{n}-{m}" for n in (70, 7) for m in range(WORKERS_EACH)]
+    nodes = {f"kv-{name.split('-')[1]}" for name in ids(found, "decode")}
+    assert nodes <= set(ids(found, "kvnode"))
+    assert {f"prefill-{n}-{m}" for n in (70, 7) for m in range(WORKERS_EACH)} <= set(ids(found, "prefill"))
+
+
+def test_everybody_has_a_turn(cluster: Cluster) -> None:
+    served, seen = cluster.served("m", ""), set()
+    for number in range(NODES * WORKERS_EACH):
+        seen.update(ids(cluster.candidates(served, 100, {}, number), "decode")[:1])
+    assert len(seen) == NODES * WORKERS_EACH
+
+
+def test_the_few_that_live_are_found_wherever_they_stand(cluster: Cluster) -> None:
+    fenced = tuple(
+        record.component_id for record in RECORDS if record.role != "kvnode" and record.node_id not in ("kv-5", "kv-95")
+    )
+    cluster.view.update([replace(RECORDS[0], fenced_components=fenced), *RECORDS[1:]], 101.0)
+    served = cluster.served("m", "")
+    for number in (0, 1, 77):
+        live = ids(cluster.candidates(served, 100, {"kv-1": 9}, number), "decode")
+        assert sorted(live) == [f"decode-{n}-{m}" for n in (5, 95) for m in range(WORKERS_EACH)]
+    with pytest.raises(Unavailable, match="whose pool holds 1025 tokens"):
+        cluster.candidates(served, 64 * 16 + 1)
+    assert not cluster.lacks_node(served)
+
+
+def test_workers_that_move_or_go_leave_nothing_behind(cluster: Cluster) -> None:
+    view = cluster.view
+    moved = replace(RECORDS[-1], node_id="kv-0", model="other")
+    view.update([*RECORDS[:-1], moved], 101.0)
+    assert moved in view.on_node("kv-0")
+    assert moved not in view.on_node("kv-99")
+    assert view.of("decode", "other") == [moved]
+    assert len(view.of("decode", "m")) == NODES * WORKERS_EACH - 1
+    view.update([], 101.0)
+    view.update([], 200.0)
+    assert not [*view.records(), *view.models(), *view.on_node("kv-0"), *view.of("kvnode")]
