@@ -169,7 +169,7 @@ def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
         return {"prompt": _filled(read_ids(raw, "prompt", most_ids), "prompt")}
     if len(items) > MAX_PROMPTS:
         raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
-    return {field: _filled(item, field) for field, item in ((f"prompt[{n}]", item) for n, item in enumerate(items))}
+    return {(field := f"prompt[{n}]"): _filled(item, field) for n, item in enumerate(items)}
 
 
 def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:

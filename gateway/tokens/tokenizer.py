@@ -27,7 +27,8 @@ MAX_QUEUED_JOBS = 4096
 MAX_TEMPLATE_BYTES = 2**20
 # A text with more bytes for each token that may be wanted is most likely too long: its beginning is tried first.
 LIKELY_TOKEN_BYTES = 6
-# The beginning of a text may have so many tokens more than they are in the whole text, where it is cut.
+# So many more tokens are let through to be counted exactly: where a text is cut it may have some more than as a whole,
+# and not all that it begins with are kept.
 CUT_TOKENS = 1024
 # Most bytes of a character in UTF-8.
 MAX_CHAR_BYTES = 4
@@ -84,7 +85,7 @@ class ModelTokenizer:
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS.
 
-        This and the two below raise TextTooLong for more than ``most_tokens``, before an object is made for each.
+        This and the two below raise TextTooLong for many more than ``most_tokens``, before an object is made for each.
         """
         ids = self._encode(text, True, most_tokens)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
@@ -115,8 +116,8 @@ class ModelTokenizer:
                 if len(beginning) > most_tokens + CUT_TOKENS:
                     raise TextTooLong(f"more than {most_tokens}")
         encoding = self._encoding(text, specials)
-        # A BOS that the text has itself is taken away later.
-        if len(encoding) > most_tokens + 1:
+        # Some more pass: each BOS that the text itself begins with is taken away later.
+        if len(encoding) > most_tokens + CUT_TOKENS:
             raise TextTooLong(str(len(encoding)))
         ids: list[int] = encoding.ids
         return ids

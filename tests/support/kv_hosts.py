@@ -76,6 +76,13 @@ class KVHost:
         # A connection to the same path, which just failed, is tried again only after a moment.
         self.session = await until("a session at the node", self._open_session, WITHIN_S)
 
+    async def make_plane(self) -> None:
+        """Makes the node's data plane, which takes a second or two with NIXL."""
+        assert self.node is not None
+        storage = self.node._storage
+        assert storage is not None
+        await storage.plane()
+
     async def _open_session(self) -> NodeSession | None:
         with contextlib.suppress(PillionError):
             return await self.client.open_session()
@@ -199,6 +206,9 @@ async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> A
     made = [KVHost(name, folder, redis.url, flags) for name in names]
     try:
         await asyncio.gather(*(host.start() for host in made))
+        if len(made) > 1:
+            # The first fetch would wait for it, and on a busy machine for longer than a fetch may take.
+            await asyncio.gather(*(host.make_plane() for host in made))
         yield made
     finally:
         await asyncio.gather(*(host.stop() for host in made))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pathlib
 import shutil
 import socket
@@ -24,6 +25,7 @@ from pillion.net.listener import KnownListener, Listener, find_listener, place_o
 from pillion.net.tls import client_context
 from pillion.top.top import PageReader
 from testbed.cluster import free_port
+from testbed.otlp import collecting
 from tests.pillion.client.test_connection import Scripted, server_credentials, serving
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
@@ -201,3 +203,21 @@ def test_places_of_addresses(address: str, place: tuple[str, int] | None) -> Non
 def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("grpc_proxy", "https_proxy", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
+
+
+async def test_a_commands_spans_leave_before_it_ends_and_a_dead_receiver_does_not_hold_it() -> None:
+    def generate(address: str, variables: dict[str, str]) -> int:
+        command = [sys.executable, "-m", "pillion", "generate", "Once", "--target", address]
+        environ = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "3600000", **variables}
+        return subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False).returncode
+
+    async with serving(Scripted()) as address:
+        with collecting() as receiver:
+            assert await asyncio.to_thread(generate, address, receiver.environ(delay_ms=0)) == 0
+            ((service, span),) = receiver.spans
+            assert (service, span.name) == ("pillion-client", "text_completion")
+            quiet = {**receiver.environ(delay_ms=0), "OTEL_TRACES_EXPORTER": "none"}
+            assert await asyncio.to_thread(generate, address, quiet) == 0
+            assert len(receiver.spans) == 1
+        dead = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+        assert await asyncio.to_thread(generate, address, dead) == 0
