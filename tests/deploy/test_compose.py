@@ -30,7 +30,8 @@ from tests.support.compose import (
 )
 from tests.support.compose_run import ComposeRun, UnhealthyError
 
-COMPONENTS = {"kvnode", "prefill", "decode", "prefill-gpu", "decode-gpu", "gateway"}
+GPU_COMPONENTS = {"kvnode-gpu", "prefill-gpu", "decode-gpu"}
+COMPONENTS = {"kvnode", "prefill", "decode", "gateway", *GPU_COMPONENTS}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 150.0
 # Metrics that deploy/helm/pillion/templates/autoscaling.yaml queries.
@@ -64,7 +65,7 @@ def test_services() -> None:
     services = read_services({})
     assert services.keys() == COMPONENTS | {"redis", "prepare", "otel-collector", "jaeger", "prometheus", "grafana"}
     assert {name for name, service in services.items() if service.own} == COMPONENTS | {"prepare"}
-    assert {name for name, service in services.items() if service.profiles} == {"prefill-gpu", "decode-gpu"}
+    assert {name for name, service in services.items() if service.profiles} == GPU_COMPONENTS
     for name, service in services.items():
         for needed, condition in service.depends_on.items():
             assert condition != "service_healthy" or services[needed].health, f"{name} waits for {needed} in vain"
@@ -79,6 +80,21 @@ def test_services() -> None:
     assert read_services({"CPU_WORKERS": "0", "MODEL": "/models/x"})["decode"].replicas == 0
     edge = services["gateway"]
     assert edge.stop_grace_s > float(edge.environment["PILLION_DRAIN_TIMEOUT_S"])
+
+
+def test_gpu_workers_map_a_pool_on_the_gpu() -> None:
+    services = read_services({})
+    node = services["kvnode-gpu"].environment
+    assert (node["PILLION_KV_DEVICE"], node["PILLION_KV_POOL_BYTES"]) == ("cuda", "0")
+    for name in ("PILLION_NODE_ID", "PILLION_ATTACH_SOCKET"):
+        assert node[name] != services["kvnode"].environment[name]
+    for name in ("prefill", "decode"):
+        worker, other = services[f"{name}-gpu"], services[name]
+        assert worker.environment["PILLION_ATTACH_SOCKET"] == node["PILLION_ATTACH_SOCKET"]
+        assert worker.depends_on["kvnode-gpu"] == "service_healthy"
+        assert worker.environment["PILLION_LISTEN"] == other.environment["PILLION_LISTEN"]
+    reserved = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
+    assert all("nvidia" in str(reserved[name]["deploy"]) for name in GPU_COMPONENTS)
 
 
 def test_every_container_is_hardened() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +47,7 @@ WATCHED = {
     "tracing": {"endpoint": "http://collector:4317"},
     "pools": {
         "prefill": {"autoscaling": SCALED},
-        "decode": {"autoscaling": {**SCALED, "itlP99Ms": 100}, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+        "decode": {"autoscaling": {**SCALED, "itlP99Ms": 100}},
     },
     "model": {"name": "/models/x", "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
 }
@@ -207,9 +208,21 @@ def test_scaling() -> None:
     own = re.compile(re.search(r'pod=~"([^"]+)"', query)[1])
     assert own.fullmatch("rel-prefill-5f7c9d8b6-x2x4z")
     assert not own.fullmatch("rel-prefill-big-5f7c9d8b6-x2x4z")
-    gpu = pod_of(of_kind(manifests, "Deployment", "decode"))
-    assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert "nvidia.com/gpu" not in gpu["initContainers"][0]["resources"]["limits"], "preparing needs none"
+
+
+def test_a_pods_node_and_workers_share_a_gpu() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    example = textwrap.dedent(re.search(r"\n((?:    .*\n)+)", page[page.index("resource claim (") :])[1])
+    manifests = render(yaml.safe_load(example))
+    for manifest in manifests:
+        check_schema(manifest)
+    pod = pod_of(of_kind(manifests, "Deployment", "decode"))
+    prepare, node = pod["initContainers"]
+    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
+    for container in (node, *pod["containers"]):
+        assert container["resources"]["claims"] == [{"name": "gpu"}]
+    assert (environment(node)["PILLION_KV_DEVICE"], environment(node)["PILLION_KV_POOL_BYTES"]) == ("cuda", "0")
+    assert "claims" not in prepare["resources"], "preparing needs none"
 
 
 @pytest.mark.parametrize(
