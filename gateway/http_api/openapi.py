@@ -106,7 +106,7 @@ def page(document: dict[str, Any]) -> bytes:
         heads = "<tr><th>field</th><th>type</th><th>meaning</th></tr>"
         parts.append(f"<h2 id='{name}'>{name}</h2><p>{about}</p><table>{heads}{''.join(rows)}</table>")
     title = f"{document['info']['title']} {document['info']['version']}"
-    intro = "The same for programs: <a href='openapi.json'>openapi.json</a>."
+    intro = "Programs read it as <a href='openapi.json'>openapi.json</a>."
     head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
     return f"{head}<h1>{title}</h1><p>{document['info']['description']} {intro}</p>{''.join(parts)}</html>".encode()
 

@@ -119,10 +119,12 @@ def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, c
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
+    from testbed.cluster import free_port
     from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
-    done = pillion("serve", model, "--kv-pool-bytes", "256KiB", PILLION_CACHE=str(tmp_path / "cache"))
+    flags = ("--kv-pool-bytes", "256KiB", "--grpc-port", str(free_port()), "--http-port", "0")
+    done = pillion("serve", model, *flags, PILLION_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2
     assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]
     assert "kvnode" not in done.stderr
