@@ -81,7 +81,7 @@ class SchedulerQueues:
         return tails
 
     def positions(self) -> dict[int, int]:
-        """By seq_id, the place in line of each sequence that waits to run, from 1, and 0 where a prompt is computed."""
+        """The place in line of each sequence that waits to run, from 1, by seq_id; 0 while its prompt is computed."""
         line = {sequence.seq_id: place for place, sequence in enumerate(chain(self.preempted, self.waiting), 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 

@@ -103,8 +103,8 @@ class Scheduler:
             self.queues.join(sequence)
 
     def positions(self) -> dict[int, int]:
-        """By seq_id, how far each sequence that does not decode is from that: its place in line, from 1; 0 where its
-        prompt is computed or it waits at the node for memory."""
+        """The place in line, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt is
+        computed or it waits at the node for memory."""
         resuming = {one.seq_id: 0 for one in self.sequences.values() if one.state is SequenceState.RESUMING}
         return resuming | self.queues.positions()
 

@@ -227,7 +227,7 @@ class WorkerEpoch:
         await self._updates.drained()
 
     async def positions(self) -> dict[int, int]:
-        """By seq_id, the place in line of each sequence that does not decode yet (Scheduler.positions).
+        """The place in line of each sequence that does not decode yet, by seq_id (Scheduler.positions).
 
         The step thread answers between two steps, so an answer shows that steps go on; empty where it takes longer than
         QUEUE_HEARTBEAT_MS.

@@ -158,7 +158,7 @@ class CommandGroup(click.Group):
 
 
 def _origin(ctx: click.Context, param: click.Parameter) -> str:
-    """Who set a flag, in brackets; empty for the command line and the default."""
+    """Names, in brackets, the variable or the line that set a flag; empty for the command line and the default."""
     source, name = ctx.get_parameter_source(param.name or ""), param.opts[0]
     if source is click.core.ParameterSource.ENVIRONMENT:
         return f" ({name} is set by {param.envvar})"
