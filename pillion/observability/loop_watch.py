@@ -16,7 +16,7 @@ from pillion.observability.metrics import Meters, Reading
 log = logging.getLogger("pillion.observability.loop_watch")
 
 # Between two ticks. What is found falls short of the truth by this at most.
-TICK_MS = 20
+TICK_MS = 100
 # The metric is the longest of this time and of as much before it: longer than Prometheus leaves between two scrapes.
 WINDOW_S = 60.0
 # What is logged as well.

@@ -253,10 +253,11 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         await until("the ticket to be forgotten", lambda: fakes.node.forgotten)
 
 
-async def test_a_node_that_restarts_gets_a_new_session() -> None:
+async def test_a_node_that_restarts_gets_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
     from pillion.net import rpc
     from pillion.v1 import kvnode_pb2_grpc
 
+    monkeypatch.setattr(links, "RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         await fakes.servers["kvnode"].stop(0)
