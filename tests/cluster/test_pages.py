@@ -143,7 +143,7 @@ def clone() -> Iterator[ServedClone]:
         log = folder / "serve.txt"
         environ = cluster.environ() | {"TMPDIR": short}
         # The context bounds the answers, which end by themselves as a rule.
-        words = ["make", "-s", "serve", f"ARGS={flags} --max-model-len 2048"]
+        words = ["make", "-s", "serve", f"ARGS={flags} --max-model-len 768"]
         with (
             log.open("wb") as out,
             started(words, cwd=folder, env=environ, stdout=out, stderr=out, start_new_session=True) as process,
