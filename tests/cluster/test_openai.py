@@ -156,7 +156,7 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
 
 
 async def test_a_conversation_is_continued_alike_everywhere(components: Components) -> None:
-    """The same prompt, and so the same greedy answer, by each door, and as plain text."""
+    """A continued chat has one prompt, and so one greedy answer, over HTTP, over gRPC and as plain text."""
     begun: Any = [*MESSAGES, {"role": "assistant", "content": "It is "}]
     asked: Any = {"temperature": 0, "max_tokens": 6}
     text = f"{BOS}system\nAnswer.{EOS}\n{BOS}user\n{MESSAGES[1]['content']}{EOS}\n{BOS}assistant\nIt is "

@@ -36,7 +36,7 @@ a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, t
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
 sys.stdin.readline()
-# As in a process that dies, whose descriptors the kernel closes one after the other.
+# The worker's end is played as the kernel plays it for a process that dies: it closes one descriptor after the other.
 a._sock.close()
 sys.stdin.read()
 """

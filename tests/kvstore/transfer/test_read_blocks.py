@@ -73,7 +73,7 @@ async def test_a_read_of_four_times_as_many_blocks_walks_four_times_as_many(monk
     monkeypatch.setattr(BlockTree, "chain", counted)
     for ticket_id, blocks in zip(tickets, LENGTHS, strict=True):
         walked.clear()
-        # As a fetch does: a batch after the other.
+        # The reader asks for one batch after the other, as a fetch does.
         for first in range(0, blocks, 500):
             part = source.slots[first : first + 500]
             pieces = [piece.data async for piece in source.read(ticket_id, part)]
