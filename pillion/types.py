@@ -12,6 +12,28 @@ class FinishReason(Enum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """The shape that an answer must have: exactly one field is set. The names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as JSON text.
+        json_object: whether any JSON object will do.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a grammar in Lark's notation, or in GBNF's.
+        structural_tag: free text with parts of a given shape between given marks; JSON text, as vLLM reads it.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    structural_tag: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +58,7 @@ class SamplingParams:
         logprobs: report log probabilities of the answer's tokens and of this many alternatives; None reports none.
         n: answers to the prompt; default 1.
         best_of: generate so many and give the best n; default n.
+        structured_outputs: the shape that every answer must have.
     """
 
     temperature: float | None = None
@@ -55,6 +78,7 @@ class SamplingParams:
     logprobs: int | None = None
     n: int | None = None
     best_of: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +95,76 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. ``arguments`` is a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the model may call.
+
+    Attributes:
+        name, description: what the model reads of it.
+        parameters: the JSON schema of its arguments, as JSON text; "" is any object.
+        strict: whether the arguments of its calls always fit ``parameters``; None leaves it to the gateway.
+    """
+
+    name: str
+    description: str = ""
+    parameters: str = ""
+    strict: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """The tools of a conversation and how they may be called.
+
+    Attributes:
+        tools: those that may be called.
+        choice: "auto" (the default where there are tools), "none", "required", or "named".
+        name: the tool that a named choice asks for.
+        parallel_tool_calls: whether one answer may call several; None is true.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: str = ""
+    name: str = ""
+    parallel_tool_calls: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next part of call ``index`` of an answer. ``id`` and ``name`` come with its first part."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool"; the model's own template may know more.
+        content: its text.
+        tool_calls: calls that this message of the assistant made.
+        tool_call_id: the call that this message of role "tool" brings the result of.
+        name: who speaks, or the tool whose result it is.
+        reasoning: what the assistant thought before it answered.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +217,8 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` goes with
-    messages alone.
+    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
+    ``tools`` go with messages alone.
 
     ``resume`` goes on with a broken stream; the clients set it by themselves.
     """
@@ -139,6 +228,7 @@ class GenerateRequest:
     token_ids: tuple[int, ...] = ()
     messages: tuple[ChatMessage, ...] = ()
     chat: ChatOptions = ChatOptions()
+    tools: ToolOptions = ToolOptions()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_salt: str = ""
     request_id: str = ""
@@ -148,11 +238,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; ``cached_tokens`` are the prompt's tokens whose KV was found."""
+    """Token counts of a request.
+
+    ``cached_tokens`` are the prompt's tokens whose KV was found, ``reasoning_tokens`` those of the completion that were
+    reasoning, where the gateway tells it from the answer.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         """The counts of two requests together."""
@@ -160,6 +255,7 @@ class Usage:
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -189,7 +285,8 @@ class Delta:
     """One message of a stream: the next text of answer ``index``, as far as it cannot change any more.
 
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
-    ``logprobs`` has one entry for each of ``token_ids``, if they were asked for.
+    ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
+    what the model thought and the tools that it called; neither is part of ``text``.
     """
 
     request_id: str
@@ -200,6 +297,8 @@ class Delta:
     timings: Timings | None = None
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

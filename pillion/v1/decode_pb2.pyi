@@ -72,6 +72,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
     AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -92,6 +93,10 @@ class Submit(_message.Message):
     awaited_blocks: _builtins.int
     """Length in blocks that prefill workers will bring the ticket's chain to, counted from the chain's begin: the decode
     worker waits for it at the KV node. 0: the chain is complete.
+    """
+    grammar: _builtins.str
+    """A grammar that the answer follows, from its first token on, as the gateway has compiled and checked it: the text of
+    a grammar of llguidance. Empty: none.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -129,10 +134,11 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
         awaited_blocks: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

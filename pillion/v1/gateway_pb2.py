@@ -25,39 +25,47 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/gateway.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x89\x01\n\x0b\x43hatOptions\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x03 \x01(\tB\x18\n\x16_add_generation_prompt\"\x9f\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08messages\x18\x04 \x03(\x0b\x32\x17.pillion.v1.ChatMessage\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\"\n\x06resume\x18\t \x01(\x0b\x32\x12.pillion.v1.Resume\x12%\n\x04\x63hat\x18\n \x01(\x0b\x32\x17.pillion.v1.ChatOptions\"\\\n\x06Resume\x12(\n\x06origin\x18\x01 \x01(\x0b\x32\x18.pillion.v1.StreamOrigin\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.pillion.v1.AnswerSoFar\"Q\n\x0b\x41nswerSoFar\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.pillion.v1.FinishReason\"C\n\x0cStreamOrigin\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xa5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pillion.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.pillion.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\x12(\n\x06origin\x18\t \x01(\x0b\x32\x18.pillion.v1.StreamOrigin\"\x13\n\x11ListModelsRequest\"H\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pillion.v1.Model\"\x12\n\x10GetStatusRequest\"\xa4\x03\n\x0f\x43omponentStatus\x12\x14\n\x0c\x63omponent_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x18\n\x10waiting_requests\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x15\n\rleased_blocks\x18\n \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x0b \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0c \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\r \x01(\r\x12\x18\n\x10heartbeat_age_ms\x18\x0e \x01(\r\x12\x0f\n\x07kernels\x18\x0f \x01(\t\x12\x15\n\rqueued_tokens\x18\x10 \x01(\r\x12\x11\n\tfree_seqs\x18\x11 \x01(\r\x12\x19\n\x11\x66\x65nced_components\x18\x12 \x03(\t\"\xd0\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12/\n\ncomponents\x18\x02 \x03(\x0b\x32\x1b.pillion.v1.ComponentStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x17\n\x0findex_available\x18\x07 \x01(\x08\x32\xe9\x01\n\x07Gateway\x12G\n\x08Generate\x12\x1b.pillion.v1.GenerateRequest\x1a\x1c.pillion.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pillion.v1.ListModelsRequest\x1a\x1e.pillion.v1.ListModelsResponse\x12H\n\tGetStatus\x12\x1c.pillion.v1.GetStatusRequest\x1a\x1d.pillion.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pillion/v1/gateway.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.pillion.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"]\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\t\n\x07_strict\"\x86\x01\n\x0bToolOptions\x12\x1f\n\x05tools\x18\x01 \x03(\x0b\x32\x10.pillion.v1.Tool\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_parallel_tool_calls\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\x89\x01\n\x0b\x43hatOptions\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\x12\x1c\n\x14\x63hat_template_kwargs\x18\x03 \x01(\tB\x18\n\x16_add_generation_prompt\"\xc7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08messages\x18\x04 \x03(\x0b\x32\x17.pillion.v1.ChatMessage\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\"\n\x06resume\x18\t \x01(\x0b\x32\x12.pillion.v1.Resume\x12%\n\x04\x63hat\x18\n \x01(\x0b\x32\x17.pillion.v1.ChatOptions\x12&\n\x05tools\x18\x0b \x01(\x0b\x32\x17.pillion.v1.ToolOptions\"\\\n\x06Resume\x12(\n\x06origin\x18\x01 \x01(\x0b\x32\x18.pillion.v1.StreamOrigin\x12(\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\x17.pillion.v1.AnswerSoFar\"Q\n\x0b\x41nswerSoFar\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.pillion.v1.FinishReason\"C\n\x0cStreamOrigin\x12\x0c\n\x04seed\x18\x01 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xe7\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.pillion.v1.Usage\x12$\n\x07timings\x18\x06 \x01(\x0b\x32\x13.pillion.v1.Timings\x12\r\n\x05index\x18\x07 \x01(\r\x12*\n\x08logprobs\x18\x08 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\x12(\n\x06origin\x18\t \x01(\x0b\x32\x18.pillion.v1.StreamOrigin\x12\x11\n\treasoning\x18\n \x01(\t\x12-\n\ntool_calls\x18\x0b \x03(\x0b\x32\x19.pillion.v1.ToolCallDelta\"\x13\n\x11ListModelsRequest\"H\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14max_model_len_tokens\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pillion.v1.Model\"\x12\n\x10GetStatusRequest\"\xa4\x03\n\x0f\x43omponentStatus\x12\x14\n\x0c\x63omponent_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\x18\n\x10waiting_requests\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\t \x01(\r\x12\x15\n\rleased_blocks\x18\n \x01(\r\x12\x18\n\x10\x63ommitted_blocks\x18\x0b \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x0c \x01(\r\x12\x19\n\x11\x62lock_size_tokens\x18\r \x01(\r\x12\x18\n\x10heartbeat_age_ms\x18\x0e \x01(\r\x12\x0f\n\x07kernels\x18\x0f \x01(\t\x12\x15\n\rqueued_tokens\x18\x10 \x01(\r\x12\x11\n\tfree_seqs\x18\x11 \x01(\r\x12\x19\n\x11\x66\x65nced_components\x18\x12 \x03(\t\"\xd0\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12/\n\ncomponents\x18\x02 \x03(\x0b\x32\x1b.pillion.v1.ComponentStatus\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\x04\x12\x17\n\x0findex_available\x18\x07 \x01(\x08\x32\xe9\x01\n\x07Gateway\x12G\n\x08Generate\x12\x1b.pillion.v1.GenerateRequest\x1a\x1c.pillion.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pillion.v1.ListModelsRequest\x1a\x1e.pillion.v1.ListModelsResponse\x12H\n\tGetStatus\x12\x1c.pillion.v1.GetStatusRequest\x1a\x1d.pillion.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pillion.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHATMESSAGE']._serialized_start=65
-  _globals['_CHATMESSAGE']._serialized_end=109
-  _globals['_CHATOPTIONS']._serialized_start=112
-  _globals['_CHATOPTIONS']._serialized_end=249
-  _globals['_GENERATEREQUEST']._serialized_start=252
-  _globals['_GENERATEREQUEST']._serialized_end=539
-  _globals['_RESUME']._serialized_start=541
-  _globals['_RESUME']._serialized_end=633
-  _globals['_ANSWERSOFAR']._serialized_start=635
-  _globals['_ANSWERSOFAR']._serialized_end=716
-  _globals['_STREAMORIGIN']._serialized_start=718
-  _globals['_STREAMORIGIN']._serialized_end=785
-  _globals['_GENERATERESPONSE']._serialized_start=788
-  _globals['_GENERATERESPONSE']._serialized_end=1081
-  _globals['_LISTMODELSREQUEST']._serialized_start=1083
-  _globals['_LISTMODELSREQUEST']._serialized_end=1102
-  _globals['_MODEL']._serialized_start=1104
-  _globals['_MODEL']._serialized_end=1176
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1178
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1233
-  _globals['_GETSTATUSREQUEST']._serialized_start=1235
-  _globals['_GETSTATUSREQUEST']._serialized_end=1253
-  _globals['_COMPONENTSTATUS']._serialized_start=1256
-  _globals['_COMPONENTSTATUS']._serialized_end=1676
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1679
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1887
-  _globals['_GATEWAY']._serialized_start=1890
-  _globals['_GATEWAY']._serialized_end=2123
+  _globals['_CHATMESSAGE']._serialized_start=66
+  _globals['_CHATMESSAGE']._serialized_end=207
+  _globals['_TOOLCALL']._serialized_start=209
+  _globals['_TOOLCALL']._serialized_end=264
+  _globals['_TOOL']._serialized_start=266
+  _globals['_TOOL']._serialized_end=359
+  _globals['_TOOLOPTIONS']._serialized_start=362
+  _globals['_TOOLOPTIONS']._serialized_end=496
+  _globals['_TOOLCALLDELTA']._serialized_start=498
+  _globals['_TOOLCALLDELTA']._serialized_end=573
+  _globals['_CHATOPTIONS']._serialized_start=576
+  _globals['_CHATOPTIONS']._serialized_end=713
+  _globals['_GENERATEREQUEST']._serialized_start=716
+  _globals['_GENERATEREQUEST']._serialized_end=1043
+  _globals['_RESUME']._serialized_start=1045
+  _globals['_RESUME']._serialized_end=1137
+  _globals['_ANSWERSOFAR']._serialized_start=1139
+  _globals['_ANSWERSOFAR']._serialized_end=1220
+  _globals['_STREAMORIGIN']._serialized_start=1222
+  _globals['_STREAMORIGIN']._serialized_end=1289
+  _globals['_GENERATERESPONSE']._serialized_start=1292
+  _globals['_GENERATERESPONSE']._serialized_end=1651
+  _globals['_LISTMODELSREQUEST']._serialized_start=1653
+  _globals['_LISTMODELSREQUEST']._serialized_end=1672
+  _globals['_MODEL']._serialized_start=1674
+  _globals['_MODEL']._serialized_end=1746
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1748
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1803
+  _globals['_GETSTATUSREQUEST']._serialized_start=1805
+  _globals['_GETSTATUSREQUEST']._serialized_end=1823
+  _globals['_COMPONENTSTATUS']._serialized_start=1826
+  _globals['_COMPONENTSTATUS']._serialized_end=2246
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2249
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2457
+  _globals['_GATEWAY']._serialized_start=2460
+  _globals['_GATEWAY']._serialized_end=2693
 # @@protoc_insertion_point(module_scope)

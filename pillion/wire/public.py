@@ -20,8 +20,13 @@ from pillion.types import (
     Resume,
     SamplingParams,
     StreamOrigin,
+    StructuredOutputs,
     Timings,
     TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolOptions,
     Usage,
 )
 from pillion.v1 import common_pb2, gateway_pb2
@@ -29,11 +34,20 @@ from pillion.v1 import common_pb2, gateway_pb2
 _FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
-_OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None)
+_SHAPE = "structured_outputs"
+_OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None and field.name != _SHAPE)
 # The fields of a request that dataclass and message hold alike.
-_PLAIN = {field.name for field in fields(GenerateRequest)} - {"token_ids", "messages", "chat", "sampling", "resume"}
+_PLAIN = {field.name for field in fields(GenerateRequest)} - {
+    "token_ids",
+    "messages",
+    "chat",
+    "tools",
+    "sampling",
+    "resume",
+}
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
@@ -56,12 +70,36 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logit_bias=dict(message.logit_bias),
+        structured_outputs=_shape_from_pb(message.structured_outputs),
     )
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
-    return common_pb2.SamplingParams(**asdict(params))
+    plain = {field.name: getattr(params, field.name) for field in fields(params) if field.name != _SHAPE}
+    shape = None if params.structured_outputs is None else _shape_to_pb(params.structured_outputs)
+    return common_pb2.SamplingParams(**plain, structured_outputs=shape)
+
+
+def _shape_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
+    """Reads the shape of an answer; None where none is set."""
+    name = message.WhichOneof("shape")
+    if name is None:
+        return None
+    shape: dict[str, Any] = {name: getattr(message, name)}
+    return StructuredOutputs(choice=tuple(message.choice.texts)) if name == "choice" else StructuredOutputs(**shape)
+
+
+def _shape_to_pb(shape: StructuredOutputs) -> common_pb2.StructuredOutputs:
+    """Writes the shape of an answer. Raises ValueError unless exactly one is set."""
+    given = {
+        field.name: value for field in fields(shape) if (value := getattr(shape, field.name)) not in (None, False, ())
+    }
+    if len(given) != 1:
+        raise ValueError(f"exactly one shape of an answer can be asked for, not {', '.join(given) or 'none'}")
+    if shape.choice:
+        return common_pb2.StructuredOutputs(choice=common_pb2.Choices(texts=shape.choice))
+    return common_pb2.StructuredOutputs(**given)
 
 
 def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
@@ -81,8 +119,9 @@ def request_from_pb(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
     return GenerateRequest(
         **{name: getattr(message, name) for name in _PLAIN},
         token_ids=tuple(message.token_ids),
-        messages=tuple(ChatMessage(m.role, m.content) for m in message.messages),
+        messages=tuple(map(_message_from_pb, message.messages)),
         chat=_chat_from_pb(message.chat) if message.HasField("chat") else ChatOptions(),
+        tools=_tools_from_pb(message.tools) if message.HasField("tools") else ToolOptions(),
         sampling=sampling_from_pb(message.sampling),
         resume=_resume_from_pb(message.resume) if message.HasField("resume") else None,
     )
@@ -93,8 +132,9 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
     return gateway_pb2.GenerateRequest(
         **{name: getattr(request, name) for name in _PLAIN},
         token_ids=request.token_ids,
-        messages=[gateway_pb2.ChatMessage(role=m.role, content=m.content) for m in request.messages],
+        messages=[gateway_pb2.ChatMessage(**asdict(m)) for m in request.messages],
         chat=None if request.chat == ChatOptions() else gateway_pb2.ChatOptions(**asdict(request.chat)),
+        tools=None if request.tools == ToolOptions() else gateway_pb2.ToolOptions(**asdict(request.tools)),
         sampling=sampling_to_pb(request.sampling),
         resume=None if request.resume is None else _resume_to_pb(request.resume),
     )
@@ -107,6 +147,23 @@ def _chat_from_pb(message: gateway_pb2.ChatOptions) -> ChatOptions:
         continue_final_message=message.continue_final_message,
         chat_template_kwargs=message.chat_template_kwargs,
     )
+
+
+def _message_from_pb(message: gateway_pb2.ChatMessage) -> ChatMessage:
+    if not (message.tool_calls or message.tool_call_id or message.name or message.reasoning):
+        # Nearly every message.
+        return ChatMessage(message.role, message.content)
+    calls = tuple(ToolCall(one.id, one.name, one.arguments) for one in message.tool_calls)
+    return ChatMessage(**_named(ChatMessage, message) | {"tool_calls": calls})
+
+
+def _tools_from_pb(message: gateway_pb2.ToolOptions) -> ToolOptions:
+    tools = (
+        Tool(**_named(Tool, tool) | {"strict": tool.strict if tool.HasField("strict") else None})
+        for tool in message.tools
+    )
+    parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else None
+    return ToolOptions(tools=tuple(tools), choice=message.choice, name=message.name, parallel_tool_calls=parallel)
 
 
 def _resume_from_pb(message: gateway_pb2.Resume) -> Resume:
@@ -143,6 +200,8 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
         timings=None if delta.timings is None else common_pb2.Timings(**asdict(delta.timings)),
         index=delta.index,
         logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
+        reasoning=delta.reasoning,
+        tool_calls=[gateway_pb2.ToolCallDelta(**asdict(part)) for part in delta.tool_calls],
     )
 
 
@@ -160,7 +219,8 @@ class DeltaWriter:
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
         """The message of :func:`delta_to_pb`, valid until the next call."""
-        if delta.finish_reason is not None or delta.usage is not None or delta.timings is not None or delta.logprobs:
+        rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
+        if rare or delta.tool_calls:
             return delta_to_pb(delta)
         plain = self._plain
         plain.text = delta.text
@@ -182,6 +242,8 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         timings=timings,
         index=message.index,
         logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
+        reasoning=message.reasoning,
+        tool_calls=tuple(ToolCallDelta(**_named(ToolCallDelta, part)) for part in message.tool_calls),
     )
 
 

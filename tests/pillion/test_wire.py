@@ -33,8 +33,13 @@ from pillion.types import (
     Resume,
     SamplingParams,
     StreamOrigin,
+    StructuredOutputs,
     Timings,
     TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolOptions,
     Usage,
 )
 from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
@@ -70,6 +75,13 @@ def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
     return st.builds(cls, **fields)
 
 
+SHAPES = st.one_of(
+    [st.builds(StructuredOutputs, **{name: TEXT}) for name in ("json", "regex", "grammar", "structural_tag")]
+    + [
+        st.just(StructuredOutputs(json_object=True)),
+        st.builds(StructuredOutputs, choice=st.lists(TEXT, min_size=1, max_size=3).map(tuple)),
+    ]
+)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.none() | FLOAT32,
@@ -89,11 +101,18 @@ SAMPLING = st.builds(
     logprobs=st.none() | I32,
     n=st.none() | I32,
     best_of=st.none() | I32,
+    structured_outputs=st.none() | SHAPES,
 )
 LOGPROBS = st.lists(
     st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
 ).map(tuple)
-MESSAGES = st.lists(st.builds(ChatMessage, TEXT, TEXT), max_size=3).map(tuple)
+CALLS = st.lists(built(ToolCall), max_size=2).map(tuple)
+MESSAGES = st.lists(built(ChatMessage, tool_calls=CALLS), max_size=3).map(tuple)
+TOOLS = built(
+    ToolOptions,
+    tools=st.lists(built(Tool, strict=st.none() | st.booleans()), max_size=2).map(tuple),
+    parallel_tool_calls=st.none() | st.booleans(),
+)
 CHAT = built(ChatOptions, add_generation_prompt=st.none() | st.booleans())
 REASON = st.none() | st.sampled_from(list(FinishReason))
 RESUMES = st.builds(
@@ -106,6 +125,7 @@ REQUESTS = built(
     token_ids=IDS,
     messages=MESSAGES,
     chat=CHAT,
+    tools=TOOLS,
     sampling=SAMPLING,
     priority=I32,
     resume=st.none(),
@@ -117,6 +137,7 @@ DELTAS = built(
     usage=st.none() | built(Usage),
     timings=st.none() | built(Timings),
     logprobs=LOGPROBS,
+    tool_calls=st.lists(built(ToolCallDelta), max_size=2).map(tuple),
 )
 ERRORS = st.builds(decode_pb2.DecodeError, code=st.integers(0, 16), message=TEXT, retryable=st.booleans())
 TIMINGS = st.builds(
@@ -265,3 +286,8 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
+
+
+def test_an_answer_has_one_shape() -> None:
+    with pytest.raises(ValueError, match="json, regex"):
+        sampling_to_pb(SamplingParams(structured_outputs=StructuredOutputs(json="{}", regex="a")))
