@@ -150,9 +150,7 @@ class GpuBackend:
         with torch.inference_mode():
             bound.graphs.capture(log.info)
 
-    def launch(
-        self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
-    ) -> GpuInFlightStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
         """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
