@@ -10,7 +10,7 @@ sequences may be scheduled behind a launched step (:meth:`InFlightSteps.may_foll
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
-* A stream may not if its next choice reads its history (penalties): it runs in every other step.
+* A stream may not if its next choice reads its history (penalties, a grammar): it runs in every other step.
 * A prompt tail and a span may, behind their launched pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
@@ -152,5 +152,6 @@ class InFlightSteps:
         for sequence in sequences:
             if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
                 assert sequence.num_in_flight == in_flight.get(sequence.seq_id, 0), "tokens in flight do not add up"
-                assert sequence.next_start <= sequence.num_tokens + bool(sequence.num_in_flight)
+                most = sequence.num_tokens + sequence.num_drafts + bool(sequence.num_in_flight)
+                assert sequence.next_start <= most
         assert self._steps or not self._held_back, "orders wait for nothing"
