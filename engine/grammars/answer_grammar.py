@@ -41,6 +41,11 @@ class AnswerGrammar(Protocol):
     completes: bool
     failure: PillionError | None
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether a step may be launched on the next token before it is known. That wins nothing where a run of forced
+        tokens or the end follows, or where masks are late."""
+
     def fork(self) -> AnswerGrammar:
         """The place at the begin of another answer."""
 

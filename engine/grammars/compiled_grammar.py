@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Protocol
@@ -41,17 +42,38 @@ class TokenMatcher(Protocol):
 class CompiledGrammar:
     """A grammar at its begin, shared by its answers.
 
+    Matchers of one grammar share its lexer behind a mutex, for which a thread would wait with the interpreter's lock in
+    its hands. So whoever uses a matcher of the grammar holds a lock of ours, and the step thread does not wait for it.
+
     Attributes:
         start: copied for each answer, and never moved.
-        lock: held by whoever uses a matcher of the grammar, because matchers of one grammar share its lexer behind a
-            mutex, for which a thread would wait with the interpreter's lock in its hands. Nobody waits for it but a
-            mask's thread.
         slow: whether its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
     """
 
     def __init__(self, start: TokenMatcher, vocab_size: int) -> None:
         self.start = start
-        self.lock = Lock()
         self.slow = False
         self.vocab_words = -(-vocab_size // 32)
+        self._lock = Lock()
+        self._wake: Callable[[], None] | None = None
+
+    def lock(self) -> None:
+        """Wait for the lock; not on the step thread."""
+        self._lock.acquire()
+
+    def try_lock(self, wake: Callable[[], None] | None = None) -> bool:
+        """Whether the lock was free; if not, ``wake`` is called when it is."""
+        if self._lock.acquire(blocking=False):
+            return True
+        if wake is None:
+            return False
+        self._wake = wake
+        # Whoever held it may have let go of it before that.
+        return self._lock.acquire(blocking=False)
+
+    def unlock(self) -> None:
+        self._lock.release()
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()

@@ -89,8 +89,11 @@ class GrammarCompiler:
         compiled = self._compile(text)
         state = GrammarState(compiled, self.mask_threads, ends)
         state.take(answer)
-        with compiled.lock:
+        compiled.lock()
+        try:
             state.move()
+        finally:
+            compiled.unlock()
         if state.failure is not None:
             raise state.failure
         return state

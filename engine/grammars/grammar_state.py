@@ -23,6 +23,7 @@ import numpy as np
 
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, MaskJob, MaskThreads
+from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest, PillionError
 
 
@@ -51,6 +52,11 @@ class GrammarState:
         self.completes = False
         self.failure: PillionError | None = None
 
+    @property
+    def may_run_ahead(self) -> bool:
+        # Of a run of two tokens, the launched step chooses one, and the step behind it the other.
+        return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure)
+
     def fork(self) -> GrammarState:
         return GrammarState(self._grammar, self._threads, self._passing_ends)
 
@@ -64,12 +70,12 @@ class GrammarState:
         if not self._job_is_over():
             return False
         if self._unasked and self.failure is None:
-            if not self._grammar.lock.acquire(blocking=False):
+            if not self._grammar.try_lock(self._threads.wake):
                 return False
             try:
                 self.move()
             finally:
-                self._grammar.lock.release()
+                self._grammar.unlock()
         if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
             # A step would wait for this mask: the stream runs when it is there.
             self._start_job((), 1)
@@ -77,14 +83,18 @@ class GrammarState:
         return True
 
     def count_fitting(self, guesses: Seq[int]) -> int:
-        if self.forced or not self._grammar.lock.acquire(blocking=False):
+        if self.forced or not self._grammar.try_lock():
             return 0
         try:
             return self._matcher.count_valid(guesses)
         finally:
-            self._grammar.lock.release()
+            self._grammar.unlock()
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
+        self.follow()
+        if self._unasked:
+            # Another thread uses the grammar, and the masks are late before anybody has begun with them.
+            return MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
         if self._job is not None and self._job_for == (tuple(drafts), places):
             return self._job
         return self._start_job(drafts, places)
@@ -121,7 +131,7 @@ class GrammarState:
 
     def _start_job(self, drafts: Seq[int], places: int) -> MaskJob:
         """Begin to compute masks; those of forced tokens are known."""
-        bits = np.zeros((places, self._grammar.vocab_words), np.uint32)
+        bits = self._no_bits(places)
         first = 1 + len(drafts) - places
         known = self.forced[first : len(drafts) + 1]
         for row, token in zip(bits, known, strict=False):
@@ -135,6 +145,9 @@ class GrammarState:
         else:
             job.finish()
         return job
+
+    def _no_bits(self, places: int) -> UInt32:
+        return np.zeros((places, self._grammar.vocab_words), np.uint32)
 
     def _job_is_over(self) -> bool:
         """Whether no job uses the matcher. What the last one met, or that it takes too long, becomes the failure."""

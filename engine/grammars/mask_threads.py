@@ -59,15 +59,16 @@ class MaskJob:
 
     def run(self) -> None:
         """Compute the masks, on a mask's thread."""
-        with self.grammar.lock:
-            self._began_s = time.monotonic()
-            try:
-                self._matcher.fill(self._open, self._guesses)
-                self.error = self._matcher.error()
-                self._pass_by_ends()
-            except Exception as error:  # noqa: BLE001  (fails this request and no thread)
-                self.error = repr(error)
-            self.grammar.slow = time.monotonic() - self._began_s > MASK_WAIT_MS / 1000
+        self.grammar.lock()
+        self._began_s = time.monotonic()
+        try:
+            self._matcher.fill(self._open, self._guesses)
+            self.error = self._matcher.error()
+            self._pass_by_ends()
+        except Exception as error:  # noqa: BLE001  (fails this request and no thread)
+            self.error = repr(error)
+        self.grammar.slow = time.monotonic() - self._began_s > MASK_WAIT_MS / 1000
+        self.grammar.unlock()
         self.finish()
 
     def finish(self) -> None:

@@ -264,14 +264,16 @@ class Scheduler:
                     continue
             elif not sequence.decoding:
                 continue
-            if not self._may_choose(sequence, now):
+            if not sequence.num_in_flight and not self._may_choose(sequence, now):
                 continue
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            self._grow_for_forced(sequence)
-            # Forks have not begun where the mask of their first token was late.
-            forks = () if sequence.num_in_flight else sequence.forks
+            forks: tuple[ForkSpec, ...] = ()
+            if not sequence.num_in_flight:
+                self._grow_for_forced(sequence)
+                # Forks have not begun where the mask of their first token was late.
+                forks = sequence.forks
             pieces.append(SequencePiece(sequence, start, 1, 1, tuple(fork.seed for fork in forks)))
         # A sequence that was planned first may have been preempted for a later one.
         return [piece for piece in pieces if piece.sequence.state is SequenceState.RUNNING]

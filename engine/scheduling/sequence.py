@@ -209,7 +209,8 @@ class Sequence:
         self.num_drafts = 0
         # Whether the drafts are tokens that the grammar forces, which are always right.
         self.drafts_are_forced = False
-        # How many tickets the sequence has had: a step that was launched under an older one is void for it.
+        # How many tickets the sequence has had, and how often a token was not chosen that a launched step runs on: a
+        # step that was launched under an older number is void for it.
         self.generation = 0
         # How many drafts of the last guess were accepted; optimistic at first.
         self.accepted_drafts = MAX_SPECULATIVE_TOKENS
@@ -333,6 +334,10 @@ class Sequence:
             if reason is not None or drafts[accepted - 1 : accepted] != [token]:
                 break
         self.num_computed -= len(chosen) - accepted
+        if not accepted and self.num_in_flight:
+            # The step that was launched on the token that was not chosen is void.
+            self.num_in_flight = 0
+            self.generation += 1
         if accepted:
             self.progress.tokens_came(now)
             if self.grammar is not None:

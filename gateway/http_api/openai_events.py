@@ -2,18 +2,22 @@
 
 What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
 
-    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage()   data: [DONE]
+    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pillion.gateway.http_api.delta_reader import DeltaBatch
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -35,18 +39,18 @@ class _WrittenAnswer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     offset: int = 0
     opened: bool = False
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
-        logprobs: whether log probabilities are shown.
-        usage_field: whether each event has a field for usage, null before the last.
+        asked: the call.
     """
 
     kind = ""
@@ -58,15 +62,31 @@ class ResponseWriter:
     opening = b""
     empty = b""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
         self._head = head
         self._tokens = tokens
-        self._shows = logprobs
-        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._asked = asked
+        self._shows = asked.logprobs
+        self._per_prompt = asked.answers
+        # Each event has a field for usage, null before the last one.
+        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # About what the whole response takes so far.
-        self.size_bytes = 0
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta, some with an opening before it."""
+        so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
+
+    def last_events(self, usage: Usage) -> bytes:
+        """The event with the usage, where it was asked for, and the mark of the end."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as the last event of a stream; OpenAI's clients raise it."""
+        return b"data: " + error.body() + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -84,16 +104,15 @@ class ResponseWriter:
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
+        if delta.stop_string:
+            reason += b',"stop_reason":' + _encode(delta.stop_string)
         return b"".join(
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the usage, after the last event of every answer."""
-        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
-
-    def keep(self, index: int, delta: Delta) -> None:
+    def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        index = prompt * self._per_prompt + delta.index
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
         self.size_bytes += len(delta.text)
@@ -101,7 +120,7 @@ class ResponseWriter:
             answer.logprobs.extend(delta.logprobs)
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason.value
+            answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
     def whole(self, usage: Usage) -> bytes:
         """All answers in one object."""
@@ -111,6 +130,9 @@ class ResponseWriter:
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            if answer.stop_string:
+                # The field is vLLM's.
+                choices[-1]["stop_reason"] = answer.stop_string
         return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _WrittenAnswer:
@@ -155,16 +177,12 @@ class CompletionResponseWriter(ResponseWriter):
         self,
         head: Mapping[str, Any],
         tokens: TokenTexts,
-        *,
-        logprobs: bool,
-        usage_field: bool,
+        asked: OpenAIRequest,
         prompts: Sequence[str],
-        answers: int,
     ) -> None:
-        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
+        super().__init__(head, tokens, asked)
         self._prompts = prompts
-        self._per_prompt = answers
-        self.size_bytes = answers * sum(map(len, prompts))
+        self.size_bytes = asked.answers * sum(map(len, prompts))
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
@@ -196,8 +214,3 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 def usage_json(usage: Usage) -> bytes:
     """Usage as JSON."""
     return _encode(usage_fields(usage))
-
-
-def error_event(body: bytes) -> bytes:
-    """The last event of a stream that fails; OpenAI's clients raise it."""
-    return b"data: " + body + _END
