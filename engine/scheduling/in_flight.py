@@ -7,8 +7,8 @@ A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is 
 piece starts behind both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
 and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Where the next choice reads
 that token, too (penalties, a grammar), only the forward pass is launched ahead, and the choice is begun when the
-launched step has landed (StepPlan.awaits_tokens). Three rules say which sequences may be scheduled behind a launched step
-(:meth:`InFlightSteps.may_follow`):
+launched step has landed (StepPlan.awaits_tokens). Three rules say which sequences may be scheduled behind a launched
+step (:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
