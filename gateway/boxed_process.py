@@ -62,7 +62,12 @@ class BoxedProcess:
     """
 
     def __init__(self, handler: Path, setup: Mapping[str, Any], limits: BoxLimits) -> None:
-        self._setup = {"handler": str(handler), "own": setup, "cpu_s": limits.cpu_s, "memory_bytes": limits.memory_bytes}
+        self._setup = {
+            "handler": str(handler),
+            "own": setup,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+        }
         self._limits = limits
         self._process: Process | None = None
         self._turn = asyncio.Lock()

@@ -80,4 +80,3 @@ class ChatTemplate:
 
 def _violation(description: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("messages", description))
-

@@ -47,14 +47,26 @@ PLACES: dict[str, tuple[Any, str]] = {
     "a pattern": ({"prefixItems": [True, {"pattern": "(?=a)b"}]}, "/prefixItems/1/pattern"),
     "a reference": ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "/properties/a/$ref"),
     "what is referred to": (
-        {"$defs": {"a": {"items": {"$ref": "#/$defs/b/c"}}, "b/c": {"type": 3}}, "properties": {"x": {"$ref": "#/$defs/a"}}},
+        {
+            "$defs": {"a": {"items": {"$ref": "#/$defs/b/c"}}, "b/c": {"type": 3}},
+            "properties": {"x": {"$ref": "#/$defs/a"}},
+        },
         "/$defs/a/items/$ref",
     ),
     "behind references": (
-        {"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"maxLength": -1}}, "properties": {"x": {"$ref": "#/$defs/a"}}},
+        {
+            "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"maxLength": -1}},
+            "properties": {"x": {"$ref": "#/$defs/a"}},
+        },
         "/$defs/b/maxLength",
     ),
-    "an empty range": ({"type": "object", "allOf": [True, {"properties": {"n": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["n"]}]}, "/allOf"),
+    "an empty range": (
+        {
+            "type": "object",
+            "allOf": [True, {"properties": {"n": {"type": "integer", "minimum": 3, "maximum": 2}}, "required": ["n"]}],
+        },
+        "/allOf",
+    ),
     "a choice of one": ({"additionalProperties": {"oneOf": [STRING, {"minLength": 3}]}}, "/additionalProperties/oneOf"),
     "a keyword that is unknown": ({"properties": {"a/b": {"uniqueItems": True}}}, "/properties/a~1b/uniqueItems"),
     "a large integer": ({"enum": [1, {"a": [2**60]}]}, "/enum"),
@@ -111,7 +123,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
         "json": json.dumps({"properties": {f"p{n}": {"type": "null"} for n in range(1500)}})
     },
     "alternatives multiplied": {
-        "json": json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{n}_{m}": {}}} for m in range(12)]} for n in range(6)]})
+        "json": json.dumps(
+            {"allOf": [{"anyOf": [{"properties": {f"a{n}_{m}": {}}} for m in range(12)]} for n in range(6)]}
+        )
     },
     "an endless reference": {"json": json.dumps({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})},
     "rules without words": {"grammar": "start: a\na: b\nb: a"},
@@ -144,7 +158,9 @@ async def test_a_grammar_out_of_time_is_stopped_and_remembered(
 ) -> None:
     monkeypatch.setattr(module, "COMPILE_CPU_S", 0.02)
     box = GrammarCompiler(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
-    slow = {"properties": {f"n{n}": {"properties": {f"k{m}": {"type": "integer"} for m in range(40)}} for n in range(60)}}
+    slow = {
+        "properties": {f"n{n}": {"properties": {f"k{m}": {"type": "integer"} for m in range(40)}} for n in range(60)}
+    }
     try:
         for _ in range(2):
             assert "of computing" in (await refusal(box, json=json.dumps(slow)))[1]
@@ -169,7 +185,12 @@ async def test_the_line_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.M
     try:
         checks = [box.check(grammar_of(regex=f"a{n}")) for n in range(4)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
-        assert sorted(type(answer).__name__ for answer in answers) == ["NoneType", "NoneType", "Overloaded", "Overloaded"]
+        assert sorted(type(answer).__name__ for answer in answers) == [
+            "NoneType",
+            "NoneType",
+            "Overloaded",
+            "Overloaded",
+        ]
         assert isinstance(answers[3], Overloaded)
     finally:
         await box.aclose()
