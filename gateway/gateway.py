@@ -355,7 +355,8 @@ class Gateway:
         return prompt
 
     async def _grammar(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> str:
-        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded, Unavailable."""
+        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
+        Unavailable."""
         shape = request.sampling.structured_outputs
         if shape is None:
             return ""

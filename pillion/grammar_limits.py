@@ -1,5 +1,5 @@
-"""What llguidance may spend on a grammar. The gateway compiles with the limits of the worker that follows the grammar, so
-that it refuses what would fail there. Imports nothing."""
+"""What llguidance may spend on a grammar. The gateway compiles with the limits of the worker that follows the grammar,
+so that it refuses what would fail there. Imports nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Compiles grammars in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: a client wrote them.
+"""Compiles grammars in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: clients write them.
 It needs the standard library and llguidance only.
 
-What it compiles it also follows for a few tokens, because some grammars meet their limits only then. Where a JSON schema
-is at fault it finds the place: llguidance says what is wrong and not where, so parts of the schema are left out until
-the fault is gone.
+What it compiles it also follows for a few tokens, because some grammars meet their limits only then. Where a JSON
+schema is at fault it finds the place: llguidance says what is wrong and not where, so parts of the schema are left out
+until the fault is gone.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class Search:
         return None
 
     def _own(self, root: Any, base: Path, path: Path, reason: str, kept: frozenset[Path]) -> tuple[Path, str]:
-        """The fault of a schema's own keywords, with the schemas within it that are ``kept``, or of what it refers to."""
+        """The fault of a schema's own keywords, beside the schemas within it that are ``kept``, or of what it refers
+        to."""
         node = _at(root, path)
         for key in node if isinstance(node, dict) else ():
             if key in _DEFINITIONS or time.process_time() > self._until_s:
@@ -173,7 +174,7 @@ def _children(node: Any) -> Iterator[Path]:
 
 
 def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
-    """``node`` without the schemas within it, but for those on the way along ``path``, and those ``kept`` at its end."""
+    """``node`` without the schemas within it, but for those along ``path``, and those ``kept`` at its end."""
     if not isinstance(node, dict):
         return node
     made = {key: value.copy() if isinstance(value, dict | list) else value for key, value in node.items()}
