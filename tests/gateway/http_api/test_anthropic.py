@@ -94,7 +94,7 @@ async def test_thinking_text_and_calls_are_blocks(
         called(1, "{}", id="t2", name="time"),
         ended(FinishReason.TOOL_CALLS),
     ]
-    blocks = [
+    blocks: list[dict[str, Any]] = [
         {"type": "thinking", "thinking": "Let me see.", "signature": ""},
         {"type": "text", "text": "I look.", "citations": None},
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
