@@ -22,7 +22,7 @@ from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.grammars.answer_grammar import join
-from pillion.gateway.grammars.compiler import GrammarCompiler
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
@@ -78,7 +78,7 @@ class ModelEntry:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
-    grammars: GrammarCompiler
+    grammars: GrammarChecker
     alias: str = ""
 
 

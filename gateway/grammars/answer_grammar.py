@@ -35,17 +35,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerGrammar:
+class JoinedGrammar:
     """A grammar as a worker gets it, and what it was made of, for errors: see ``Piece.sources``."""
 
     text: str
     sources: dict[str, Any]
 
 
-def join(pieces: Sequence[Piece]) -> AnswerGrammar:
+def join(pieces: Sequence[Piece]) -> JoinedGrammar:
     """The grammar whose answers are the pieces, one behind the other."""
     sources = {name: source for piece in pieces for name, source in piece.sources.items()}
-    return AnswerGrammar(_text(pieces), sources)
+    return JoinedGrammar(_text(pieces), sources)
 
 
 def _text(pieces: Sequence[Piece]) -> str:

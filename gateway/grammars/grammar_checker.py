@@ -15,7 +15,7 @@ from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, Unavailable
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
-from pillion.gateway.grammars.answer_grammar import AnswerGrammar
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar
 from pillion.grammar_limits import PARSER_LIMITS
 
 # Computing time of one grammar; a schema of 80 KB takes 0.2 s.
@@ -31,7 +31,7 @@ RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
 
-class GrammarCompiler:
+class GrammarChecker:
     """Checks grammars for one tokenizer. Its process is started by the first one.
 
     Args:
@@ -58,7 +58,7 @@ class GrammarCompiler:
         self._known: OrderedDict[bytes, tuple[FieldViolation, ...]] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[tuple[FieldViolation, ...]]] = {}
 
-    async def check(self, grammar: AnswerGrammar) -> None:
+    async def check(self, grammar: JoinedGrammar) -> None:
         """Raises InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
         in its schema; Overloaded where too many wait; Unavailable where it could not be found out."""
         key = hashlib.sha256("\0".join((grammar.text, *grammar.sources)).encode()).digest()
@@ -75,7 +75,7 @@ class GrammarCompiler:
         if violations:
             raise InvalidRequest.of(*violations)
 
-    async def _compile(self, key: bytes, grammar: AnswerGrammar) -> tuple[FieldViolation, ...]:
+    async def _compile(self, key: bytes, grammar: JoinedGrammar) -> tuple[FieldViolation, ...]:
         job = {"grammar": grammar.text, "sources": grammar.sources}
         try:
             answer = await self._box.run(job, len(grammar.text))

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
-from pillion.gateway.grammars import compiler as module
-from pillion.gateway.grammars.answer_grammar import AnswerGrammar, join
-from pillion.gateway.grammars.compiler import GrammarCompiler
+from pillion.gateway.grammars import grammar_checker as module
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_piece
 from pillion.types import StructuredOutputs
 from testbed.conditions import loop_turns
@@ -23,19 +23,19 @@ FIELD = "sampling.structured_outputs"
 
 
 @pytest.fixture
-async def compiler(tmp_path: pathlib.Path):
-    made = GrammarCompiler(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
+async def checker(tmp_path: pathlib.Path):
+    made = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
     yield made
     await made.aclose()
 
 
-def grammar_of(**shape: Any) -> AnswerGrammar:
+def grammar_of(**shape: Any) -> JoinedGrammar:
     return join([shape_piece(StructuredOutputs(**shape))])
 
 
-async def refusal(compiler: GrammarCompiler, **shape: Any) -> tuple[str, str]:
+async def refusal(checker: GrammarChecker, **shape: Any) -> tuple[str, str]:
     with pytest.raises(InvalidRequest) as caught:
-        await compiler.check(grammar_of(**shape))
+        await checker.check(grammar_of(**shape))
     return caught.value.violations[0].field.removeprefix(f"{FIELD}."), caught.value.violations[0].description
 
 
@@ -75,43 +75,43 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_a_refused_schema_names_the_place(compiler: GrammarCompiler) -> None:
+async def test_a_refused_schema_names_the_place(checker: GrammarChecker) -> None:
     for name, (schema, place) in PLACES.items():
-        field, text = await refusal(compiler, json=json.dumps(schema))
+        field, text = await refusal(checker, json=json.dumps(schema))
         assert (field, text.partition(": ")[0].startswith(f"at {place}")) == ("json", True), (name, text)
     (child,) = psutil.Process().children()
     assert child.is_running()
 
 
-async def test_other_shapes_name_their_field(compiler: GrammarCompiler) -> None:
-    assert (await refusal(compiler, regex="a(b"))[0] == "regex"
-    field, text = await refusal(compiler, grammar='start: "a" other\n')
+async def test_other_shapes_name_their_field(checker: GrammarChecker) -> None:
+    assert (await refusal(checker, regex="a(b"))[0] == "regex"
+    field, text = await refusal(checker, grammar='start: "a" other\n')
     assert (field, "other" in text) == ("grammar", True)
-    assert (await refusal(compiler, grammar="start: start\n"))[0] == "grammar"
-    await compiler.check(grammar_of(choice=("a",)))
-    await compiler.check(grammar_of(json_object=True))
+    assert (await refusal(checker, grammar="start: start\n"))[0] == "grammar"
+    await checker.check(grammar_of(choice=("a",)))
+    await checker.check(grammar_of(json_object=True))
 
 
-async def test_what_is_known_needs_no_process(compiler: GrammarCompiler) -> None:
+async def test_what_is_known_needs_no_process(checker: GrammarChecker) -> None:
     good, bad = grammar_of(regex="a|b"), grammar_of(regex="(")
     assert not psutil.Process().children(), "it starts with the first grammar"
-    answers = await asyncio.gather(*(compiler.check(good) for _ in range(9)), return_exceptions=True)
+    answers = await asyncio.gather(*(checker.check(good) for _ in range(9)), return_exceptions=True)
     assert answers == [None] * 9
     with pytest.raises(InvalidRequest) as first:
-        await compiler.check(bad)
-    await compiler.aclose()
-    await compiler.check(good)
+        await checker.check(bad)
+    await checker.aclose()
+    await checker.check(good)
     with pytest.raises(InvalidRequest) as second:
-        await compiler.check(bad)
+        await checker.check(bad)
     assert first.value.violations == second.value.violations
     assert not psutil.Process().children()
 
 
-async def test_what_is_known_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_known_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN_GRAMMARS", 3)
     for n in range(6):
-        await compiler.check(grammar_of(regex=f"a{n}"))
-    assert len(compiler._known) == 3
+        await checker.check(grammar_of(regex=f"a{n}"))
+    assert len(checker._known) == 3
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -141,15 +141,15 @@ HARMLESS: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_hostile_grammars_are_refused_in_bounded_time(compiler: GrammarCompiler) -> None:
+async def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChecker) -> None:
     turning = asyncio.create_task(loop_turns(100))
     for name, shape in HOSTILE.items():
         with pytest.raises(InvalidRequest) as caught:
-            await compiler.check(grammar_of(**shape))
+            await checker.check(grammar_of(**shape))
         assert caught.value.violations[0].field.startswith(FIELD), name
         assert len(caught.value.message) < 1000
     for shape in HARMLESS.values():
-        await compiler.check(grammar_of(**shape))
+        await checker.check(grammar_of(**shape))
     assert turning.done(), "the event loop went on"
 
 
@@ -157,7 +157,7 @@ async def test_a_grammar_out_of_time_is_stopped_and_remembered(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "COMPILE_CPU_S", 0.02)
-    box = GrammarCompiler(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
+    box = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
     slow = {
         "properties": {f"n{n}": {"properties": {f"k{m}": {"type": "integer"} for m in range(40)}} for n in range(60)}
     }
@@ -170,18 +170,18 @@ async def test_a_grammar_out_of_time_is_stopped_and_remembered(
         await box.aclose()
 
 
-async def test_a_process_killed_from_outside_blames_no_grammar(compiler: GrammarCompiler) -> None:
-    await compiler.check(grammar_of(regex="a"))
+async def test_a_process_killed_from_outside_blames_no_grammar(checker: GrammarChecker) -> None:
+    await checker.check(grammar_of(regex="a"))
     (child,) = psutil.Process().children()
     child.kill()
     with pytest.raises(Unavailable):
-        await compiler.check(grammar_of(regex="b"))
-    await compiler.check(grammar_of(regex="b"))
+        await checker.check(grammar_of(regex="b"))
+    await checker.check(grammar_of(regex="b"))
 
 
 async def test_the_line_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_GRAMMARS", 2)
-    box = GrammarCompiler(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
+    box = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
     try:
         checks = [box.check(grammar_of(regex=f"a{n}")) for n in range(4)]
         answers = await asyncio.gather(*checks, return_exceptions=True)
@@ -196,9 +196,9 @@ async def test_the_line_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.M
         await box.aclose()
 
 
-async def test_a_caller_who_leaves_takes_nothing_from_the_others(compiler: GrammarCompiler) -> None:
-    leaving = asyncio.create_task(compiler.check(grammar_of(regex="a")))
-    staying = asyncio.create_task(compiler.check(grammar_of(regex="a")))
+async def test_a_caller_who_leaves_takes_nothing_from_the_others(checker: GrammarChecker) -> None:
+    leaving = asyncio.create_task(checker.check(grammar_of(regex="a")))
+    staying = asyncio.create_task(checker.check(grammar_of(regex="a")))
     await loop_turns(3)
     leaving.cancel()
     await staying
