@@ -330,9 +330,9 @@ class Cluster:
             self._recorded_at_s.update(dict.fromkeys(self.view.models(), now))
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
-        """How a model is served, and whether by a KV node too. Raises Unavailable."""
+        """How a model is served, and whether by a KV node of its decode workers too. Raises Unavailable."""
         served = self.served(*key)
-        return served, any(map(self._usable, self.view.of("kvnode")))
+        return served, not self.lacks_node(served)
 
     def _patience_s(self, model: str) -> float:
         """How long a request waits for the model: longer where it was served a short time ago."""
