@@ -43,7 +43,7 @@ def test_sigterm_lets_streams_finish_within_the_timeout(tmp_path: pathlib.Path, 
         with ThreadPoolExecutor(STREAMS) as pool:
             reading = [pool.submit(read, cluster.target, begun) for _ in range(STREAMS)]
             for _ in range(STREAMS):
-                assert begun.acquire(timeout=60)
+                assert begun.acquire(timeout=200)
             cluster.process.send_signal(signal.SIGTERM)
             if drain_s:
                 for work in reading:

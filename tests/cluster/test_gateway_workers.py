@@ -182,7 +182,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         begun = threading.Semaphore(0)
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
         for _ in range(STREAMS):
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=200)
         connections = psutil.Process().net_connections("tcp")
         own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
         killed = [process for process in gateways(cluster).values() if own & peers(process)]
@@ -225,7 +225,7 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
     with ThreadPoolExecutor(STREAMS) as pool:
         reading = [pool.submit(read) for _ in range(STREAMS)]
         for _ in range(STREAMS):
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=200)
         cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
             reply = work.result(120)

@@ -18,13 +18,12 @@ from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40
-WITHIN_S = 10.0
 NAMESPACE = "ab" * HASH_BYTES
 ROOT = bytes(HASH_BYTES)
 
@@ -74,7 +73,7 @@ class KVHost:
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
         # A connection to the same path, which just failed, is tried again only after a moment.
-        self.session = await until("a session at the node", self._open_session, WITHIN_S)
+        self.session = await until("a session at the node", self._open_session)
 
     async def make_plane(self) -> None:
         """Makes the node's data plane, which takes a second or two with NIXL."""
@@ -103,7 +102,7 @@ class KVHost:
             component_id=f"worker at {self.name}",
             role="decode",
             block_bytes=BLOCK_BYTES,
-            timeout_s=5,
+            timeout_s=WITHIN_S,
             namespace=NAMESPACE,
         )
 
@@ -126,7 +125,7 @@ class KVHost:
     async def open(self, hashes: bytes, expected_blocks: int = 0) -> OpenTicketReply:
         total = len(hashes) // HASH_BYTES + 1
         return await self.client.open_ticket(
-            self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=5
+            self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=WITHIN_S
         )
 
     async def fetch(
@@ -192,7 +191,7 @@ class KVHost:
             status = await self.client.status()
             return status if condition(status) else None
 
-        fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked, WITHIN_S)
+        fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked)
         return fitting
 
     async def idle(self) -> None:

@@ -13,7 +13,7 @@ from pillion.gateway.links.cluster import Served
 from pillion.net import rpc
 from pillion.v1 import common_pb2, decode_pb2, kvnode_pb2_grpc
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.gateway.request.test_faults import start_again
 from tests.support.fake_components import FakeCluster, record, running_fake_cluster
 
@@ -63,7 +63,7 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
         await fakes.registry.heartbeat(msgspec.structs.replace(moved, address=elsewhere))
         await until("the call to end", lambda: not (fakes.node.waiting or fakes.prefill.running))
         peer.gate.set()
-        assert await asyncio.wait_for(reading, 10) == 1
+        assert await asyncio.wait_for(reading, WITHIN_S) == 1
         await fakes.settled()
 
 

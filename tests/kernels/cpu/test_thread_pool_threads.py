@@ -51,7 +51,7 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
         (helper,) = {task for task in os.listdir("/proc/self/task") if name_of(task).startswith("pillion-")} - before
         found["helper"] = os.sched_getaffinity(int(helper))
         # A thread begins with all of them blocked.
-        wait_for("SIGSEGV to be let through", lambda: signal.SIGSEGV not in blocked_signals(helper), 10)
+        wait_for("SIGSEGV to be let through", lambda: signal.SIGSEGV not in blocked_signals(helper))
         found["blocked"] = blocked_signals(helper)
         pool.close()
 
@@ -92,7 +92,7 @@ def helpers():
 
 def assert_helpers(expected):
     """Waits for this number of helpers: the system lists a thread that was joined a moment longer."""
-    wait_for(f"{expected} helpers", lambda: helpers() == expected, 10)
+    wait_for(f"{expected} helpers", lambda: helpers() == expected)
 
 
 def test_close_joins_and_may_be_repeated(fast):
@@ -192,7 +192,7 @@ def test_many_more_threads_than_cores_never_hang(fast):
     for _ in range(2):
         process = child(CROWD)
         try:
-            assert process.communicate(timeout=40)[0] == "done\n"
+            assert process.communicate(timeout=200)[0] == "done\n"
         finally:
             process.kill()
 
@@ -243,7 +243,7 @@ def test_two_processes_with_pools_on_the_same_cores_both_get_on(fast):
     """Both leave their pool open: the interpreter's exit ends it."""
     workers = [child(WORKER, 4000), child(WORKER, 4000)]
     for process in workers:
-        assert process.communicate(timeout=60)[0] == "done\n"
+        assert process.communicate(timeout=200)[0] == "done\n"
         assert process.returncode == 0
 
 
@@ -260,5 +260,5 @@ def test_a_worker_can_be_killed_in_the_middle(fast):
     process = child(ENDLESS)
     assert process.stdout.readline() == "running\n"
     process.terminate()
-    assert process.wait(timeout=10) == -15
+    assert process.wait(timeout=200) == -15
     process.stdout.close()

@@ -15,7 +15,7 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.processes import STAY, started
 
 ANSWERS_WITHIN_S = 10.0
@@ -37,7 +37,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
         # The role is visible to `ps`.
         assert "redis-server" in " ".join(psutil.Process(process.pid).cmdline())
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(WITHIN_S) == 0
     assert [path.name for path in folder.iterdir()] == []
 
 
