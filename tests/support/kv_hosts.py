@@ -21,6 +21,7 @@ from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, Prefet
 from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
+from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40
@@ -67,9 +68,13 @@ class KVHost:
                 heartbeat_ms=50,
                 # Its workers do not beat: no silence of theirs means anything.
                 heartbeat_timeout_ms=60_000,
-                **self.flags,
+                # A fetch that is over brings less, which is what most tests count.
+                **{"fetch_timeout_ms": 60_000, **self.flags},
             )
         )
+        assert self.node._registry is not None
+        # A fetch asks it where the sources are.
+        patient(self.node._registry)
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
         # A connection to the same path, which just failed, is tried again only after a moment.
@@ -129,7 +134,7 @@ class KVHost:
         )
 
     async def fetch(
-        self, ticket: OpenTicketReply, hashes: bytes, *sources: str, timeout_s: float = 5.0
+        self, ticket: OpenTicketReply, hashes: bytes, *sources: str, timeout_s: float = WITHIN_S
     ) -> PrefetchReply:
         return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
 
