@@ -22,7 +22,7 @@ from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 # Small prefill steps make a long prompt last.
 FLAGS = ("--dtype", "float32", "--max-model-len", "8192", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")

@@ -26,7 +26,7 @@ from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late")}
 TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"

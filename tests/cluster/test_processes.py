@@ -23,7 +23,7 @@ from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import save_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 

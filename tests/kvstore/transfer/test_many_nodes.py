@@ -218,7 +218,6 @@ async def test_another_node_gets_what_is_only_on_a_disk(
             await a.stop()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_random_lives(
     short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, transport: str, seed: int
