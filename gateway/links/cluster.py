@@ -39,7 +39,7 @@ MAX_FETCH_S = 5.0
 FIRST_LOOK_S = 0.5
 # How long it waits for components that were there as recently as this: they answer no more, or their records are gone,
 # and a supervisor is bringing them back.
-RETURN_WAIT_S = 15.0
+RETURN_WAIT_S = 30.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
