@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.engine.sampling.scores import entries, most_alternatives, score
 from pillion.errors import Internal
 
 
@@ -64,7 +65,12 @@ class HostBackend(ABC):
         """Runs the whole step before it returns: copies blocks, runs the forward pass and samples."""
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        return FinishedStep(sample(self.forward(batch), rows))
+        logits = self.forward(batch)
+        if rows.scored is None:
+            return FinishedStep(sample(logits, rows))
+        sampled, tokens = sample(logits[: len(rows)], rows), torch.from_numpy(rows.scored.token_ids)
+        found = score(logits[len(rows) :], tokens, most_alternatives(rows.scored, self.vocab_size))
+        return FinishedStep(replace(sampled, scored=entries(found, rows.scored)))
 
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""

@@ -52,6 +52,19 @@ class RowEdit:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows [Q] that choose nothing: reported is how likely each one's known token was.
+
+    Attributes:
+        token_ids: [Q] int64.
+        alternatives: [Q] int64, number of the most likely tokens to report beside it.
+    """
+
+    token_ids: Int64
+    alternatives: Int64
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Parameters with which R rows of logits are sampled.
 
@@ -64,6 +77,7 @@ class SamplingRows:
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
         edits: at most one for each row; rows without changes have none.
+        scored: rows of logits behind these R that are only scored.
         plain: whether every row just takes its largest logit, without edits and reports. Derived from the others.
     """
 
@@ -75,6 +89,7 @@ class SamplingRows:
     positions: Int64
     logprobs: Int64
     edits: tuple[RowEdit, ...] = ()
+    scored: ScoredRows | None = None
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +106,10 @@ class Sampled:
     """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN. ``logprobs`` is empty if no row of the step reports
-    any, else it has one entry for each token.
+    any, else it has one entry for each token. ``scored`` has one for each row that is only scored; its log probability
+    is NaN where the logits are no numbers.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
+    scored: tuple[TokenLogprob, ...] = ()
