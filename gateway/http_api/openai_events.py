@@ -35,6 +35,7 @@ class _WrittenAnswer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     offset: int = 0
     opened: bool = False
 
@@ -84,6 +85,8 @@ class ResponseWriter:
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
+        if delta.stop_string:
+            reason += b',"stop_reason":' + _encode(delta.stop_string)
         return b"".join(
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
@@ -101,7 +104,7 @@ class ResponseWriter:
             answer.logprobs.extend(delta.logprobs)
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason.value
+            answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
     def whole(self, usage: Usage) -> bytes:
         """All answers in one object."""
@@ -111,6 +114,9 @@ class ResponseWriter:
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            if answer.stop_string:
+                # The field is vLLM's.
+                choices[-1]["stop_reason"] = answer.stop_string
         return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _WrittenAnswer:

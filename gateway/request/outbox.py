@@ -24,6 +24,7 @@ class _Unread:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_string: str = ""
 
 
 class Outbox:
@@ -63,11 +64,11 @@ class Outbox:
         if piece.token_ids:
             self._announce(index)
 
-    def finish(self, index: int, text: str, reason: FinishReason) -> None:
-        """Adds the end of an answer, with its last text."""
+    def finish(self, index: int, text: str, reason: FinishReason, stop_string: str = "") -> None:
+        """Adds the end of an answer, with its last text, and the stop string that ended it, or ""."""
         box = self._pending_deltas[index]
         box.texts.append(text)
-        box.finish_reason = reason
+        box.finish_reason, box.stop_string = reason, stop_string
         self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
@@ -103,6 +104,7 @@ class Outbox:
             timings=timings,
             index=index,
             logprobs=tuple(box.logprobs) if self._show_logprobs else (),
+            stop_string=box.stop_string,
         )
 
     def _announce(self, index: int) -> None:

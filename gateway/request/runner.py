@@ -210,7 +210,7 @@ class Generation:
             reason = FinishReason.STOP
         self._calls[index].assign({})
         self._reasons[index] = reason.value
-        self._outbox.finish(index, text, reason)
+        self._outbox.finish(index, text, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
             self._outbox.end(self._choices.usage(), self._choices.timings(time.monotonic()))

@@ -44,6 +44,11 @@ class AnswerText:
         """Whether a stop string is complete."""
         return self._stops.stopped
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that is complete; "" while none is."""
+        return self._stops.found
+
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
         """Adds all tokens, or those up to the one that completes a stop string.
 

@@ -209,6 +209,7 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
         logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
         reasoning=delta.reasoning,
         tool_calls=[gateway_pb2.ToolCallDelta(**asdict(part)) for part in delta.tool_calls],
+        stop_string=delta.stop_string,
         prompt_logprobs=[logprob_to_pb(logprob) for logprob in delta.prompt_logprobs],
     )
 
@@ -252,6 +253,7 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
         reasoning=message.reasoning,
         tool_calls=tuple(ToolCallDelta(**_named(ToolCallDelta, part)) for part in message.tool_calls),
+        stop_string=message.stop_string,
         prompt_logprobs=tuple(logprob_from_pb(logprob) for logprob in message.prompt_logprobs),
     )
 

@@ -37,6 +37,18 @@ async def test_completion_events() -> None:
         await fakes.settled()
 
 
+async def test_the_stop_string_that_ended_an_answer_is_told() -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        for more, reason in (({"stop": ["x", ": "]}, ": "), ({"stop": ["x"]}, None)):
+            address, body = fakes.gateway.http_address, {**TEXT, **more}
+            *events, last = (await call(address, "/v1/completions", body)).events
+            assert not any("stop_reason" in event["choices"][0] for event in events)
+            (whole,) = (await call(address, "/v1/completions", {**body, "stream": False})).json["choices"]
+            assert last["choices"][0].get("stop_reason") == whole.get("stop_reason") == reason
+            assert whole["finish_reason"] == "stop"
+        await fakes.settled()
+
+
 async def test_chat_events() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         events = (await call(fakes.gateway.http_address, "/v1/chat/completions", {**CHAT, "n": 2})).events
