@@ -45,6 +45,7 @@ from pillion.gateway.request.validation import (
     check_origin,
     check_pool,
     check_request,
+    check_scores,
     prompt_field,
     resolve,
     too_long,
@@ -178,7 +179,7 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
             grammar = await self._grammar(request, tenant)
-            self.admission.weigh(permit, len(prompt))
+            self.admission.weigh(permit, len(prompt), check_scores(request.sampling, len(prompt)))
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):

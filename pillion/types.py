@@ -295,9 +295,8 @@ class Delta:
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
     ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
     what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
-    message of an answer, the stop string that ended it, and "" where none did.
-    what the model thought and the tools that it called; neither is part of ``text``. ``prompt_logprobs`` are those of
-    the prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own.
+    message of an answer, the stop string that ended it, and "" where none did. ``prompt_logprobs`` are those of the
+    prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own.
     """
 
     request_id: str

@@ -387,8 +387,7 @@ class Scheduler:
         for _ in sequence.take_forks() if piece.fork_seeds else ():
             next(tokens), next(logprobs, None)
         error = (
-            f"the model's logits for token {token} are not finite:"
-            " its weights are damaged, or its arithmetic overflows"
+            f"the model's logits for token {token} are not finite: its weights are damaged, or its arithmetic overflows"
         )
         self.fail(sequence.seq_id, BrokenModel(error), now)
 

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -121,13 +122,16 @@ class OpenAIApi:
             batch = await reader.read()
             # After the first delta: what is refused, or waits for its turn, is not decoded.
             echoed = [await self._prompt_text(one, call.tenant) for one in asked.requests] if asked.echo else []
-            writer = self._writer(call, asked, entry, reader.fingerprint, echoed)
+            writer = self._writer(call, asked, entry, reader, echoed)
             if asked.stream:
                 await self._stream(call, asked, reader, writer, batch)
                 return
             while batch:
                 for prompt, delta in batch:
-                    writer.keep(prompt * asked.answers + delta.index, delta)
+                    if delta.prompt_logprobs:
+                        writer.score(prompt, delta.prompt_logprobs)
+                    else:
+                        writer.keep(prompt * asked.answers + delta.index, delta)
                 batch = await reader.read()
             usage = reader.usage()
             await call.answer(200, await self._gateway.off_loop(call.tenant, writer.size_bytes, writer.whole, usage))
@@ -145,9 +149,13 @@ class OpenAIApi:
             with pacer:
                 while batch:
                     usage = usage_json(reader.usage()) if continuous else b""
-                    events = [writer.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
+                    if asked.scored:
+                        events = await self._scored_events(call.tenant, asked, writer, batch, usage)
+                    else:
+                        events = [writer.event(prompt * answers + delta.index, delta, usage) for prompt, delta in batch]
                     wrote = time.monotonic()
-                    await call.write(b"".join(events))
+                    if events:
+                        await call.write(b"".join(events))
                     if batch[-1][1].usage is None:
                         await pacer.rest(wrote)
                     batch = await reader.read()
@@ -158,8 +166,22 @@ class OpenAIApi:
         last = writer.usage_event(reader.usage()) if asked.include_usage else b""
         await call.write(last + DONE, last=True)
 
+    async def _scored_events(
+        self, tenant: Tenant, asked: OpenAIRequest, writer: ResponseWriter, batch: DeltaBatch, usage: bytes
+    ) -> list[bytes]:
+        """The events of a batch; long ones, which echo log probabilities of a prompt, are made on a thread."""
+        events = []
+        for prompt, delta in batch:
+            index = prompt * asked.answers + delta.index
+            if delta.prompt_logprobs:
+                writer.score(prompt, delta.prompt_logprobs)
+            else:
+                size = writer.echo_bytes(index)
+                events.append(await self._gateway.off_loop(tenant, size, writer.event, index, delta, usage))
+        return events
+
     def _writer(
-        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, fingerprint: str, echoed: Sequence[str]
+        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader, echoed: Sequence[str]
     ) -> ResponseWriter:
         is_chat = bool(asked.requests[0].messages)
         head = {
@@ -167,13 +189,25 @@ class OpenAIApi:
             "object": "",
             "created": int(time.time()),
             "model": entry.limits.name,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": reader.fingerprint,
         }
-        texts, usage_field = self._texts_of(entry), asked.include_usage
+        texts = self._texts_of(entry)
+        shown: dict[str, Any] = {
+                "logprobs": asked.logprobs,
+                "usage_field": asked.include_usage,
+                "prompt_logprobs": asked.prompt_logprobs,
+            },
+        )
         if is_chat:
-            return ChatResponseWriter(head, texts, logprobs=asked.logprobs, usage_field=usage_field)
+            return ChatResponseWriter(head, texts, **shown)
         return CompletionResponseWriter(
-            head, texts, logprobs=asked.logprobs, usage_field=usage_field, prompts=echoed, answers=asked.answers
+            head,
+            texts,
+            **shown,
+            prompts=echoed,
+            answers=asked.answers,
+            echoed_logprobs=asked.requests[0].sampling.logprobs or 0,
+            first_token=reader.first_token,
         )
 
     def _texts_of(self, entry: ModelEntry) -> TokenTexts:

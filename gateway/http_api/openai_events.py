@@ -7,8 +7,9 @@ What does not change from event to event is encoded once for each answer; an eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +38,8 @@ class _WrittenAnswer:
     finish_reason: str | None = None
     stop_string: str = ""
     offset: int = 0
+    # The first token of a prompt whose log probabilities are echoed and have not been written yet.
+    first_token: int | None = None
     opened: bool = False
 
 
@@ -48,6 +51,7 @@ class ResponseWriter:
         tokens: texts of the model's tokens, for log probabilities.
         logprobs: whether log probabilities are shown.
         usage_field: whether each event has a field for usage, null before the last.
+        prompt_logprobs: with how many alternatives those of a prompt are listed; None lists none.
     """
 
     kind = ""
@@ -59,8 +63,18 @@ class ResponseWriter:
     opening = b""
     empty = b""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        tokens: TokenTexts,
+        *,
+        logprobs: bool,
+        usage_field: bool,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         self._head = head
+        self._listed = prompt_logprobs
+        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._tokens = tokens
         self._shows = logprobs
         self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
@@ -106,18 +120,46 @@ class ResponseWriter:
         if delta.finish_reason is not None:
             answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
+    def score(self, prompt: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Collects the log probabilities of a prompt's next tokens."""
+        self._scores[prompt].extend(logprobs)
+        self.size_bytes += self._score_bytes(logprobs)
+
+    def echo_bytes(self, index: int) -> int:
+        """About what the log probabilities of the prompt take that the next event of an answer echoes."""
+        return 0 if index in self._answers else ResponseWriter._score_bytes(self, self._echoed_scores(index))
+
+    def _score_bytes(self, logprobs: Sequence[TokenLogprob]) -> int:
+        """About what log probabilities of a prompt take in the whole response."""
+        return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
+
+    def _listed_scores(self, prompt: int) -> dict[str, Any]:
+        """The field with the log probabilities of a prompt, encoded once for all its answers; none if not asked."""
+        if self._listed is None:
+            return {}
+        return {"prompt_logprobs": msgspec.Raw(_encode(self._tokens.prompt(self._scores[prompt], self._listed)))}
+
     def whole(self, usage: Usage) -> bytes:
         """All answers in one object."""
         choices = []
         for index, answer in sorted(self._answers.items()):
-            logprobs = self._logprobs(answer, answer.logprobs) if self._shows else None
+            logprobs = self._logprobs(answer, [*self._echoed_scores(index), *answer.logprobs]) if self._shows else None
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
             if answer.stop_string:
                 # The field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
-        return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
+        whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
+        return _encode({**whole, **self._around()})
+
+    def _around(self) -> dict[str, Any]:
+        """Further fields of the whole response."""
+        return {}
+
+    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
+        """Log probabilities of the prompt that the answer's own follow."""
+        return ()
 
     def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
@@ -146,12 +188,22 @@ class ChatResponseWriter(ResponseWriter):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def _around(self) -> dict[str, Any]:
+        return self._listed_scores(0)
+
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._tokens.chat(logprobs)
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """Responses of /v1/completions. ``prompts`` are the texts to echo, one for each prompt; none without an echo."""
+    """Responses of /v1/completions.
+
+    Args:
+        prompts: the texts to echo, one for each prompt; none without an echo.
+        answers: to each prompt.
+        echoed_logprobs: with how many alternatives log probabilities of an echoed prompt are shown.
+        first_token: gives the first token of a prompt.
+    """
 
     kind = event_kind = "text_completion"
     before = b'"text":'
@@ -166,9 +218,15 @@ class CompletionResponseWriter(ResponseWriter):
         usage_field: bool,
         prompts: Sequence[str],
         answers: int,
+        prompt_logprobs: int | None = None,
+        echoed_logprobs: int = 0,
+        first_token: Callable[[int], int] = lambda prompt: 0,
     ) -> None:
-        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
+        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field, prompt_logprobs=prompt_logprobs)
         self._prompts = prompts
+        self._echoed = echoed_logprobs
+        self._first_token = first_token
+        self._listings: dict[int, dict[str, Any]] = {}
         self._per_prompt = answers
         self.size_bytes = answers * sum(map(len, prompts))
 
@@ -176,16 +234,37 @@ class CompletionResponseWriter(ResponseWriter):
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
         echoed = b""
         if self._prompts and index not in self._answers:
-            prompt = Delta(delta.request_id, self._prompts[index // self._per_prompt])
-            echoed = super().event(index, prompt, usage)
+            text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
+            echoed = super().event(index, Delta(delta.request_id, text, logprobs=scores), usage)
         return echoed + super().event(index, delta, usage)
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        echoed = self._prompts[index // self._per_prompt] if self._prompts else ""
-        return {"text": echoed + text}
+        prompt = index // self._per_prompt
+        if prompt not in self._listings:
+            self._listings[prompt] = self._listed_scores(prompt)
+        return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._listings[prompt]}
+
+    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
+        if not (self._prompts and self._shows):
+            return ()
+        scores, most = self._scores[index // self._per_prompt], self._echoed
+        if most >= (self._listed or 0):
+            return scores
+        return [replace(one, top_ids=one.top_ids[:most], top_logprobs=one.top_logprobs[:most]) for one in scores]
+
+    def _score_bytes(self, logprobs: Sequence[TokenLogprob]) -> int:
+        times = (self._listed is not None) + bool(self._prompts and self._shows)
+        return self._per_prompt * times * super()._score_bytes(logprobs)
+
+    def _begin(self, index: int) -> _WrittenAnswer:
+        answer = super()._begin(index)
+        if self._prompts and self._shows:
+            answer.first_token = self._first_token(index // self._per_prompt)
+        return answer
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        columns, answer.offset = self._tokens.completion(logprobs, answer.offset)
+        columns, answer.offset = self._tokens.completion(logprobs, answer.offset, answer.first_token)
+        answer.first_token = None
         return columns
 
 

@@ -181,9 +181,7 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
         gateway_pb2.AnswerSoFar(token_ids=one.token_ids, finish_reason=finish_to_pb(one.finish_reason))
         for one in resume.answers
     )
-    return gateway_pb2.Resume(
-        origin=origin_to_pb(resume.origin), answers=answers, scored_tokens=resume.scored_tokens
-    )
+    return gateway_pb2.Resume(origin=origin_to_pb(resume.origin), answers=answers, scored_tokens=resume.scored_tokens)
 
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:

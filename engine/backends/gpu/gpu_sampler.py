@@ -1,9 +1,11 @@
 """Chooses tokens on the GPU: the same as :mod:`pillion.engine.sampling.sampler` chooses on the host (I6).
 
     logits --unedited, rows that report log probabilities--> host
+      |--rows of a prompt--> scores --> host
       '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
 
-Log probabilities are computed on the host by the host's code, for the few rows that report them.
+Log probabilities are computed on the host by the host's code, for the few rows that report them; those of a prompt, which
+are many, on the device.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ ALIGNED_ROWS = 4
 class GpuInFlightStep:
     """A launched step; :meth:`wait` waits for its tokens and for nothing launched after it.
 
-    ``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there.
+    ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None: they are there.
     """
 
     tokens: torch.Tensor
     raw: torch.Tensor | None
     rows: SamplingRows
     done: Any
+    scores: torch.Tensor | None = None
 
     def wait(self) -> Sampled:
         """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
@@ -50,9 +53,9 @@ class GpuInFlightStep:
                 # The error is a kernel's, and from now on everything on that device fails with it.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self.tokens.numpy().astype(np.int64)
-        if self.raw is None:
-            return Sampled(tuple(tokens.tolist()))
-        return Sampled(tuple(tokens.tolist()), _reported(self.raw, self.rows, tokens))
+        scored = () if self.scores is None or self.rows.scored is None else entries(self.scores, self.rows.scored)
+        reported = () if self.raw is None else _reported(self.raw, self.rows, tokens)
+        return Sampled(tuple(tokens.tolist()), reported, scored)
 
 
 class GpuSampler:
