@@ -2,7 +2,7 @@
 
 What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
 
-    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage()   data: [DONE]
+    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any
 
 import msgspec
 
+from pillion.gateway.http_api.delta_reader import DeltaBatch
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -43,15 +47,13 @@ class _WrittenAnswer:
     opened: bool = False
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
-        logprobs: whether log probabilities are shown.
-        usage_field: whether each event has a field for usage, null before the last.
-        prompt_logprobs: with how many alternatives those of a prompt are listed; None lists none.
+        asked: the call.
     """
 
     kind = ""
@@ -63,25 +65,33 @@ class ResponseWriter:
     opening = b""
     empty = b""
 
-    def __init__(
-        self,
-        head: Mapping[str, Any],
-        tokens: TokenTexts,
-        *,
-        logprobs: bool,
-        usage_field: bool,
-        prompt_logprobs: int | None = None,
-    ) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
         self._head = head
-        self._listed = prompt_logprobs
-        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
         self._tokens = tokens
-        self._shows = logprobs
-        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._asked = asked
+        self._shows = asked.logprobs
+        self._per_prompt = asked.answers
+        # Each event has a field for usage, null before the last one.
+        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # About what the whole response takes so far.
-        self.size_bytes = 0
+        # Log probabilities of each prompt; the first token has none.
+        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta, some with an opening before it."""
+        so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
+
+    def last_events(self, usage: Usage) -> bytes:
+        """The event with the usage, where it was asked for, and the mark of the end."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as the last event of a stream; OpenAI's clients raise it."""
+        return b"data: " + error.body() + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -105,12 +115,13 @@ class ResponseWriter:
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the usage, after the last event of every answer."""
-        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
-
-    def keep(self, index: int, delta: Delta) -> None:
+    def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        if delta.prompt_logprobs:
+            self._scores[prompt].extend(delta.prompt_logprobs)
+            self.size_bytes += self._score_copies * _score_bytes(delta.prompt_logprobs)
+            return
+        index = prompt * self._per_prompt + delta.index
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
         self.size_bytes += len(delta.text)
@@ -119,25 +130,6 @@ class ResponseWriter:
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if delta.finish_reason is not None:
             answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
-
-    def score(self, prompt: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Collects the log probabilities of a prompt's next tokens."""
-        self._scores[prompt].extend(logprobs)
-        self.size_bytes += self._score_bytes(logprobs)
-
-    def echo_bytes(self, index: int) -> int:
-        """About what the log probabilities of the prompt take that the next event of an answer echoes."""
-        return 0 if index in self._answers else ResponseWriter._score_bytes(self, self._echoed_scores(index))
-
-    def _score_bytes(self, logprobs: Sequence[TokenLogprob]) -> int:
-        """About what log probabilities of a prompt take in the whole response."""
-        return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
-
-    def _listed_scores(self, prompt: int) -> dict[str, Any]:
-        """The field with the log probabilities of a prompt, encoded once for all its answers; none if not asked."""
-        if self._listed is None:
-            return {}
-        return {"prompt_logprobs": msgspec.Raw(_encode(self._tokens.prompt(self._scores[prompt], self._listed)))}
 
     def whole(self, usage: Usage) -> bytes:
         """All answers in one object."""
@@ -152,6 +144,16 @@ class ResponseWriter:
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
         return _encode({**whole, **self._around()})
+
+    @property
+    def _score_copies(self) -> int:
+        """How often the whole response has the log probabilities of a prompt."""
+        return 1
+
+    def _listed_scores(self, prompt: int) -> dict[str, Any]:
+        """vLLM's field with the log probabilities of a prompt; none if it was not asked for."""
+        most = self._asked.prompt_logprobs
+        return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
 
     def _around(self) -> dict[str, Any]:
         """Further fields of the whole response."""
@@ -200,9 +202,7 @@ class CompletionResponseWriter(ResponseWriter):
 
     Args:
         prompts: the texts to echo, one for each prompt; none without an echo.
-        answers: to each prompt.
-        echoed_logprobs: with how many alternatives log probabilities of an echoed prompt are shown.
-        first_token: gives the first token of a prompt.
+        first_token: gives the first token of a prompt of which a delta has come.
     """
 
     kind = event_kind = "text_completion"
@@ -213,22 +213,33 @@ class CompletionResponseWriter(ResponseWriter):
         self,
         head: Mapping[str, Any],
         tokens: TokenTexts,
-        *,
-        logprobs: bool,
-        usage_field: bool,
+        asked: OpenAIRequest,
         prompts: Sequence[str],
-        answers: int,
-        prompt_logprobs: int | None = None,
-        echoed_logprobs: int = 0,
-        first_token: Callable[[int], int] = lambda prompt: 0,
+        first_token: Callable[[int], int],
     ) -> None:
-        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field, prompt_logprobs=prompt_logprobs)
+        super().__init__(head, tokens, asked)
         self._prompts = prompts
-        self._echoed = echoed_logprobs
         self._first_token = first_token
+        # Whether an echoed prompt is shown with its log probabilities.
+        self._echoes_scores = bool(prompts) and asked.logprobs
+        # What all choices of a prompt have, encoded once.
         self._listings: dict[int, dict[str, Any]] = {}
-        self._per_prompt = answers
-        self.size_bytes = answers * sum(map(len, prompts))
+        self.size_bytes = asked.answers * sum(map(len, prompts))
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta of an answer; log probabilities of a prompt wait for the event that echoes it."""
+        if self._echoes_scores:
+            for prompt, delta in batch:
+                self._scores[prompt].extend(delta.prompt_logprobs)
+            batch = [one for one in batch if not one[1].prompt_logprobs]
+        return super().events(batch, usage)
+
+    def events_bytes(self, batch: DeltaBatch) -> int:
+        """About how large the echoes are that come with these events."""
+        if not self._echoes_scores:
+            return 0
+        begun = {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
+        return self._per_prompt * sum(_score_bytes(self._scores[prompt]) for prompt in begun)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
@@ -241,24 +252,25 @@ class CompletionResponseWriter(ResponseWriter):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         prompt = index // self._per_prompt
         if prompt not in self._listings:
-            self._listings[prompt] = self._listed_scores(prompt)
+            listed = self._listed_scores(prompt)
+            self._listings[prompt] = {name: msgspec.Raw(_encode(value)) for name, value in listed.items()}
         return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._listings[prompt]}
 
+    @property
+    def _score_copies(self) -> int:
+        return self._per_prompt * ((self._asked.prompt_logprobs is not None) + self._echoes_scores)
+
     def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
-        if not (self._prompts and self._shows):
+        if not self._echoes_scores:
             return ()
-        scores, most = self._scores[index // self._per_prompt], self._echoed
-        if most >= (self._listed or 0):
+        scores, most = self._scores[index // self._per_prompt], self._asked.requests[0].sampling.logprobs or 0
+        if most >= (self._asked.prompt_logprobs or 0):
             return scores
         return [replace(one, top_ids=one.top_ids[:most], top_logprobs=one.top_logprobs[:most]) for one in scores]
 
-    def _score_bytes(self, logprobs: Sequence[TokenLogprob]) -> int:
-        times = (self._listed is not None) + bool(self._prompts and self._shows)
-        return self._per_prompt * times * super()._score_bytes(logprobs)
-
     def _begin(self, index: int) -> _WrittenAnswer:
         answer = super()._begin(index)
-        if self._prompts and self._shows:
+        if self._echoes_scores:
             answer.first_token = self._first_token(index // self._per_prompt)
         return answer
 
@@ -266,6 +278,11 @@ class CompletionResponseWriter(ResponseWriter):
         columns, answer.offset = self._tokens.completion(logprobs, answer.offset, answer.first_token)
         answer.first_token = None
         return columns
+
+
+def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+    """About what log probabilities of a prompt take in a response."""
+    return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
@@ -281,8 +298,3 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 def usage_json(usage: Usage) -> bytes:
     """Usage as JSON."""
     return _encode(usage_fields(usage))
-
-
-def error_event(body: bytes) -> bytes:
-    """The last event of a stream that fails; OpenAI's clients raise it."""
-    return b"data: " + body + _END

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
@@ -74,21 +75,16 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest:
+class OpenAIRequest(AskedCall):
     """A parsed call to either endpoint.
 
     Attributes:
-        requests: one for each prompt; they differ in it alone.
-        names: the client's names of fields, by the gateway's, for each prompt.
-        stream: whether events are wanted, with ``include_usage`` at the end, with ``continuous_usage`` in each.
+        include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
         prompt_logprobs: with how many alternatives those of the prompt are listed; None lists none.
     """
 
-    requests: tuple[GenerateRequest, ...]
-    names: tuple[Mapping[str, str], ...]
-    stream: bool
     include_usage: bool
     continuous_usage: bool
     echo: bool
@@ -99,11 +95,6 @@ class OpenAIRequest:
     def answers(self) -> int:
         """Answers to each prompt."""
         return self.requests[0].sampling.n or 1
-
-    @property
-    def scored(self) -> bool:
-        """Whether log probabilities of the prompts are computed."""
-        return self.requests[0].sampling.prompt_logprobs is not None
 
 
 def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:

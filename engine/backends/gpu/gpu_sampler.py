@@ -21,6 +21,7 @@ from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.sampler import whole_groups
 from pillion.engine.sampling.sampling_rows import Int64, Sampled, SamplingRows
+from pillion.engine.sampling.scores import entries, most_alternatives, score
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
@@ -32,8 +33,8 @@ ALIGNED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GpuInFlightStep:
-    """A launched step; :meth:`wait` waits for its tokens and for nothing launched after it.
+class GpuChoice:
+    """The tokens of a step on their way; :meth:`wait` waits for them and for nothing launched after them.
 
     ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None: they are there.
     """
@@ -71,12 +72,14 @@ class GpuSampler:
         self._device = sampled.device
         self._pinned = sampled.is_cuda
 
-    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
-        """Begins to choose a token for each row of logits [R, V] float32, which are edited in place."""
+    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
+        """Begins to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
+        and to score the others."""
         count = len(rows)
-        if not count:
-            return GpuInFlightStep(torch.empty(0, dtype=torch.int32), None, rows, self._event())
         with torch.inference_mode():
+            scores = self._score(logits[count:], rows)
+            if not count:
+                return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event(), scores)
             raw = self._keep_raw(logits, rows)
             if rows.edits:
                 apply_edits(logits, to_device(self._edits.pack(rows.edits), self._device))
@@ -85,7 +88,13 @@ class GpuSampler:
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuInFlightStep(self._fetch(chosen), raw, rows, self._event())
+            return GpuChoice(self._fetch(chosen), raw, rows, self._event(), scores)
+
+    def _score(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        if rows.scored is None:
+            return None
+        tokens = to_device(rows.scored.token_ids, self._device)
+        return self._fetch(score(logits, tokens, most_alternatives(rows.scored, logits.shape[1])))
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         reporting = np.flatnonzero(rows.logprobs >= 0)
@@ -110,9 +119,9 @@ class GpuSampler:
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
     """Returns an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
-    entries: list[TokenLogprob | None] = [None] * len(rows)
+    found: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
         report = LogprobReport(whole_groups(raw), raw.shape[1], rows.logprobs[reporting])
         for row, entry in zip(reporting.tolist(), report.of(tokens[reporting]), strict=True):
-            entries[row] = entry
-    return tuple(entries)
+            found[row] = entry
+    return tuple(found)
