@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
-from pillion.engine.sampling.scores import entries, most_alternatives, score
+from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
 
 
@@ -70,12 +69,7 @@ class HostBackend(ABC):
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        logits = self.forward(batch)
-        if rows.scored is None:
-            return FinishedStep(sample(logits, rows))
-        sampled, tokens = sample(logits[: len(rows)], rows), torch.from_numpy(rows.scored.token_ids)
-        found = score(logits[len(rows) :], tokens, most_alternatives(rows.scored, self.vocab_size))
-        return FinishedStep(replace(sampled, scored=entries(found, rows.scored)))
+        return FinishedStep(sample_and_score(self.forward(batch), rows))
 
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""

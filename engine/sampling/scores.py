@@ -7,15 +7,27 @@ beside its logits. Never raises.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
-from pillion.engine.sampling.sampling_rows import ScoredRows
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
 from pillion.types import TokenLogprob
 
 # Rows of one round, whose temporary values are as large as their logits.
 ROUND_ROWS = 32
+
+
+def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """Chooses a token for each of the first rows of logits [R + Q, V] on the host as :func:`sample` does, and scores the
+    others."""
+    if rows.scored is None:
+        return sample(logits, rows)
+    count, tokens = len(rows), torch.from_numpy(rows.scored.token_ids)
+    found = score(logits[count:], tokens, most_alternatives(rows.scored, logits.shape[1]))
+    return replace(sample(logits[:count], rows), scored=entries(found, rows.scored))
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Tensor:

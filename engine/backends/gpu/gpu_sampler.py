@@ -4,8 +4,8 @@
       |--rows of a prompt--> scores --> host
       '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
 
-Log probabilities are computed on the host by the host's code, for the few rows that report them; those of a prompt, which
-are many, on the device.
+Log probabilities are computed on the host by the host's code, for the few rows that report them; those of a prompt,
+which are many, on the device.
 """
 
 from __future__ import annotations
