@@ -21,7 +21,7 @@ ROUND_ROWS = 32
 
 
 def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Chooses a token for each of the first rows of logits [R + Q, V] on the host as :func:`sample` does, and scores the
+    """Chooses a token for the first rows of logits [R + Q, V] on the host as :func:`sample` does, and scores the
     others."""
     if rows.scored is None:
         return sample(logits, rows)
