@@ -224,7 +224,7 @@ class Scheduler:
             sequence.compute(piece.start, piece.start + piece.count, now)
             if sequence.is_span and sequence.left_to_compute == 0:
                 self._close(sequence, now, commit_rest=True)
-            if piece.scores and not self._accept_scores(piece, tuple(islice(scores, piece.scores)), now):
+            if piece.scores and not self._accept_scores(piece, tuple(islice(scores, piece.scores))):
                 for _ in range(piece.samples):
                     next(tokens), next(logprobs, None)
                 self._fail_broken(piece, piece.scores_end, tokens, logprobs, now)
@@ -433,11 +433,20 @@ class Scheduler:
             for fork in sequence.take_forks():
                 self._begin_fork(sequence, fork, next(tokens), next(logprobs, None), now)
 
-            if chosen[0][0] == MASK_LATE:
-                for _ in piece.fork_seeds:
-                    next(tokens), next(logprobs, None)
-            else:
-                self._fail_broken(piece, sequence.num_tokens, tokens, logprobs, now)
+    def _accept_scores(self, piece: SequencePiece, scores: tuple[TokenLogprob, ...]) -> bool:
+        """Report how likely tokens of the prompt were. False: the model's logits are no numbers."""
+        if any(isnan(one.logprob) for one in scores):
+            return False
+        piece.sequence.score(len(scores))
+        self._block_manager.out.updates.append(Update(seq_id=piece.sequence.seq_id, prompt_logprobs=scores))
+        return True
+
+    def _end_of_grammar(self, sequence: Sequence, reason: FinishReason | None) -> FinishReason | None:
+        """Why the stream ends with its last token, given the ``reason`` that has nothing to do with the grammar."""
+        grammar = sequence.grammar
+        if grammar is None or reason is FinishReason.STOP or not grammar.follow():
+            return reason
+        return FinishReason.STOP if grammar.completes and not grammar.forced else reason
 
     def _fail_broken(
         self,
