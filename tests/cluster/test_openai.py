@@ -292,7 +292,7 @@ async def test_error_classes(components: Components) -> None:
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
             (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
-            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": 0}),
+            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -1}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
             (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),
             (openai.NotFoundError, "model", {"model": "gpt-4"}),
