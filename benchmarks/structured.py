@@ -120,7 +120,7 @@ class Engine:
         def grammar(number: int) -> Any:
             if not texts:
                 return None
-            state = self.compiler.start(texts[number % len(texts)], (), frozenset())
+            state = self.compiler.start(texts[number % len(texts)], (), frozenset()).result()
             return state if forced else _OneByOne(state)
 
         made = DecodeLoop(
@@ -134,3 +134,124 @@ class Engine:
         )
         made.step()
         return made
+
+
+class _OneByOne:
+    """A grammar whose forced tokens are chosen one by one, each in a step of its own, as any other token is."""
+
+    forced = ()
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def steps(engine: Engine, rounds: int) -> dict[str, Any]:
+    """Measure steps with and without schemas, which take turns; milliseconds, and tokens of a step."""
+    schemas = [schema_of(number) for number in range(STREAMS)]
+    loops = {
+        "without": engine.loop((), STREAMS),
+        "schemas, one token each": engine.loop(schemas, STREAMS, forced=False),
+        "schemas": engine.loop(schemas, STREAMS),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in loops}
+    tokens = {name: _tokens(loop) for name, loop in loops.items()}
+    for _ in range(rounds):
+        for name, loop in loops.items():
+            found[name].append(loop.step())
+    result: dict[str, Any] = {}
+    for name, times in found.items():
+        totals = [sum(each.values()) * 1000 for each in times]
+        ratios = [total / sum(plain.values()) / 1000 for total, plain in zip(totals, found["without"], strict=True)]
+        result[name] = {
+            "step_ms": spread(totals),
+            "ratio": _quartiles(ratios),
+            "tokens_per_step": (_tokens(loops[name]) - tokens[name]) / rounds,
+            "phases_ms": {phase: statistics.median(each[phase] for each in times) * 1000 for phase in PHASES},
+        }
+    return result
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"low": low, "median": median, "high": high}
+
+
+def _tokens(loop: DecodeLoop) -> int:
+    return sum(sequence.num_tokens for sequence in loop.scheduler.sequences.values())
+
+
+def forced(engine: Engine, rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure tokens/s of JSON with keys of six words, forced tokens together and one by one, in turns."""
+    result: dict[str, Any] = {}
+    for streams in (1, STREAMS):
+        schemas = [schema_of(number, words_per_key=6) for number in range(streams)]
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(rounds):
+            for together in (True, False)[:: 1 if number % 2 else -1]:
+                loop = engine.loop(schemas, streams, forced=together)
+                before, began_s = _tokens(loop), time.perf_counter()
+                while time.perf_counter() - began_s < seconds and len(loop.scheduler.sequences) == streams:
+                    loop.step()
+                rates[together].append((_tokens(loop) - before) / (time.perf_counter() - began_s))
+        ratios = [together / alone for together, alone in zip(rates[True], rates[False], strict=True)]
+        result[str(streams)] = {
+            "together_tokens_per_s": spread(rates[True]),
+            "one_by_one_tokens_per_s": spread(rates[False]),
+            "ratio": spread(ratios),
+        }
+    return result
+
+
+async def gaps_beside(target: str, seconds: float, seed: int, *, shapes: bool) -> list[float]:
+    """Return the seconds between two tokens of 15 streams beside one client, whose every request has a new schema, or
+    who sends the same requests without."""
+    gaps: list[float] = []
+    async with AsyncClient(target) as client:
+
+        async def plain(number: int) -> None:
+            last_s = 0.0
+            asked = {"temperature": 1.0, "seed": number, "max_tokens": 1000, "ignore_eos": True}
+            async for delta in client.generate(f"{number} {PROMPT}", **asked):
+                now_s = time.perf_counter()
+                if delta.token_ids and last_s:
+                    gaps.append(now_s - last_s)
+                last_s = now_s
+
+        async def newcomers() -> None:
+            for number in range(seed, seed + 10_000):
+                shape = shape_of(schema_of(number)) if shapes else None
+                asked = {"seed": number, "max_tokens": 24, "ignore_eos": True, "structured_outputs": shape}
+                async for _ in client.generate(f"{number} {PROMPT}", **asked):
+                    pass
+
+        running = [asyncio.create_task(plain(number)) for number in range(STREAMS - 1)]
+        await asyncio.sleep(2.0)
+        gaps.clear()
+        running.append(asyncio.create_task(newcomers()))
+        await asyncio.sleep(seconds)
+        found = list(gaps)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return found
+
+
+def first_use(rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure the gaps of other streams, in milliseconds, beside new schemas and beside none, in turns."""
+    found: dict[str, list[dict[str, float]]] = {"new schemas": [], "no schemas": []}
+    flags = ("--split-policy", "colocated", "--prefill-workers", "0")
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), MODEL, *flags) as cluster:
+        for number in range(rounds):
+            for shapes in (True, False)[:: 1 if number % 2 else -1]:
+                gaps = asyncio.run(gaps_beside(cluster.target, seconds, 100_000 * (number + 1), shapes=shapes))
+                p50, p99 = (float(value) * 1000 for value in np.percentile(gaps, (50, 99)))
+                found["new schemas" if shapes else "no schemas"].append({"p50": p50, "p99": p99, "gaps": len(gaps)})
+    pairs = zip(found["new schemas"], found["no schemas"], strict=True)
+    result: dict[str, Any] = {
+        name: {which: spread([one[which] for one in each]) for which in ("p50", "p99", "gaps")}
+        for name, each in found.items()
+    }
+    return result | {"p99_ratio": spread([new["p99"] / none["p99"] for new, none in pairs])}
