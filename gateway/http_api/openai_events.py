@@ -2,18 +2,22 @@
 
 What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
 
-    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage()   data: [DONE]
+    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pillion.gateway.http_api.delta_reader import DeltaBatch
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, TokenLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -40,14 +44,13 @@ class _WrittenAnswer:
     opened: bool = False
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
-        logprobs: whether log probabilities are shown.
-        usage_field: whether each event has a field for usage, null before the last.
+        asked: the call.
     """
 
     kind = ""
@@ -59,15 +62,31 @@ class ResponseWriter:
     opening = b""
     empty = b""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
         self._head = head
         self._tokens = tokens
-        self._shows = logprobs
-        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._asked = asked
+        self._shows = asked.logprobs
+        self._per_prompt = asked.answers
+        # Each event has a field for usage, null before the last one.
+        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # About what the whole response takes so far.
-        self.size_bytes = 0
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta, some with an opening before it."""
+        so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
+
+    def last_events(self, usage: Usage) -> bytes:
+        """The event with the usage, where it was asked for, and the mark of the end."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as the last event of a stream; OpenAI's clients raise it."""
+        return b"data: " + error.body() + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -91,12 +110,9 @@ class ResponseWriter:
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the usage, after the last event of every answer."""
-        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
-
-    def keep(self, index: int, delta: Delta) -> None:
+    def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        index = prompt * self._per_prompt + delta.index
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
         self.size_bytes += len(delta.text)
@@ -161,16 +177,12 @@ class CompletionResponseWriter(ResponseWriter):
         self,
         head: Mapping[str, Any],
         tokens: TokenTexts,
-        *,
-        logprobs: bool,
-        usage_field: bool,
+        asked: OpenAIRequest,
         prompts: Sequence[str],
-        answers: int,
     ) -> None:
-        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
+        super().__init__(head, tokens, asked)
         self._prompts = prompts
-        self._per_prompt = answers
-        self.size_bytes = answers * sum(map(len, prompts))
+        self.size_bytes = asked.answers * sum(map(len, prompts))
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
@@ -202,8 +214,3 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 def usage_json(usage: Usage) -> bytes:
     """Usage as JSON."""
     return _encode(usage_fields(usage))
-
-
-def error_event(body: bytes) -> bytes:
-    """The last event of a stream that fails; OpenAI's clients raise it."""
-    return b"data: " + body + _END

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
@@ -74,20 +75,15 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest:
+class OpenAIRequest(AskedCall):
     """A parsed call to either endpoint.
 
     Attributes:
-        requests: one for each prompt; they differ in it alone.
-        names: the client's names of fields, by the gateway's, for each prompt.
-        stream: whether events are wanted, with ``include_usage`` at the end, with ``continuous_usage`` in each.
+        include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
     """
 
-    requests: tuple[GenerateRequest, ...]
-    names: tuple[Mapping[str, str], ...]
-    stream: bool
     include_usage: bool
     continuous_usage: bool
     echo: bool

@@ -183,9 +183,10 @@ async def running_workers(
     prefill: dict[str, Any] | None = None,
     node: dict[str, Any] | None = None,
     backend: Callable[[int], FakeBackend] = FakeBackend,
+    tokenizer: str = "nowhere",
 ) -> AsyncIterator[Workers]:
     """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
-    makes one for blocks of so many tokens."""
+    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
@@ -207,7 +208,7 @@ async def running_workers(
         stack.push_async_callback(first.stop, 0.0)
         second = await start_decode(
             DecodeFlags(**{**worker, "component_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
-            backend_factory=factory(backends[1]),
+            backend_factory=factory(backends[1], tokenizer),
         )
         stack.push_async_callback(second.stop, 0.0)
         client = NodeClient(kvnode.address, "test-gateway")
