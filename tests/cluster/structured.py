@@ -71,7 +71,7 @@ _ITEM = {
     "additionalProperties": False,
 }
 SCHEMA = {"type": "array", "items": _ITEM, "minItems": 8, "maxItems": 8}
-PATTERN = r"([a-z]{4}-[0-9]{3}, ){60}[A-F]{8}\."
+PATTERN = r"([a-z]{4}-[0-9]{3}, ){120}[A-F]{8}\."
 SHAPES: dict[str, StructuredOutputs] = {
     "JSON schema": StructuredOutputs(json=json.dumps(SCHEMA)),
     "regex": StructuredOutputs(regex=PATTERN),
