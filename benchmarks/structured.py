@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -31,9 +32,11 @@ from benchmarks.step import PHASES, DecodeLoop
 from benchmarks.wide_vocabulary import save_wide_model
 from pillion import AsyncClient, StructuredOutputs
 from pillion.config import DecodeFlags, ModelFlags
+from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.sampling.sampler import sample
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.shapes import shape_piece
 from pillion.types import SamplingParams
@@ -49,7 +52,7 @@ WORDS = (
     "departure depth direction engine entry fee flag fuel harbour height hull insurance inspector island keel kind "
     "label lamp length licence mast mooring name number origin owner pier pilot port price quay region rope sail "
     "season ship signal speed status storage tide tonnage tower type vessel watch weather weight wharf"
-).split()
+)
 
 
 def schema_of(seed: int, words_per_key: int = 1) -> dict[str, Any]:
@@ -57,13 +60,13 @@ def schema_of(seed: int, words_per_key: int = 1) -> dict[str, Any]:
     draw = random.Random(seed)
 
     def key() -> str:
-        return "_".join(draw.sample(WORDS, words_per_key))
+        return "_".join(draw.sample(WORDS.split(), words_per_key))
 
     def value(deep: bool) -> dict[str, Any]:
         kinds: list[dict[str, Any]] = [
             {"type": "string"},
             {"type": "string", "maxLength": 40},
-            {"enum": draw.sample(WORDS, 4)},
+            {"enum": draw.sample(WORDS.split(), 4)},
             {"type": "integer"},
             {"type": "number"},
             {"type": "boolean"},
@@ -134,6 +137,11 @@ class Engine:
         )
         made.step()
         return made
+
+    def close(self) -> None:
+        """End its threads."""
+        self.compiler.close()
+        self.backend.close()
 
 
 class _OneByOne:
@@ -213,7 +221,7 @@ async def gaps_beside(target: str, seconds: float, seed: int, *, shapes: bool) -
 
         async def plain(number: int) -> None:
             last_s = 0.0
-            asked = {"temperature": 1.0, "seed": number, "max_tokens": 1000, "ignore_eos": True}
+            asked: dict[str, Any] = {"temperature": 1.0, "seed": number, "max_tokens": 1000, "ignore_eos": True}
             async for delta in client.generate(f"{number} {PROMPT}", **asked):
                 now_s = time.perf_counter()
                 if delta.token_ids and last_s:
@@ -223,7 +231,7 @@ async def gaps_beside(target: str, seconds: float, seed: int, *, shapes: bool) -
         async def newcomers() -> None:
             for number in range(seed, seed + 10_000):
                 shape = shape_of(schema_of(number)) if shapes else None
-                asked = {"seed": number, "max_tokens": 24, "ignore_eos": True, "structured_outputs": shape}
+                asked: dict[str, Any] = {"seed": number, "max_tokens": 24, "structured_outputs": shape}
                 async for _ in client.generate(f"{number} {PROMPT}", **asked):
                     pass
 
@@ -255,3 +263,141 @@ def first_use(rounds: int, seconds: float) -> dict[str, Any]:
         for name, each in found.items()
     }
     return result | {"p99_ratio": spread([new["p99"] / none["p99"] for new, none in pairs])}
+
+
+# A device's time of a forward pass, and of choosing the tokens behind it.
+DEVICE_FORWARD_MS = (2.0, 5.0, 10.0, 20.0)
+DEVICE_CHOICE_MS = 0.1
+
+
+def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
+    """Measure what the host does in a step of 16 streams with schemas: seconds of schedule and build, of the commit,
+    and from the asking for masks until they are there."""
+    loop = engine.loop([schema_of(number) for number in range(STREAMS)], STREAMS, forced=False)
+    found = []
+    for _ in range(rounds):
+        began_s = time.perf_counter()
+        plan = loop.scheduler.schedule(began_s)
+        loop.scheduler.flush(began_s)
+        batch = build_batch(plan, engine.block_size)
+        built_s = time.perf_counter()
+        rows = build_sampling(plan)
+        assert rows.masks is not None
+        rows.masks.take()
+        masked_s = time.perf_counter()
+        sampled = sample(engine.backend.forward(batch), rows)
+        chosen_s = time.perf_counter()
+        outcome = loop.scheduler.commit(plan, sampled, chosen_s)
+        committed_s = time.perf_counter()
+        for order in outcome.commits:
+            loop.scheduler.committed(order.seq_id, order.slots, "", committed_s)
+        found.append((built_s - began_s, committed_s - chosen_s, masked_s - built_s))
+    return found
+
+
+def step_ms(times: Sequence[tuple[float, float, float]], forward_ms: float, way: str) -> float:
+    """Run a simulated clock of a device and its host; return the mean milliseconds of a step.
+
+    ``way``: "without" masks; "ahead", where the forward pass is launched before the tokens of the step before are
+    known, and the choice is begun when they are; "waiting", where the whole step is launched when they are.
+    """
+    host_s = device_s = landed_s = 0.0
+    forward_s, choice_s = forward_ms / 1000, DEVICE_CHOICE_MS / 1000
+    for build_s, commit_s, mask_s in times:
+        if way == "waiting":
+            # The masks are computed while the forward pass runs.
+            host_s += build_s
+            landed_s = max(host_s + forward_s, host_s + mask_s) + choice_s
+            host_s = landed_s + commit_s
+            continue
+        host_s += build_s
+        forward_over_s = max(device_s, host_s) + forward_s
+        host_s = max(host_s, landed_s) + commit_s + (mask_s if way == "ahead" else 0.0)
+        landed_s = device_s = (max(forward_over_s, host_s) if way == "ahead" else forward_over_s) + choice_s
+    return max(host_s, landed_s) / len(times) * 1000
+
+
+def device(engine: Engine, rounds: int) -> dict[str, Any]:
+    """Simulate steps of 16 streams on a device that runs ahead, with this host's times."""
+    times = host_times(engine, rounds)
+    names = ("build_ms", "commit_ms", "masks_ms")
+    result: dict[str, Any] = {name: spread([each[place] * 1000 for each in times]) for place, name in enumerate(names)}
+    for forward_ms in DEVICE_FORWARD_MS:
+        ways = {way: step_ms(times, forward_ms, way) for way in ("without", "ahead", "waiting")}
+        result[f"forward {forward_ms:g} ms"] = ways | {
+            f"{way}_ratio": ways[way] / ways["without"] for way in ("ahead", "waiting")
+        }
+    return result
+
+
+@contextmanager
+def wide_model() -> Iterator[str]:
+    """Make the model of a wide vocabulary for as long as it is measured."""
+    source = prepare(ModelFlags(model=MODEL)).folder
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        cache = os.environ.get("PILLION_CACHE")
+        try:
+            os.environ["PILLION_CACHE"] = name
+            yield str(save_wide_model(source, pathlib.Path(name, "wide"), WIDE_VOCABULARY))
+        finally:
+            os.environ.pop("PILLION_CACHE")
+            if cache is not None:
+                os.environ["PILLION_CACHE"] = cache
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    table = Table(title=f"a step of {STREAMS} streams")
+    for heading in ("vocabulary", "streams", "ms", "over without", "tokens"):
+        table.add_column(heading, justify="right")
+    for vocabulary, found in result["steps"].items():
+        for name, one in found.items():
+            ratio = f"{one['ratio']['median']:.3f} ({one['ratio']['low']:.3f}-{one['ratio']['high']:.3f})"
+            table.add_row(vocabulary, name, f"{one['step_ms']['median']:.2f}", ratio, f"{one['tokens_per_step']:.1f}")
+    show_table(table)
+    table = Table(title="others, medians (least to greatest)")
+    for heading in ("what", "figure"):
+        table.add_column(heading)
+    for streams, one in result["forced"].items():
+        table.add_row(f"tokens/s, forced tokens together over one by one, {streams} streams", _of(one["ratio"]))
+    for name in ("new schemas", "no schemas"):
+        table.add_row(f"p99 ms between tokens of 15 streams beside {name}", _of(result["first_use"][name]["p99"]))
+    table.add_row("p99 beside new schemas over none", _of(result["first_use"]["p99_ratio"]))
+    for forward_ms in DEVICE_FORWARD_MS:
+        one = result["device"][f"forward {forward_ms:g} ms"]
+        table.add_row(
+            f"simulated device, forward {forward_ms:g} ms: step over without, ahead / waiting",
+            f"{one['ahead_ratio']:.3f} / {one['waiting_ratio']:.3f}",
+        )
+    show_table(table)
+
+
+def _of(one: dict[str, float]) -> str:
+    return f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})"
+
+
+def main() -> None:
+    """Measure, print, write results/structured.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each round of forced tokens")
+    parser.add_argument("--beside-s", type=float, default=6.0, help="of each round of first uses")
+    args = parser.parse_args()
+    engine = Engine(MODEL)
+    result: dict[str, Any] = {"streams": STREAMS, "context_tokens": CONTEXT_TOKENS, "threads": THREADS}
+    result["steps"] = {str(engine.backend.vocab_size): steps(engine, args.steps)}
+    result["forced"] = forced(engine, args.rounds, args.seconds)
+    result["device"] = device(engine, args.steps)
+    engine.close()
+    with wide_model() as name:
+        engine = Engine(name)
+        result["steps"][str(engine.backend.vocab_size)] = steps(engine, args.steps)
+        engine.close()
+    result["first_use"] = first_use(args.rounds, args.beside_s)
+    show(result)
+    print(f"written to {save('structured', result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -239,7 +239,12 @@ class StructuredCluster:
 
         def one(number: int) -> None:
             ids = [2 + (number * 7919 + position * 31) % 256 for position in range(200)]
-            asked = {"temperature": 0.0, "max_tokens": CROWD_TOKENS, "ignore_eos": True, "cache_salt": f"crowd {number}"}
+            asked = {
+                "temperature": 0.0,
+                "max_tokens": CROWD_TOKENS,
+                "ignore_eos": True,
+                "cache_salt": f"crowd {number}",
+            }
             while not over.is_set():
                 for _ in self._clients[POLICIES[0]].generate(ids, **asked):
                     begun[number].set()
