@@ -37,7 +37,8 @@ from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.sampling.sampler import sample
-from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_piece
 from pillion.types import SamplingParams
 from testbed.cluster import served
@@ -93,7 +94,7 @@ def shape_of(schema: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(json=json.dumps(schema))
 
 
-def grammar_of(schema: dict[str, Any]) -> str:
+def grammar_of(schema: dict[str, Any]) -> JoinedGrammar:
     """Return the grammar that a gateway makes of a schema."""
     return join([shape_piece(shape_of(schema))])
 
@@ -118,7 +119,7 @@ class Engine:
     def loop(self, schemas: Sequence[dict[str, Any]], streams: int, *, forced: bool = True) -> DecodeLoop:
         """Make a loop of streams, each with one of ``schemas`` if there are any; its prompts are computed."""
         sampling = SamplingParams(temperature=0.8, top_p=1.0, top_k=0, seed=1)
-        texts = [grammar_of(schema) for schema in schemas]
+        texts = [grammar_of(schema).text for schema in schemas]
 
         def grammar(number: int) -> Any:
             if not texts:
@@ -265,6 +266,30 @@ def first_use(rounds: int, seconds: float) -> dict[str, Any]:
     return result | {"p99_ratio": spread([new["p99"] / none["p99"] for new, none in pairs])}
 
 
+async def edge(name: str, count: int) -> dict[str, Any]:
+    """Measure a gateway's check of ``count`` schemas that it never saw, one after the other, and once more:
+    milliseconds."""
+    prepared = prepare(ModelFlags(model=name))
+    checker = GrammarChecker(prepared.folder / "tokenizer.json", prepared.vocab_size, prepared.eos_token_ids)
+    grammars = [grammar_of(schema_of(number)) for number in range(count + 1)]
+    result: dict[str, Any] = {}
+    try:
+        began_s = time.perf_counter()
+        await checker.check(grammars.pop())
+        # The process starts and reads the tokenizer.
+        result["process_start_ms"] = (time.perf_counter() - began_s) * 1000
+        for times in ("cold_ms", "cached_ms"):
+            found = []
+            for grammar in grammars:
+                began_s = time.perf_counter()
+                await checker.check(grammar)
+                found.append((time.perf_counter() - began_s) * 1000)
+            result[times] = spread(found)
+    finally:
+        await checker.aclose()
+    return result
+
+
 # A device's time of a forward pass, and of choosing the tokens behind it.
 DEVICE_FORWARD_MS = (2.0, 5.0, 10.0, 20.0)
 DEVICE_CHOICE_MS = 0.1
@@ -360,6 +385,8 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(heading)
     for streams, one in result["forced"].items():
         table.add_row(f"tokens/s, forced tokens together over one by one, {streams} streams", _of(one["ratio"]))
+    for name in ("cold_ms", "cached_ms"):
+        table.add_row(f"ms of a gateway's check of a schema, {name.removesuffix('_ms')}", _of(result["edge"][name]))
     for name in ("new schemas", "no schemas"):
         table.add_row(f"p99 ms between tokens of 15 streams beside {name}", _of(result["first_use"][name]["p99"]))
     table.add_row("p99 beside new schemas over none", _of(result["first_use"]["p99_ratio"]))
@@ -373,7 +400,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _of(one: dict[str, float]) -> str:
-    return f"{one['median']:.2f} ({one['min']:.2f}-{one['max']:.2f})"
+    return f"{one['median']:.3g} ({one['min']:.3g}-{one['max']:.3g})"
 
 
 def main() -> None:
@@ -382,6 +409,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each round of forced tokens")
+    parser.add_argument("--schemas", type=int, default=30, help="that the gateway checks")
     parser.add_argument("--beside-s", type=float, default=6.0, help="of each round of first uses")
     args = parser.parse_args()
     engine = Engine(MODEL)
@@ -390,6 +418,7 @@ def main() -> None:
     result["forced"] = forced(engine, args.rounds, args.seconds)
     result["device"] = device(engine, args.steps)
     engine.close()
+    result["edge"] = asyncio.run(edge(MODEL, args.schemas))
     with wide_model() as name:
         engine = Engine(name)
         result["steps"][str(engine.backend.vocab_size)] = steps(engine, args.steps)

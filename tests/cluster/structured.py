@@ -179,7 +179,7 @@ class MaskedOracle:
         from llguidance import LLMatcher
 
         logits = self._model(torch.tensor([[*PROMPT, *answer]])).logits[0, len(PROMPT) - 1 : -1].double()
-        matcher = LLMatcher(self._tokenizer, join([shape_piece(SHAPES[shape])]))
+        matcher = LLMatcher(self._tokenizer, join([shape_piece(SHAPES[shape])]).text)
         for row, token in zip(logits, answer, strict=True):
             allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(row)] > 0
             row[torch.from_numpy(~allowed)] = -torch.inf
