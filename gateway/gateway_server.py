@@ -26,11 +26,11 @@ from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.batch_calls import LineCalls
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
@@ -217,8 +217,8 @@ def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
         file_bytes=flags.batch_file_bytes,
         keep_s=flags.batch_keep_days * DAY_S,
     )
-    line_calls = LineCalls(OpenAIApi(ModelCalls(gateway)))
-    return BatchRunner(folder, line_calls.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
+    lines = LineCalls(ModelCalls(gateway))
+    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
@@ -289,4 +289,5 @@ def model_entry(model: PreparedModel) -> ModelEntry:
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+        grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
     )

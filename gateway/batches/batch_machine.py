@@ -17,8 +17,8 @@ import msgspec
 
 from pillion.gateway.batches.batch_records import BatchError, BatchRecord
 
-# Statuses by which a call asks to be sent again: as often as the batch's time allows.
-BUSY_STATUSES = frozenset({408, 429, 503})
+# Statuses by which a call asks to be sent again, as often as the batch's time allows; Anthropic's has 529 for 503.
+BUSY_STATUSES = frozenset({408, 429, 503, 529})
 # Failures that may be somebody else's: tried so often in all.
 FAULT_STATUSES = frozenset({500, 502, 504})
 FAULT_ATTEMPTS = 3

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any
 
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.batches.batch_runner import LineReply
+from pillion.gateway.http_api.anthropic_api import AnthropicApi
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ErrorForm, refused
+from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_api import OpenAIApi
 
 # The urls that a batch may call.
-BATCH_URLS = ("/v1/chat/completions", "/v1/completions")
+BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 
 
 class LineCall(HttpCall):
     """A call that no connection brought: its body is a line's, and its response is kept."""
 
-    def __init__(self, url: str, body: bytes, tenant: Tenant, request_id: str) -> None:
+    def __init__(self, url: str, body: bytes, tenant: Tenant, request_id: str, error_form: ErrorForm) -> None:
         scope = {
             "method": "POST",
             "path": url,
@@ -26,7 +28,7 @@ class LineCall(HttpCall):
             "query_string": b"",
             "headers": [(b"x-request-id", request_id.encode())],
         }
-        super().__init__(scope, _nothing_comes, self._keep)
+        super().__init__(scope, _nothing_comes, self._keep, error_form)
         self.tenant = tenant
         self._body = body
         self._status = 0
@@ -61,14 +63,20 @@ class LineCall(HttpCall):
 class LineCalls:
     """Serves lines by their urls."""
 
-    def __init__(self, api: OpenAIApi) -> None:
-        handlers = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
-        self._endpoints: Mapping[str, Endpoint] = {url: Endpoint("POST", handlers[url]) for url in BATCH_URLS}
+    def __init__(self, calls: ModelCalls) -> None:
+        openai, anthropic = OpenAIApi(calls), AnthropicApi(calls)
+        served = (
+            Endpoint("POST", openai.chat),
+            Endpoint("POST", openai.completions),
+            Endpoint("POST", anthropic.messages, error_form=ANTHROPIC_ERRORS),
+        )
+        self._endpoints = dict(zip(BATCH_URLS, served, strict=True))
 
     async def serve(self, url: str, body: bytes, tenant: Tenant, request_id: str) -> LineReply:
         """Serves one line, whose url is among BATCH_URLS; errors are replies."""
-        call = LineCall(url, body, tenant, request_id)
-        await self._endpoints[url].answer(call)
+        endpoint = self._endpoints[url]
+        call = LineCall(url, body, tenant, request_id, endpoint.error_form)
+        await endpoint.answer(call)
         return call.reply
 
 

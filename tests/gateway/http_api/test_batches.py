@@ -153,6 +153,18 @@ async def test_texts_files_and_lists(tmp_path: pathlib.Path) -> None:
             await client.batches.cancel(first.id)
 
 
+async def test_messages_have_answers_and_errors_of_their_own(tmp_path: pathlib.Path) -> None:
+    good = {"model": "toy", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
+    async with running(tmp_path) as (fakes, client):
+        fakes.decode.refusals = [(14, False)]
+        batch = await begun(client, lines(good, {**good, "max_tokens": -1}, url="/v1/messages"), "/v1/messages")
+        batch = await ended(client, batch)
+        body = (await said(client, batch.output_file_id))["c0"]["response"]["body"]
+        assert (body["type"], body["content"][0]["text"]) == ("message", "The answer.")
+        response = (await said(client, batch.error_file_id))["c1"]["response"]
+        assert (response["status_code"], response["body"]["error"]["type"]) == (400, "invalid_request_error")
+
+
 async def test_a_long_file_comes_and_goes_in_pieces(tmp_path: pathlib.Path) -> None:
     content = bytes(range(256)) * 12_000
     async with running(tmp_path, batch_file_bytes=len(content)) as (fakes, client):
@@ -449,9 +461,7 @@ async def test_a_disk_that_fills_up_holds_a_batch_up(tmp_path: pathlib.Path, mon
         assert len(await said(client, batch.output_file_id)) == 5
 
 
-async def test_a_full_folder_holds_all_lines_up(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "SWEEP_MS", 20)
     async with running(tmp_path, max_batch_requests=2) as (fakes, client):
         fakes.decode.gate.clear()
