@@ -26,6 +26,7 @@ from pillion.gateway.http_api.openai_fields import (
     parse_field,
     refuse_unsupported,
 )
+from pillion.gateway.http_api.openai_shapes import FORMAT_NAMES, read_shape
 from pillion.gateway.request.validation import (
     MAX_MESSAGES,
     MAX_PROMPT_IDS,
@@ -243,6 +244,7 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        structured_outputs=read_shape(body.response_format, body.structured_outputs),
         logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
@@ -269,7 +271,7 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
-    _check_metadata(body.metadata)
+    read_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
@@ -281,7 +283,7 @@ def _openai_request(
         refuse_unsupported(options, "stream_options.")
     return OpenAIRequest(
         requests=requests,
-        names=names,
+        names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -291,12 +293,13 @@ def _openai_request(
     )
 
 
-def _check_metadata(raw: Raw) -> None:
-    """Checks the labels of a stored answer, which have no effect here: nothing is stored. Raises ApiError."""
-    labels = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+def read_metadata(raw: Raw) -> dict[str, str]:
+    """Reads labels, which have no effect: a batch gives them back, and answers are not stored. Raises ApiError."""
+    labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
     too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if too_long or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
+    return labels
 
 
 def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:
