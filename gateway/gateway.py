@@ -21,6 +21,8 @@ from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, Admis
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
+from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
 from pillion.gateway.request.message_bounds import MAX_WAITING_BYTES
@@ -175,8 +177,9 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
+            grammar = await self._grammar(request, tenant)
             self.admission.weigh(permit, len(prompt))
-            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
+            job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
@@ -347,6 +350,13 @@ class Gateway:
                     raise too_long(str(error), field, model.limits) from None
         check_length(len(prompt), field, model.limits)
         return prompt
+
+    async def _grammar(self, request: GenerateRequest, tenant: Tenant) -> str:
+        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest and Overloaded."""
+        shape = request.sampling.structured_outputs
+        if shape is None:
+            return ""
+        return await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
 
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None

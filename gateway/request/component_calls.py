@@ -135,6 +135,7 @@ class ComponentCalls:
             priority=job.priority,
             forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
+            grammar=job.grammar,
         )
         streams = (self, *followers)
         for stream in streams:

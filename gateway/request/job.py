@@ -31,7 +31,8 @@ class Job:
     """A checked request, ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
 
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
-    ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already.
+    ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
+    is what every answer follows from its first token on: a text of llguidance's, or "".
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class Job:
     answers: int = 1
     show_logprobs: bool = False
     resume: Resume | None = None
+    grammar: str = ""
     original_tokens: int = 0
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS, MAX_REQUEST_BYTES, check_size
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 
@@ -25,8 +26,8 @@ MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
 MAX_STRINGS = 8 * MAX_MESSAGES
 # Fields of a message of gRPC, those of its conversation included.
 MAX_FIELDS = 4 * MAX_MESSAGES
-# Stop strings and biases, as many and as long as they may be, take half of it.
-MAX_SAMPLING_BYTES = 64 * 2**10
+# Stop strings and biases, as many and as long as they may be, take half of what there is beside a shape.
+MAX_SAMPLING_BYTES = 64 * 2**10 + MAX_SHAPE_BYTES
 
 # What a field of bytes holds: a message, whose own fields are listed by number; or, by its name, the sampling
 # parameters or ids.

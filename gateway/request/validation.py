@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
+from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_ranges import range_violations
 from pillion.types import GenerateRequest, Resume, SamplingParams
@@ -155,12 +156,13 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 
 
 def weight(request: GenerateRequest) -> int:
-    """About how many bytes of a prompt there are to be checked."""
+    """About how many bytes of a prompt, and of the shape of its answers, there are to be checked."""
     contents = sum(len(message.content) for message in request.messages)
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
-    return len(request.text) + contents + 4 * ids + 64 * len(request.messages)
+    shape = shape_bytes(request.sampling.structured_outputs)
+    return len(request.text) + contents + shape + 4 * ids + 64 * len(request.messages)
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
@@ -219,9 +221,11 @@ def resolve(
         sampling=replace(
             sampling,
             **unset,
-            # The gateway itself finds stop strings, and ids that end the stream stand beside these parameters.
+            # The gateway itself finds stop strings, and ids that end the stream stand beside these parameters, as does
+            # the grammar that the shape has become.
             stop=(),
             stop_token_ids=(),
+            structured_outputs=None,
             top_k=max(0, sampling.top_k or 0),
             seed=drawn_seed if sampling.seed is None else sampling.seed,
             max_tokens=wanted,
@@ -345,6 +349,8 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
         text = f"{reported} log probabilities for each position of all answers; at most {MAX_REPORTED}"
         yield FieldViolation("sampling.logprobs", text)
     yield from _stops(sampling, limits)
+    if sampling.structured_outputs is not None:
+        yield from shape_violations(sampling.structured_outputs)
 
 
 def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
 from pillion.gateway.request import runner
-from pillion.types import GenerateRequest, SamplingParams
+from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
 from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
@@ -142,6 +143,22 @@ async def test_a_worker_lost_before_the_first_token_is_the_first_answers_busines
         assert (first.attempt, second.attempt) == (1, 2)
         assert [fork.seed for fork in second.forks] == [fork.seed for fork in first.forks] == [SEED + 1, SEED + 2]
         assert len(fakes.node.opened) == 2
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("after", [1, 4])
+async def test_every_submit_carries_the_grammar(after: int) -> None:
+    async with running_fake_cluster() as fakes:
+        tell(fakes, *TEXTS)
+        fakes.decode.break_after = after
+        whole(await read(ask(fakes, structured_outputs=StructuredOutputs(choice=TEXTS))), *TEXTS)
+        first, *others = fakes.decode.submits
+        assert others
+        assert all(text in first.grammar for text in map(json.dumps, TEXTS))
+        assert {submit.grammar for submit in others} == {first.grammar}
+        # The worker learns nothing else of the shape.
+        assert not any(submit.sampling.HasField("structured_outputs") for submit in fakes.decode.submits)
+        assert len({submit.root_hash for submit in fakes.decode.submits}) == 1
         await fakes.settled()
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.request import validation as v
-from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, StructuredOutputs
 
 LIMITS = v.ModelLimits("toy", max_model_len_tokens=64, vocab_size=300)
 GOOD = GenerateRequest(text="hello")
+SHAPE = "sampling.structured_outputs"
 
 
 def fields_of(request: GenerateRequest) -> list[str]:
@@ -32,6 +33,10 @@ def chat(**fields: Any) -> GenerateRequest:
     return GenerateRequest(messages=(ChatMessage("user", "hi"),), chat=ChatOptions(**fields))
 
 
+def shaped(**fields: Any) -> GenerateRequest:
+    return sampled(structured_outputs=StructuredOutputs(**fields))
+
+
 def biases(*token_ids: int) -> list[str]:
     return [f"sampling.logit_bias[{token_id}]" for token_id in token_ids]
 
@@ -47,6 +52,8 @@ GOOD_REQUESTS = [
     sampled(min_p=1, repetition_penalty=1e-3, presence_penalty=2, frequency_penalty=-2, min_tokens=64, logprobs=20),
     sampled(logit_bias={0: -100.0, 299: 100.0}, n=128, best_of=128, max_tokens=5, min_tokens=5),
     sampled(best_of=3),
+    sampled(structured_outputs=StructuredOutputs(choice=("x",) * 4096)),
+    sampled(structured_outputs=StructuredOutputs(regex="ü" * 2**16)),
     replace(GOOD, priority=-100),
     replace(GOOD, priority=100),
     replace(GOOD, cache_salt="ü" * 256, request_id="a.b_c:d/e+f=g-" * 9),
@@ -117,6 +124,14 @@ BAD = {
     "many stops": (sampled(stop=("x",) * 17), ["sampling.stop"]),
     "broken stop": (sampled(stop=("\ud800",)), ["sampling.stop[0]"]),
     "stop ids": (sampled(stop_token_ids=(300, -1)), ["sampling.stop_token_ids[0]", "sampling.stop_token_ids[1]"]),
+    "no shape": (shaped(), [SHAPE]),
+    "two shapes": (shaped(json="{}", regex="a"), [SHAPE]),
+    "empty shape": (shaped(regex=""), [f"{SHAPE}.regex"]),
+    "empty choice": (shaped(choice=("a", "")), [f"{SHAPE}.choice[1]"]),
+    "many choices": (shaped(choice=("a",) * 4097), [f"{SHAPE}.choice"]),
+    "long choices": (shaped(choice=("a" * 2**16,) * 3), [f"{SHAPE}.choice"]),
+    "long schema": (shaped(json="ü" * 2**16 + "a"), [f"{SHAPE}.json"]),
+    "broken regex": (shaped(regex="\ud800"), [f"{SHAPE}.regex"]),
     "many stop ids": (sampled(stop_token_ids=(1,) * 65), ["sampling.stop_token_ids"]),
     "options of no chat": (
         replace(GOOD, chat=ChatOptions(continue_final_message=True, chat_template_kwargs='{"a": 1}')),

@@ -1,0 +1,7 @@
+"""The shape that an answer must have, as one grammar. Open answer_grammar.py first.
+
+answer_grammar.py    joins the pieces of an answer into one text of llguidance's grammars (no I/O)
+shapes.py            the pieces that clients ask for: a JSON schema, a regular expression, choices... (no I/O)
+
+A worker gets the text and follows it; it knows no schema.
+"""

@@ -1,0 +1,48 @@
+"""Joins the pieces of an answer into one grammar (I9).
+
+    [piece] [piece] ... --join--> one text, which Submit.grammar carries to the worker
+
+A piece is what stands to the right of a rule in llguidance's variant of Lark, with the rules that it refers to. What a
+client wrote in a grammar's notation is a grammar of its own within the text, so that none of its names can meet ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# The name of the grammar that the others are parts of.
+_ROOT = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer's grammar.
+
+    Attributes:
+        body: the right side of a rule, in Lark.
+        rules: lines that define what ``body`` names, each for itself. The names are this piece's alone.
+        grammars: whole grammars in Lark by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
+    """
+
+    body: str
+    rules: tuple[str, ...] = ()
+    grammars: dict[str, str] = field(default_factory=dict)
+
+
+def join(pieces: Sequence[Piece]) -> str:
+    """The text of a grammar whose answers are the pieces, one behind the other."""
+    start = " ".join(f"({piece.body})" for piece in pieces)
+    rules = [rule for piece in pieces for rule in piece.rules]
+    text = "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])
+    grammars = {name: grammar for piece in pieces for name, grammar in piece.grammars.items()}
+    if not grammars:
+        return text
+    listed = [{"name": name, "lark_grammar": grammar} for name, grammar in ({_ROOT: text} | grammars).items()]
+    return json.dumps({"grammars": listed}, ensure_ascii=False)
+
+
+def literal(text: str) -> str:
+    """``text`` as a string of Lark: one of JSON, but for a character that only Lark forbids."""
+    return json.dumps(text).replace("\x7f", "\\u007f")

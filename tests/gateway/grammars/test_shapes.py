@@ -1,0 +1,83 @@
+"""Shapes become grammars that take what the shape allows, and nothing else; llguidance is the judge."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from pillion.errors import InvalidRequest
+from pillion.gateway.grammars.answer_grammar import Piece, join
+from pillion.gateway.grammars.shapes import shape_piece
+from pillion.types import StructuredOutputs
+
+TOKENIZER = LLTokenizer("byte")
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Whether ``text`` is a whole answer of the grammar."""
+    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = TOKENIZER.tokenize_bytes(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def grammar_of(**shape: Any) -> str:
+    return join([shape_piece(StructuredOutputs(**shape))])
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
+@example(["\x7f", '"', "\\", "\n", "a/b", "\u2028", "🙂", "<|x|>"], "/")
+def test_a_choice_is_one_of_its_texts(choices: list[str], other: str) -> None:
+    grammar = grammar_of(choice=tuple(choices))
+    assert all(takes(grammar, choice) for choice in choices)
+    assert takes(grammar, other) is (other in choices)
+
+
+@given(TEXTS, TEXTS)
+@example("/\n\r", "\\")
+def test_an_escaped_text_is_an_expression_that_matches_it_alone(text: str, other: str) -> None:
+    grammar = grammar_of(regex=re.escape(text))
+    assert takes(grammar, text)
+    assert takes(grammar, other) is (other == text)
+
+
+@given(st.lists(st.sampled_from(["/", "\\/", "\n", "\\\n", "\\\\", "[/]", "a", "\\d"]), min_size=1, max_size=6), TEXTS)
+def test_an_expression_matches_what_pythons_matches(parts: list[str], text: str) -> None:
+    pattern = "".join(parts)
+    grammar = grammar_of(regex=pattern)
+    for one in (text, pattern, "".join({"\\d": "7", "[/]": "/"}.get(part, part.strip("\\") or "\\") for part in parts)):
+        assert takes(grammar, one) is bool(re.fullmatch(pattern, one))
+
+
+def test_an_expression_cannot_end_within_an_escape() -> None:
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex"):
+        grammar_of(regex="a\\\\\\")
+
+
+def test_the_names_of_a_clients_grammar_are_its_own() -> None:
+    clients = shape_piece(StructuredOutputs(grammar='start: answer\nanswer: "a" | "b" answer'))
+    ours = Piece("answer", rules=('answer: "<" /[0-9]+/ ">"',))
+    grammar = join([ours, clients])
+    assert takes(grammar, "<12>bba")
+    assert not takes(grammar, "bba")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a":1,"b":[null]}'])
+def test_a_json_schema_and_any_object(text: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert takes(grammar_of(json=json.dumps(schema)), text)
+    assert takes(grammar_of(json_object=True), text)
+    assert not takes(grammar_of(json=json.dumps(schema)), text.replace("1", '"1"'))
+    assert not takes(grammar_of(json_object=True), f"[{text}]")
+
+
+def test_a_schema_is_json() -> None:
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: not JSON"):
+        grammar_of(json="{")
