@@ -22,18 +22,20 @@ def call_id(request_id: str, answer: int, number: int, short: bool = False) -> s
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What became certain since the last :meth:`take`. White space next to calls and marks is no content.
+    """What became certain and was not taken yet. White space next to calls and marks is no content.
 
     Attributes:
         request_id, answer: what the ids of calls are made of.
         short_ids: whether these ids have nine characters.
         calls: calls that have begun.
+        thought: whether there was reasoning, or a mark of it.
     """
 
     request_id: str = ""
     answer: int = 0
     short_ids: bool = False
     calls: int = 0
+    thought: bool = False
     _texts: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _deltas: list[ToolCallDelta] = field(default_factory=list)
@@ -71,10 +73,19 @@ class AnswerParts:
             self._texts.append(self._held)
         self._held = ""
 
-    def take(self) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
-        """The content, the reasoning and the calls that came since the last one."""
-        taken = "".join(self._texts), "".join(self._reasoning), tuple(self._deltas)
-        self._texts, self._reasoning, self._deltas = [], [], []
+    def take_content(self) -> str:
+        """The content that came since the last call."""
+        if not self._texts:
+            return ""
+        texts, self._texts = self._texts, []
+        return "".join(texts)
+
+    def take(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """The reasoning and the calls that came since the last one."""
+        if not (self._reasoning or self._deltas):
+            return "", ()
+        taken = "".join(self._reasoning), tuple(self._deltas)
+        self._reasoning, self._deltas = [], []
         return taken
 
     def _add(self, texts: list[str], text: str) -> None:

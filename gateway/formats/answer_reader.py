@@ -7,7 +7,7 @@ What was read is a function of the text alone: it does not matter where the text
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
@@ -31,7 +31,7 @@ class AnswerForm:
     opened: bool | None
     tools: ToolFormat | None
     schemas: ToolSchemas
-    visible: dict[int, str]
+    visible: Mapping[int, str]
 
 
 class AnswerReader:

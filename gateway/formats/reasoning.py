@@ -55,6 +55,7 @@ def read_reasoning(
     elif not opened:
         return
     parts.mark()
+    parts.thought = True
     while True:
         before, mark, behind = text.rest.partition(form.end)
         if mark:

@@ -7,13 +7,14 @@ Where more answers are generated than returned (``best_of``), none is returned b
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pillion.errors import PillionError
 from pillion.gateway.request.choices import rank_answers
 from pillion.gateway.tokens.answer_text import AnswerDelta
-from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+from pillion.types import Delta, FinishReason, Timings, TokenLogprob, ToolCallDelta, Usage
 
 
 @dataclass(slots=True)
@@ -23,6 +24,8 @@ class _Unread:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -60,15 +63,16 @@ class Outbox:
         box.token_ids.extend(piece.token_ids)
         if self._show_logprobs or self._ranks:
             box.logprobs.extend(piece.logprobs)
+        if piece.reasoning or piece.tool_calls:
+            box.reasoning.append(piece.reasoning)
+            box.calls.extend(piece.tool_calls)
         if piece.token_ids:
             self._announce(index)
 
-    def finish(self, index: int, text: str, reason: FinishReason) -> None:
-        """Adds the end of an answer, with its last text."""
-        box = self._pending_deltas[index]
-        box.texts.append(text)
-        box.finish_reason = reason
-        self._announce(index)
+    def finish(self, index: int, last: AnswerDelta, reason: FinishReason) -> None:
+        """Adds the end of an answer, with what it held back."""
+        self._pending_deltas[index].finish_reason = reason
+        self.add(index, last)
 
     def end(self, usage: Usage, timings: Timings) -> None:
         """Ends the request; called right after the last ``finish``."""
@@ -103,8 +107,19 @@ class Outbox:
             timings=timings,
             index=index,
             logprobs=tuple(box.logprobs) if self._show_logprobs else (),
+            reasoning="".join(box.reasoning),
+            tool_calls=_merged(box.calls) if box.calls else (),
         )
 
     def _announce(self, index: int) -> None:
         if not self._ranks and index not in self._pending:
             self._pending.append(index)
+
+
+def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The parts of calls, with what was written of one call's arguments in one part."""
+    merged: list[ToolCallDelta] = []
+    for _, group in itertools.groupby(parts, key=lambda part: (part.index, part.name)):
+        same = list(group)
+        merged.append(replace(same[0], arguments="".join(part.arguments for part in same)))
+    return tuple(merged)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from pillion.errors import FieldViolation, InvalidRequest, Overloaded
+from pillion.gateway.formats.tool_prompt import message_bytes, template_messages, template_tools
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES
-from pillion.types import ChatMessage, ChatOptions
+from pillion.types import ChatMessage, ChatOptions, Tool
 
 T = TypeVar("T")
 
-# About what a message has around its content.
-MESSAGE_BYTES = 64
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
 # Wall-clock time of one rendering, for a machine that is very busy.
@@ -35,6 +35,7 @@ RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
 DEFAULT_OPTIONS = ChatOptions()
+_TOOLS = re.compile(r"\btools\b")
 # The variables that a Python with libraries of its own needs to start, and those of strftime_now's time zone.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -50,8 +51,10 @@ class ChatTemplate:
         self._turn = asyncio.Lock()
         self._waiting = 0
 
-    async def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
-        """The prompt's text, up to where the answer begins. ``options`` have been checked.
+    async def render(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS, tools: Sequence[Tool] = ()
+    ) -> str:
+        """The prompt's text, up to where the answer begins. Everything has been checked.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
@@ -59,6 +62,9 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
+        if tools and not self.knows_tools:
+            text = "the model's chat template does not know tools"
+            raise InvalidRequest.of(FieldViolation("tools.tools", text))
         if self._waiting >= MAX_WAITING_RENDERS:
             raise Overloaded(f"{MAX_WAITING_RENDERS} conversations wait to be rendered", retry_after_ms=1000)
         self._waiting += 1
@@ -67,6 +73,7 @@ class ChatTemplate:
                 answer = await self._render(
                     {
                         "messages": messages,
+                        "tools": tools,
                         "add_generation_prompt": options.begins_message,
                         "continue_final_message": options.continue_final_message,
                         "kwargs": options.chat_template_kwargs,
@@ -79,6 +86,11 @@ class ChatTemplate:
         if "refused" in answer:
             raise _violation(f"the model's chat template refuses this conversation: {answer['refused']}")
         raise _violation(f"the model's chat template failed: {answer['broken']}")
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return _TOOLS.search(self._source) is not None
 
     async def warm_up(self) -> None:
         """Starts the process, so that the first conversation does not wait for it."""
@@ -112,7 +124,7 @@ class ChatTemplate:
         )
         setup = {
             "template": self._source,
-            "variables": {**self._specials, "tools": None, "documents": None},
+            "variables": {**self._specials, "documents": None},
             "max_chars": MAX_RENDERED_CHARS,
             "cpu_s": RENDER_CPU_S,
             "memory_bytes": RENDER_MEMORY_BYTES,
@@ -144,12 +156,17 @@ def _send(process: Process, data: bytes) -> None:
 async def _exchange(process: Process, conversation: dict[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
-    size = sum(MESSAGE_BYTES + len(message.content) for message in conversation["messages"])
-    _send(process, await _off_loop(size, msgspec.json.encode, conversation))
+    size = message_bytes(conversation["messages"], conversation["tools"])
+    _send(process, await _off_loop(size, _encoded, conversation))
     await process.stdin.drain()
     head = await process.stdout.readexactly(4)
     answer = await process.stdout.readexactly(int.from_bytes(head, "big"))
     return dict(await _off_loop(len(answer), msgspec.json.decode, answer))
+
+
+def _encoded(conversation: dict[str, Any]) -> bytes:
+    messages, tools = template_messages(conversation["messages"]), template_tools(conversation["tools"])
+    return msgspec.json.encode(conversation | {"messages": messages, "tools": tools})
 
 
 async def _off_loop(size_bytes: int, job: Callable[[Any], T], argument: Any) -> T:
