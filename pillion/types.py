@@ -286,7 +286,8 @@ class Delta:
 
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
     ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
-    what the model thought and the tools that it called; neither is part of ``text``.
+    what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
+    message of an answer, the stop string that ended it, and "" where none did.
     """
 
     request_id: str
@@ -299,15 +300,18 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    stop_string: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve."""
+    """A model that live workers serve. The parsers are the formats in which it calls tools and reasons, or "none"."""
 
     name: str
     max_model_len_tokens: int
     fingerprint: str
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

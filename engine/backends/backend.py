@@ -138,10 +138,15 @@ class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
 class InFlightStep(Protocol):
     """A step that was launched and whose results have not been fetched."""
 
+    def choose(self, rows: SamplingRows) -> None:
+        """Begins to choose the tokens of a step that was launched without ``rows``: once, before :meth:`wait` and
+        before the next launch. If this method raises, nothing of the step runs any more."""
+
     def wait(self) -> Sampled:
         """Blocks until this step's tokens are on the host. Called once for each step, in the order of the launches.
 
-        Raises the error that the step failed with. After the call, the step reads and writes no slot any more.
+        Raises the error that the step failed with. After the call, the step reads and writes no slot any more. A step
+        whose tokens nobody began to choose has none.
         """
 
 
@@ -149,10 +154,13 @@ class Backend(Protocol):
     """Owns weights and scratch; borrows the pool.
 
         schedule --> launch(step k+1) --> wait(step k) --> commit(step k) --> schedule ...       it runs ahead
+        schedule --> launch(step k+1) without rows --> wait, commit(step k) --> choose(step k+1) --> schedule ...
         schedule --> launch(step k) = copy_blocks, forward, sample --> wait --> commit --> ...   it does not
 
     A backend that runs ahead queues at most two steps on its device. Each step sees what earlier steps wrote, and the
-    host waits only for sampled ids. Backends that do not run ahead are ``HostBackend``s.
+    host waits only for sampled ids. The second line is for a step whose choices depend on the tokens of the step before
+    (grammars, penalties): its forward pass runs while the host takes those tokens, and its sampling is queued behind
+    it before it has ended, so the device does not wait. Backends that do not run ahead are ``HostBackend``s.
 
     Threads: every call of a backend and of its in-flight steps comes from the step loop's thread. What changes: only
     the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;
@@ -174,9 +182,10 @@ class Backend(Protocol):
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool."""
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> InFlightStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> InFlightStep:
         """Begins a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
-        then chooses a token for each of ``sample_rows``, in that order, with the parameters ``rows``.
+        then chooses a token for each of ``sample_rows``, in that order, with the parameters ``rows``. None, for a
+        backend that runs ahead: :meth:`InFlightStep.choose` brings them.
 
         A token id ``-1 - r`` stands for the token that row r of the previous launch chooses, counted as in its
         Sampled.token_ids. Such ids occur only as the one token of a decode, and only if the previous step's results

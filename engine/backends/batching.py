@@ -103,13 +103,15 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
         early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
         if repetition == 1.0 and not (presence or frequency or params.logit_bias or early):
             continue
+        # A stream that failed with the step before lacks a token, and nobody wants this choice of its.
+        end = min(position, sequence.num_tokens + sequence.num_drafts)
         yield RowEdit(
             row=row,
             biased=_ids(params.logit_bias),
             bias=np.array([*params.logit_bias.values()], dtype=np.float32),
-            seen=sequence.tokens(0, position) if repetition != 1.0 else NO_IDS,
+            seen=sequence.tokens(0, end) if repetition != 1.0 else NO_IDS,
             repetition=repetition,
-            answered=sequence.tokens(prompt, position) if presence or frequency else NO_IDS,
+            answered=sequence.tokens(prompt, end) if presence or frequency else NO_IDS,
             presence=presence,
             frequency=frequency,
             banned=_ids(sequence.spec.stop_token_ids) if early else NO_IDS,

@@ -21,6 +21,9 @@ class FinishedStep:
 
     sampled: Sampled
 
+    def choose(self, rows: SamplingRows) -> None:
+        raise Internal("a step that does not run ahead has its tokens")
+
     def wait(self) -> Sampled:
         return self.sampled
 
@@ -60,8 +63,10 @@ class HostBackend(ABC):
         for source, target in checked_copies(sources, targets, len(pool)):
             pool[target].copy_(pool[source])
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> FinishedStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
         """Runs the whole step before it returns: copies blocks, runs the forward pass and samples."""
+        if rows is None:
+            raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         return FinishedStep(sample(self.forward(batch), rows))

@@ -5,12 +5,13 @@
 
 A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is in launched steps behind that; its next
 piece starts behind both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
-and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Three rules say which
-sequences may be scheduled behind a launched step (:meth:`InFlightSteps.may_follow`):
+and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Where the next choice reads
+that token, too (penalties, a grammar), only the forward pass is launched ahead, and the choice is begun when the
+launched step has landed (StepPlan.awaits_tokens). Two rules say which sequences may be scheduled behind a launched step
+(:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
-* A stream may not if its next choice reads its history (penalties): it runs in every other step.
 * A prompt tail and a span may, behind their launched pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
@@ -80,8 +81,7 @@ class InFlightSteps:
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Whether a stream with a launched piece can decode the token that this piece chooses."""
-        chooses = sequence.seq_id in self._steps[-1].rows
-        return chooses and not sequence.next_is_last and not sequence.reads_history
+        return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 
     def unknown(self, pieces: Seq[SequencePiece]) -> tuple[tuple[int, int], ...]:
         """(piece, row) for each of the next step's pieces whose token is what that row of the last step chooses."""

@@ -45,6 +45,11 @@ class StepPlan:
     unknown: tuple[tuple[int, int], ...] = ()
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether a choice of this step depends on tokens that the launched step chooses."""
+        return any(self.pieces[place].sequence.reads_history for place, _ in self.unknown)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of all pieces; never above the budget (I5)."""
         return sum(piece.count for piece in self.pieces)

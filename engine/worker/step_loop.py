@@ -4,8 +4,9 @@
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
 
 Where the backend runs ahead, the step that is committed is the one before the step just launched: while the device runs
-that, the results of the one before are applied, events happen, and the next one is scheduled. With nothing to schedule,
-the steps in flight are committed.
+that, the results of the one before are applied, events happen, and the next one is scheduled. If the step just launched
+chooses by tokens of the one before (StepPlan.awaits_tokens), its choice is begun as soon as that one is committed. With
+nothing to schedule, the steps in flight are committed.
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.engine.backends.backend import BackendLost, InFlightStep
-from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.errors import Internal
@@ -38,6 +39,7 @@ MAX_UNREAD_OUTCOMES = 64
 UNREAD_POLL_S = 1.0
 
 Launch = Callable[[StepPlan], InFlightStep]
+Choose = Callable[[StepPlan, InFlightStep], None]
 # Called on the step thread with a plan, the seconds that it took and whether it succeeded.
 OnStep = Callable[[StepPlan, float, bool], None]
 
@@ -47,6 +49,9 @@ class _FailedLaunch:
     """Stands for a step that could not be launched, so that it fails in its turn."""
 
     error: Exception
+
+    def choose(self, rows: SamplingRows) -> None:
+        raise self.error
 
     def wait(self) -> Sampled:
         raise self.error
@@ -58,6 +63,7 @@ class StepLoop:
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
         launch: begins a step. What ``launch`` raises, or waiting for its step, fails that step's sequences.
+        choose: begins the choice of a launched step that awaits tokens of the one before; what it raises does so, too.
         ahead: whether a step may be launched before the one before it has ended.
         on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
@@ -71,6 +77,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         launch: Launch,
+        choose: Choose,
         *,
         ahead: bool,
         on_outcome: Callable[[Outcome], None],
@@ -80,6 +87,7 @@ class StepLoop:
     ) -> None:
         self._scheduler = scheduler
         self._launch = launch
+        self._choose = choose
         self._ahead = ahead
         # Launched steps with the times of their launch, oldest first: one between two steps, two for a moment.
         self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
@@ -161,6 +169,8 @@ class StepLoop:
         busy = bool(self._in_flight)
         while len(self._in_flight) > stays_in_flight:
             self._commit_oldest()
+        if stays_in_flight and plan.awaits_tokens and not self._choose_tokens():
+            self._commit_oldest()
         return busy
 
     def _launch_step(self, plan: StepPlan) -> bool:
@@ -177,6 +187,18 @@ class StepLoop:
             self._scheduler.launched(plan)
         self._in_flight.append((plan, step, began_s))
         return self._ahead and not isinstance(step, _FailedLaunch)
+
+    def _choose_tokens(self) -> bool:
+        """Begin the choice of the step in flight. False when it has failed."""
+        plan, step, began_s = self._in_flight[-1]
+        try:
+            self._choose(plan, step)
+        except BackendLost:
+            raise
+        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
+            self._in_flight[-1] = (plan, _FailedLaunch(error), began_s)
+            return False
+        return True
 
     def _commit_oldest(self) -> None:
         """Wait for the oldest step and commit, or fail, its plan."""

@@ -111,6 +111,7 @@ class WorkerEpoch:
         self._steps = StepLoop(
             scheduler,
             self._launch,
+            self._choose,
             ahead=model.backend.runs_ahead and scheduler.may_run_ahead,
             on_outcome=self._on_outcome,
             on_death=on_fail,
@@ -296,8 +297,12 @@ class WorkerEpoch:
         record_step(start_s, end_s, tokens, [listener.trace for listener in listeners if listener is not None])
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
-        batch, rows = build_batch(plan, self._block_size), build_sampling(plan)
+        batch = build_batch(plan, self._block_size)
+        rows = None if plan.awaits_tokens else build_sampling(plan)
         return self._model.backend.launch(batch, plan.copies, rows)
+
+    def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
+        step.choose(build_sampling(plan))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:

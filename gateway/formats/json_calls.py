@@ -15,7 +15,7 @@ from collections.abc import Generator
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
 
 MAX_NAME_CHARS = 128
-NAME = re.compile(r"[A-Za-z0-9_.:-]{1,%d}" % MAX_NAME_CHARS)
+NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 _ARGUMENTS = ("arguments", "parameters")
 # What changes how deep a value is, outside of its strings; "<" is none of JSON's, so it is a mark there.
 _STRUCTURE = re.compile(r'["{}\[\]<]')

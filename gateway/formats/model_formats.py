@@ -56,13 +56,17 @@ class ModelFormats:
             text = '"auto" needs a gateway that was started with --enable-auto-tool-choice'
             raise InvalidRequest.of(FieldViolation("tools.choice", text))
 
+    def read_answers(self, options: ToolOptions) -> bool:
+        """Whether the answers to a conversation may hold more than content."""
+        return self.reasoning is not None or (self.tools is not None and asks_for_calls(options))
+
     def answer_form(self, request: GenerateRequest, prompt: str) -> AnswerForm | None:
         """What the answers to a checked conversation may hold; None where it is content alone. ``prompt`` is its
         text."""
+        if not request.messages or not self.read_answers(request.tools):
+            return None
         reasoning, opened = self.reasoning, None
         tools = self.tools if asks_for_calls(request.tools) else None
-        if not request.messages or (reasoning is None and tools is None):
-            return None
         if reasoning is not None:
             opened = reasoning.opened_by(prompt)
             if request.chat.continue_final_message:
@@ -70,6 +74,9 @@ class ModelFormats:
                 opened = last.rfind(reasoning.begin) > last.rfind(reasoning.end)
         schemas = {tool.name: schema_of(tool) for tool in request.tools.tools} if tools is not None else {}
         return AnswerForm(reasoning, opened, tools, schemas, self.visible)
+
+
+NO_FORMATS = ModelFormats()
 
 
 def asks_for_calls(options: ToolOptions) -> bool:

@@ -1,6 +1,6 @@
 """Calls as Qwen3-Coder writes them: a text for each parameter, whose type is the tool's schema's. Sans-IO (I9).
 
-    <tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>
+<tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>
 """
 
 from __future__ import annotations

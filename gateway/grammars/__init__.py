@@ -2,6 +2,7 @@
 
 answer_grammar.py    joins the pieces of an answer into one text of llguidance's grammars (no I/O)
 shapes.py            the pieces that clients ask for: a JSON schema, a regular expression, choices... (no I/O)
+tool_pieces.py       the pieces of reasoning and of calls of tools (no I/O)
 
 A worker gets the text and follows it; it knows no schema.
 """

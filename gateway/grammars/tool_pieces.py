@@ -1,8 +1,8 @@
 """The pieces of reasoning and of calls of tools: the marks of a format, and between them what each schema allows (I9).
 
-    reasoning, up to its end | calls                              tool_choice required or named
-                             | text, in which calls may stand     auto: from a mark on, a call is whole
-                             | calls | the shape that was asked   auto, with a shape of the answer itself
+reasoning, up to its end | calls                              tool_choice required or named
+                         | text, in which calls may stand     auto: from a mark on, a call is whole
+                         | calls | the shape that was asked   auto, with a shape of the answer itself
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def answer_pieces(
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
     """Free text up to the end of the reasoning. An answer that says itself whether it reasons may leave it out."""
-    thought, rules = f"{_TEXT} {_term(form.end, marks)}", ()
+    rules: tuple[str, ...] = ()
+    thought = f"{_TEXT} {_term(form.end, marks)}"
     if form.end not in marks:
         thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {_TEXT} {literal(form.end)}",)
     begin = _term(form.begin, marks)

@@ -3,11 +3,12 @@
 http_server.py       the table of pages, bounds of connections, and the server
 http_call.py         one call: its body, its response, the client that goes away
 http_errors.py       errors as OpenAI's clients know them
-openai_api.py        handlers of OpenAI's endpoints, and the pace of writes
+model_calls.py       calls that a model answers, at any of the doors; the pace of writes
+delta_reader.py      deltas of one call with one prompt or several
+openai_api.py        handlers of OpenAI's endpoints
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first
 openapi.py           /openapi.json and /docs: what bodies may hold, made of those fields
 openai_requests.py   from bodies to requests of the gateway
-openai_reader.py     deltas of one call with one prompt or several
 openai_events.py     from deltas to events, or to one object
 openai_logprobs.py   log probabilities in OpenAI's shapes
 

@@ -93,6 +93,9 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
-    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``."""
+    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. A name with ``[]`` is an item's."""
     name, bracket, rest = field.partition("[")
+    number, _, inner = rest.partition("]")
+    if inner and f"{name}[]" in spelled:
+        return spelled[f"{name}[]"].replace("[]", f"[{number}]") + inner
     return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

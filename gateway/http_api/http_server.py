@@ -25,7 +25,8 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import openapi
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.openai_api import OpenAIApi, unknown_model
+from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
+from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
@@ -110,6 +111,8 @@ class _Pages:
             "owned_by": "pillion",
             "root": info.name,
             "max_model_len": info.max_model_len_tokens,
+            "tool_call_parser": info.tool_call_parser,
+            "reasoning_parser": info.reasoning_parser,
         }
 
 
@@ -119,7 +122,8 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
     With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, api, tenant_of = _Pages(gateway, flags.vllm_metric_names), OpenAIApi(gateway), gateway.tenant_of
+    pages, tenant_of, calls = _Pages(gateway, flags.vllm_metric_names), gateway.tenant_of, ModelCalls(gateway)
+    api = OpenAIApi(calls)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),

@@ -2,19 +2,24 @@
 
 What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
 
-    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage()   data: [DONE]
+    opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pillion.gateway.http_api.delta_reader import DeltaBatch
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.types import Delta, TokenLogprob, Usage
+from pillion.gateway.http_api.openai_requests import OpenAIRequest
+from pillion.types import Delta, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
@@ -35,18 +40,18 @@ class _WrittenAnswer:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str = ""
     offset: int = 0
     opened: bool = False
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
 
     Args:
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
-        logprobs: whether log probabilities are shown.
-        usage_field: whether each event has a field for usage, null before the last.
+        asked: the call.
     """
 
     kind = ""
@@ -58,15 +63,31 @@ class ResponseWriter:
     opening = b""
     empty = b""
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, *, logprobs: bool, usage_field: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
         self._head = head
         self._tokens = tokens
-        self._shows = logprobs
-        self._tail = b',"usage":null}\n\n' if usage_field else b"}\n\n"
+        self._asked = asked
+        self._shows = asked.logprobs
+        self._per_prompt = asked.answers
+        # Each event has a field for usage, null before the last one.
+        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # About what the whole response takes so far.
-        self.size_bytes = 0
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta, some with an opening before it."""
+        so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
+
+    def last_events(self, usage: Usage) -> bytes:
+        """The event with the usage, where it was asked for, and the mark of the end."""
+        if not self._asked.include_usage:
+            return DONE
+        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The error as the last event of a stream; OpenAI's clients raise it."""
+        return b"data: " + error.body() + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -84,16 +105,15 @@ class ResponseWriter:
         if self._shows and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
+        if delta.stop_string:
+            reason += b',"stop_reason":' + _encode(delta.stop_string)
         return b"".join(
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, b"}]", tail)
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The event with the usage, after the last event of every answer."""
-        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END
-
-    def keep(self, index: int, delta: Delta) -> None:
+    def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        index = prompt * self._per_prompt + delta.index
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
         self.size_bytes += len(delta.text)
@@ -101,7 +121,7 @@ class ResponseWriter:
             answer.logprobs.extend(delta.logprobs)
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason.value
+            answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
     def whole(self, usage: Usage) -> bytes:
         """All answers in one object."""
@@ -111,6 +131,9 @@ class ResponseWriter:
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            if answer.stop_string:
+                # The field is vLLM's.
+                choices[-1]["stop_reason"] = answer.stop_string
         return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
 
     def _begin(self, index: int) -> _WrittenAnswer:
@@ -144,6 +167,70 @@ class ChatResponseWriter(ResponseWriter):
         return self._tokens.chat(logprobs)
 
 
+@dataclass(slots=True)
+class _WrittenParts:
+    """What an answer holds beside its content: its reasoning, and its calls by number."""
+
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
+
+
+class ReadResponseWriter(ChatResponseWriter):
+    """Responses whose answers may hold reasoning and calls of tools. An event has at most one part of one call."""
+
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
+        super().__init__(head, tokens, asked)
+        self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
+
+    def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
+        """``delta`` as events: its reasoning and content, then the parts of its calls. The last one ends the answer."""
+        if not (delta.reasoning or delta.tool_calls):
+            return super().event(index, delta, usage)
+        written: dict[str, Any] = _reasoning_fields(delta.reasoning) if delta.reasoning else {}
+        if delta.text:
+            written["content"] = delta.text
+        changes = ([written] if written else []) + [{"tool_calls": [_call_part(part)]} for part in delta.tool_calls]
+        answer = self._answers.get(index) or self._begin(index)
+        tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
+        events = [] if answer.opened else [answer.head + self.opening + tail]
+        answer.opened = True
+        for n, change in enumerate(changes):
+            logprobs, reason = None, None
+            if self._shows and delta.logprobs and n == 0:
+                logprobs = self._logprobs(answer, delta.logprobs)
+            if delta.finish_reason is not None and n == len(changes) - 1:
+                reason = delta.finish_reason.value
+            fields = {"delta": change, "logprobs": logprobs, "finish_reason": reason}
+            if reason is not None and delta.stop_string:
+                fields["stop_reason"] = delta.stop_string
+            events.append(answer.head + _encode(fields)[1:] + b"]" + tail)
+        return b"".join(events)
+
+    def keep(self, prompt: int, delta: Delta) -> None:
+        """Collects a delta for :meth:`whole`."""
+        super().keep(prompt, delta)
+        if not (delta.reasoning or delta.tool_calls):
+            return
+        parts = self._parts[prompt * self._per_prompt + delta.index]
+        parts.reasoning.append(delta.reasoning)
+        self.size_bytes += len(delta.reasoning)
+        for part in delta.tool_calls:
+            parts.calls.setdefault(part.index, []).append(part)
+            self.size_bytes += len(part.arguments)
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        parts = self._parts[index]
+        reasoning = "".join(parts.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (reasoning or parts.calls):
+            message["content"] = None
+        if reasoning:
+            message |= _reasoning_fields(reasoning)
+        if parts.calls:
+            message["tool_calls"] = [_whole_call(call) for _, call in sorted(parts.calls.items())]
+        return {"message": message}
+
+
 class CompletionResponseWriter(ResponseWriter):
     """Responses of /v1/completions. ``prompts`` are the texts to echo, one for each prompt; none without an echo."""
 
@@ -155,16 +242,12 @@ class CompletionResponseWriter(ResponseWriter):
         self,
         head: Mapping[str, Any],
         tokens: TokenTexts,
-        *,
-        logprobs: bool,
-        usage_field: bool,
+        asked: OpenAIRequest,
         prompts: Sequence[str],
-        answers: int,
     ) -> None:
-        super().__init__(head, tokens, logprobs=logprobs, usage_field=usage_field)
+        super().__init__(head, tokens, asked)
         self._prompts = prompts
-        self._per_prompt = answers
-        self.size_bytes = answers * sum(map(len, prompts))
+        self.size_bytes = asked.answers * sum(map(len, prompts))
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
@@ -183,21 +266,36 @@ class CompletionResponseWriter(ResponseWriter):
         return columns
 
 
+def _reasoning_fields(text: str) -> dict[str, Any]:
+    """Reasoning by the name that most clients read, and by the one that vLLM has now."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_part(part: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call as a stream has it; the first one brings id and name."""
+    if not part.name:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _whole_call(parts: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    function = {"name": parts[0].name, "arguments": "".join(part.arguments for part in parts)}
+    return {"id": parts[0].id, "type": "function", "function": function}
+
+
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Usage by OpenAI's names; cached tokens are always there."""
+    """Usage by OpenAI's names; cached tokens are always there, those of reasoning where there are any."""
+    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **(details if usage.reasoning_tokens else {}),
     }
 
 
 def usage_json(usage: Usage) -> bytes:
     """Usage as JSON."""
     return _encode(usage_fields(usage))
-
-
-def error_event(body: bytes) -> bytes:
-    """The last event of a stream that fails; OpenAI's clients raise it."""
-    return b"data: " + body + _END

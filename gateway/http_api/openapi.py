@@ -23,9 +23,15 @@ from pillion.gateway.http_api.openai_fields import (
     HARMLESS,
     READ_AS,
     READ_LATER,
+    CallBody,
+    CalledFunction,
+    ChoiceBody,
     ContentPart,
+    FunctionBody,
     MessageBody,
+    NamedFunction,
     StreamOptions,
+    ToolBody,
 )
 from pillion.types import ChatOptions, SamplingParams
 
@@ -111,11 +117,16 @@ def page(document: dict[str, Any]) -> bytes:
     return f"{head}<h1>{title}</h1><p>{document['info']['description']} {intro}</p>{''.join(parts)}</html>".encode()
 
 
+# What the fields of bodies hold.
+_PARTS = (
+    *(StreamOptions, MessageBody, ContentPart),
+    *(ToolBody, FunctionBody, ChoiceBody, NamedFunction, CallBody, CalledFunction),
+)
+
+
 def _schemas(bodies: Iterable[Any]) -> dict[str, Any]:
     """The schemas of bodies and of the objects in them, by name."""
-    return {
-        kind.__name__: _object(READ_AS.get(kind, kind)) for kind in (*bodies, StreamOptions, MessageBody, ContentPart)
-    }
+    return {kind.__name__: _object(READ_AS.get(kind, kind)) for kind in (*bodies, *_PARTS)}
 
 
 def _object(kind: Any) -> dict[str, Any]:

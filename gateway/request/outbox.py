@@ -27,6 +27,7 @@ class _Unread:
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_string: str = ""
 
 
 class Outbox:
@@ -69,10 +70,12 @@ class Outbox:
         if piece.token_ids:
             self._announce(index)
 
-    def finish(self, index: int, last: AnswerDelta, reason: FinishReason) -> None:
-        """Adds the end of an answer, with what it held back."""
-        self._pending_deltas[index].finish_reason = reason
+    def finish(self, index: int, last: AnswerDelta, reason: FinishReason, stop_string: str = "") -> None:
+        """Adds the end of an answer, with what it held back, and the stop string that ended it, or ""."""
+        box = self._pending_deltas[index]
+        box.finish_reason, box.stop_string = reason, stop_string
         self.add(index, last)
+        self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
         """Ends the request; called right after the last ``finish``."""
@@ -109,6 +112,7 @@ class Outbox:
             logprobs=tuple(box.logprobs) if self._show_logprobs else (),
             reasoning="".join(box.reasoning),
             tool_calls=_merged(box.calls) if box.calls else (),
+            stop_string=box.stop_string,
         )
 
     def _announce(self, index: int) -> None:

@@ -209,11 +209,11 @@ class Generation:
         if answer.stopped:
             # The end of the stream made the held-back characters certain, and they completed a stop string.
             reason = FinishReason.STOP
-        if answer.calls and reason is FinishReason.STOP:
+        elif answer.calls and reason is FinishReason.STOP:
             reason = FinishReason.TOOL_CALLS
         self._calls[index].assign({})
         self._reasons[index] = reason.value
-        self._outbox.finish(index, last, reason)
+        self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
             self._outbox.end(self.usage(), self._choices.timings(time.monotonic()))

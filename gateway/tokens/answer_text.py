@@ -1,6 +1,6 @@
 """Turns sampled tokens into what a client may see: detokenizing, reasoning, calls, stop ids and stop strings.
 
-    token --> text --> (content, reasoning, calls, where the answer may hold them) --> stop strings in content --> delta
+token --> text --> (content, reasoning, calls, where the answer may hold them) --> stop strings in content --> delta
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class AnswerText:
     def stopped(self) -> bool:
         """Whether a stop string is complete."""
         return self._stops.stopped
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that is complete; "" while none is."""
+        return self._stops.found
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
         """Adds all tokens, or those up to the one that completes a stop string.
@@ -143,9 +148,7 @@ class ReadAnswerText(AnswerText):
         self._reader.flush()
         return self._delta([self._match_stops(self._reader.parts.take_content())], (), ())
 
-    def _delta(
-        self, texts: list[str], token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
-    ) -> AnswerDelta:
+    def _delta(self, texts: list[str], token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> AnswerDelta:
         parts = self._reader.parts
         self.calls = parts.calls
         reasoning, calls = parts.take()

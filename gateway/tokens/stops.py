@@ -104,20 +104,25 @@ class StopMatcher:
     A stop string that ends in text that is only passed counts for nothing; one that begins there and ends later counts.
 
     Attributes:
-        stopped: whether a stop string is complete.
+        found: the stop string that is complete; "" while none is.
     """
 
-    __slots__ = ("_held", "_state", "_strings", "stopped")
+    __slots__ = ("_held", "_state", "_strings", "found")
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
         self._state = 0
         self._held = ""
-        self.stopped = False
+        self.found = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return bool(self.found)
 
     def push(self, piece: str) -> str:
         """The text that is certain now. Once ``stopped`` is true it is the last, and later pieces give nothing."""
-        return "" if self.stopped else self._read(piece, self._strings.matched)
+        return "" if self.found else self._read(piece, self._strings.matched)
 
     def pass_by(self, piece: str) -> str:
         """The text that is certain now, whatever stop string ends in ``piece``: it is too early for one."""
@@ -138,9 +143,9 @@ class StopMatcher:
         for end, character in enumerate(piece, len(self._held) + 1):
             state = strings.step(state, character)
             if matched is not None and matched[state]:
-                self.stopped = True
-                self._held = ""
-                return text[: end - matched[state]]
+                begin = end - matched[state]
+                self._held, self.found = "", text[begin:end]
+                return text[:begin]
         self._state = state
         certain = len(text) - strings.held[state]
         self._held = text[certain:]

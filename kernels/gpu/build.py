@@ -37,6 +37,7 @@ MODULES = (
     "sampling.gpu_sampling",
     "sampling.sampling_cuts",
     "sampling.sampling_edits",
+    "sampling.sampling_masks",
 )
 
 # Names (shell patterns) of kernels that differ little from others in what they take: only ``--all`` builds them.

@@ -97,3 +97,12 @@ def fp8_parts(pool: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Te
 def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decodes codes [..., D] and scales [...] to float32."""
     return codes.contiguous().view(torch.float8_e4m3fn).float() * scales[..., None]
+
+
+def masked(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] with minus infinity where row m of ``masks`` int32 [M, W] has a 0 for row rows[m]."""
+    bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    found = logits.clone()
+    found[rows.long()] = found[rows.long()].masked_fill(~allowed, -torch.inf)
+    return found

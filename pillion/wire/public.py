@@ -202,6 +202,7 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
         logprobs=[logprob_to_pb(logprob) for logprob in delta.logprobs],
         reasoning=delta.reasoning,
         tool_calls=[gateway_pb2.ToolCallDelta(**asdict(part)) for part in delta.tool_calls],
+        stop_string=delta.stop_string,
     )
 
 
@@ -244,6 +245,7 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         logprobs=tuple(logprob_from_pb(logprob) for logprob in message.logprobs),
         reasoning=message.reasoning,
         tool_calls=tuple(ToolCallDelta(**_named(ToolCallDelta, part)) for part in message.tool_calls),
+        stop_string=message.stop_string,
     )
 
 
@@ -254,7 +256,7 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Reads one entry of ListModels."""
-    return ModelInfo(message.name, message.max_model_len_tokens, message.fingerprint)
+    return ModelInfo(**_named(ModelInfo, message))
 
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:

@@ -192,6 +192,7 @@ async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
         fakes.decode.per_delta = per_delta
         deltas = await read(fakes.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
+        assert [delta.stop_string for delta in deltas] == [""] * (len(deltas) - 1) + [" th"]
         assert deltas[-1].finish_reason is FinishReason.STOP
         assert deltas[-1].usage.completion_tokens == len("one two th") == sum(len(d.token_ids) for d in deltas)
         await fakes.settled()

@@ -134,6 +134,41 @@ def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
     assert answers(ahead=True) == answers(ahead=False)
 
 
+def test_choices_that_come_later_are_those_of_a_launch(prepared):
+    """A step's forward pass is launched on tokens that only the device knows, its choice when the host knows them."""
+
+    def answers(late: bool) -> list[tuple[int, ...]]:
+        driver = GpuDriver(prepared)
+        (one,) = driver.sequences.add()
+        chosen: list[tuple[int, ...]] = []
+
+        def rows(position: int) -> SamplingRows:
+            banned = np.array([token for (token,) in chosen], np.int64)
+            return rows_of([position], edits=(RowEdit(row=0, banned=banned),))
+
+        step = driver.backend.launch(driver.sequences.step([(one, tokens_of(9, 0))]), (), rows(9))
+        for position in range(10, 13):
+            if not late:
+                chosen.append(step.wait().token_ids)
+            batch = driver.sequences.step([(one, [-1])])
+            following = driver.backend.launch(batch, (), None if late else rows(position))
+            if late:
+                chosen.append(step.wait().token_ids)
+                following.choose(rows(position))
+            step = following
+        return [*chosen, step.wait().token_ids]
+
+    found = answers(late=True)
+    assert found == answers(late=False)
+    assert len(set(found)) == 4
+
+
+def test_a_step_that_nobody_chooses_from_can_be_waited_for(prepared):
+    driver = GpuDriver(prepared)
+    batch = driver.sequences.step([(driver.sequences.add()[0], [1, 2])])
+    assert driver.backend.launch(batch, (), None).wait().token_ids == ()
+
+
 def test_copies_come_before_the_step(prepared):
     driver = GpuDriver(prepared)
     (one,) = driver.sequences.add()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
@@ -30,9 +31,12 @@ class Launched:
     """A step of :class:`AheadBackend`."""
 
     def __init__(
-        self, backend: AheadBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows
+        self, backend: AheadBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
     ) -> None:
         self.batch, self.copies, self.rows = batch, copies, rows
+        self.chosen = threading.Event()
+        if rows is not None:
+            self.chosen.set()
         self.over = threading.Event()
         self.sampled = Sampled()
         self.error: Exception | None = None
@@ -41,7 +45,16 @@ class Launched:
         self.slots = {slot for table, length in used for slot in table[: -(-length // size)]}.union(*copies)
         self._backend = backend
 
+    def choose(self, rows: SamplingRows) -> None:
+        assert self.rows is None
+        assert self._backend.under_way == [self], "the step before has not landed"
+        self.rows = rows
+        self._backend.late_choices += 1
+        self.chosen.set()
+
     def wait(self) -> Sampled:
+        # A step that is waited for without a choice is abandoned.
+        self.chosen.set()
         assert self.over.wait(LANDING_TIMEOUT_S)
         self._backend.landed(self)
         if self.error is not None:
@@ -50,7 +63,8 @@ class Launched:
 
 
 class AheadBackend(FakeBackend):
-    """``resolved``: tokens that only the device knew. ``most_under_way``: steps at once."""
+    """``resolved``: tokens that only the device knew. ``most_under_way``: steps at once. ``late_choices``: steps whose
+    choices were begun behind their launch."""
 
     runs_ahead = True
 
@@ -58,6 +72,7 @@ class AheadBackend(FakeBackend):
         super().__init__(block_size)
         self.resolved = 0
         self.most_under_way = 0
+        self.late_choices = 0
         self.under_way: list[Launched] = []
         self._random = Random(seed)
         self._lock = threading.Lock()
@@ -65,7 +80,8 @@ class AheadBackend(FakeBackend):
         self._thread = threading.Thread(target=self._serve, name="fake-device", daemon=True)
         self._thread.start()
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> Launched:  # type: ignore[override]
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> Launched:  # type: ignore[override]
+        assert all(step.chosen.is_set() for step in self.under_way), "a launch before the choice of the last one"
         flight = Launched(self, batch, copies, rows)
         with self._lock:
             self.under_way.append(flight)
@@ -102,10 +118,14 @@ class AheadBackend(FakeBackend):
                 ids[unknown] = [max(before.token_ids[-1 - token], 0) for token in ids[unknown]]
                 self.resolved += len(unknown)
                 batch = replace(flight.batch, token_ids=ids)
-                before = flight.sampled = super().launch(batch, flight.copies, flight.rows).sampled
+                if flight.copies:
+                    self.copy_blocks(*zip(*flight.copies, strict=True))
+                logits = self.forward(batch)
+                assert flight.chosen.wait(LANDING_TIMEOUT_S)
+                before = flight.sampled = Sampled() if flight.rows is None else sample(logits, flight.rows)
             except Exception as error:
                 # What such a step chose is anything, but it is there.
-                before = Sampled((0,) * len(flight.rows))
+                before = Sampled((0,) * len(flight.batch.sample_rows))
                 flight.error = error
             self._take_time()
             flight.over.set()

@@ -36,8 +36,9 @@ def slots_of(batch: StepBatch, copies: tuple[tuple[int, int], ...]) -> set[int]:
 class _Step:
     batch: StepBatch
     copies: tuple[tuple[int, int], ...]
-    shifts: list[int]
     slots: set[int]
+    # None until the step's choices are begun.
+    shifts: list[int] | None
     sampled: Sampled | None = None
 
 
@@ -56,7 +57,15 @@ class SimulatedDevice:
     def launch(self, plan: StepPlan) -> None:
         batch = build_batch(plan, BLOCK)
         batch = replace(batch, block_tables=batch.block_tables.copy())
-        self._in_flight.append(_Step(batch, plan.copies, shifts(plan), slots_of(batch, plan.copies)))
+        early = None if plan.awaits_tokens else shifts(plan)
+        self._in_flight.append(_Step(batch, plan.copies, slots_of(batch, plan.copies), early))
+        if self._draw.random() < 0.5:
+            self._catch_up(len(self._in_flight))
+
+    def choose(self, plan: StepPlan) -> None:
+        """Begin the choices of the step that was launched last."""
+        assert self._in_flight[-1].shifts is None
+        self._in_flight[-1].shifts = shifts(plan)
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
@@ -72,7 +81,7 @@ class SimulatedDevice:
 
     def _catch_up(self, steps: int) -> None:
         for step in list(self._in_flight)[:steps]:
-            if step.sampled is None:
+            if step.sampled is None and step.shifts is not None:
                 if step.copies:
                     copy_blocks(self._pool, *zip(*step.copies, strict=True))
                 ids = step.batch.token_ids
@@ -98,6 +107,7 @@ class AheadHarness(SchedulerHarness):
         # Rows that were computed for nobody.
         self.void_rows = 0
         self.launches = 0
+        self.late_choices = 0
 
     def step(self) -> StepPlan:
         """Schedule and launch; land what was under way before."""
@@ -113,6 +123,9 @@ class AheadHarness(SchedulerHarness):
         stays = bool(plan.pieces) and self._launch(plan)
         while len(self.out) > stays:
             self.land()
+        if stays and plan.awaits_tokens:
+            self.late_choices += 1
+            self.device.choose(plan)
         self._check_in_flight()
         self.scheduler.check_integrity()
         return plan

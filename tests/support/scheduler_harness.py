@@ -196,7 +196,7 @@ class SchedulerHarness:
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
-            waits = sequence.num_in_flight and (sequence.next_is_last or sequence.reads_history)
+            waits = sequence.num_in_flight and sequence.next_is_last
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
@@ -333,7 +333,7 @@ def answer(prompt: list[int], seed: int, count: int, penalized: bool = False) ->
 
 
 def shifts(plan: StepPlan) -> list[int]:
-    """Return the shift that is added to the choice of each row, as known when the plan is made."""
+    """Return the shift that is added to the choice of each row, as known when the choices are begun."""
     found: list[int] = []
     for piece in plan.pieces:
         sequence, end = piece.sequence, piece.start + piece.count
@@ -342,7 +342,8 @@ def shifts(plan: StepPlan) -> list[int]:
         assert sequence.spec.sampling is not None
         history = 0
         if sequence.spec.sampling.frequency_penalty:
-            assert end <= sequence.num_tokens, "a choice that reads a token which nobody knows yet"
+            known = end <= sequence.num_tokens or sequence.end_reported
+            assert known, "a choice that reads a token which nobody knows yet"
             history = int(sequence.tokens(sequence.spec.prompt_tokens, end).sum())
         seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.fork_seeds)
         found += [seed + history for seed in seeds]

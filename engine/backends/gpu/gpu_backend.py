@@ -4,8 +4,9 @@
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
 A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), chooses tokens and begins
-their copy to the host, all without waiting. ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also
-stay on the device, where the next step's embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
+their copy to the host, all without waiting; a launch without rows leaves the choice to ``GpuInFlightStep.choose``.
+``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
+embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -35,9 +36,9 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.device_memory import tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
-from pillion.engine.backends.gpu.gpu_sampler import GpuInFlightStep, GpuSampler
+from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
-from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
+from pillion.engine.sampling.sampling_rows import RowEdit, Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
@@ -149,15 +150,26 @@ class GpuBackend:
         with torch.inference_mode():
             bound.graphs.capture(log.info)
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows) -> GpuInFlightStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
         """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
-            return self._sampler.launch(self._forward(bound, batch), rows)
+            step = GpuInFlightStep(self, self._forward(bound, batch))
         except Exception:
-            self._settle()
+            self.settle()
+            raise
+        if rows is not None:
+            step.choose(rows)
+        return step
+
+    def choose(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
+        """Begins to choose a token for each row of a launched step's logits."""
+        try:
+            return self._sampler.launch(logits, rows)
+        except Exception:
+            self.settle()
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -184,7 +196,7 @@ class GpuBackend:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
-            self._sampler.launch(self._forward(bound, batch), _one_row(drawn=drawn)).wait()
+            self.choose(self._forward(bound, batch), _one_row(drawn=drawn)).wait()
         if device.type == "cuda":
             # Free memory that torch caches must not look used when the pool is made.
             del bound, scratch
@@ -194,7 +206,7 @@ class GpuBackend:
     def close(self) -> None:
         """Releases graphs, pool and weights. Idempotent."""
         try:
-            self._settle()
+            self.settle()
         except BackendLost as error:
             # Nothing runs on a device that has failed.
             log.warning("%s", error)
@@ -203,8 +215,8 @@ class GpuBackend:
         self._bound = self._memory = None
         self._model.weights.close()
 
-    def _settle(self) -> None:
-        """Waits until nothing of a failed launch runs any more. Raises BackendLost if the device has failed."""
+    def settle(self) -> None:
+        """Waits until nothing of any launch runs any more. Raises BackendLost if the device has failed."""
         if self._model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self._model.device)
@@ -230,6 +242,26 @@ class GpuBackend:
             bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, to_device(places, logits.device))
+
+
+class GpuInFlightStep:
+    """A launched step of a backend, with its logits [R, V] on the device."""
+
+    def __init__(self, backend: GpuBackend, logits: torch.Tensor) -> None:
+        self._backend = backend
+        self._logits = logits
+        self._choice: GpuChoice | None = None
+
+    def choose(self, rows: SamplingRows) -> None:
+        """Queues the sampling behind the forward pass; changes the logits."""
+        self._choice = self._backend.choose(self._logits, rows)
+
+    def wait(self) -> Sampled:
+        """Waits for the tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
+        if self._choice is None:
+            self._backend.settle()
+            return Sampled()
+        return self._choice.wait()
 
 
 def _one_row(*, drawn: bool) -> SamplingRows:

@@ -30,8 +30,8 @@ ALIGNED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class GpuInFlightStep:
-    """A launched step; :meth:`wait` waits for its tokens and for nothing launched after it.
+class GpuChoice:
+    """The tokens of a step on their way; :meth:`wait` waits for them and for nothing launched after them.
 
     ``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there.
     """
@@ -68,11 +68,11 @@ class GpuSampler:
         self._device = sampled.device
         self._pinned = sampled.is_cuda
 
-    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuInFlightStep:
+    def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
         """Begins to choose a token for each row of logits [R, V] float32, which are edited in place."""
         count = len(rows)
         if not count:
-            return GpuInFlightStep(torch.empty(0, dtype=torch.int32), None, rows, self._event())
+            return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event())
         with torch.inference_mode():
             raw = self._keep_raw(logits, rows)
             if rows.edits:
@@ -82,7 +82,7 @@ class GpuSampler:
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuInFlightStep(self._fetch(chosen), raw, rows, self._event())
+            return GpuChoice(self._fetch(chosen), raw, rows, self._event())
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         reporting = np.flatnonzero(rows.logprobs >= 0)

@@ -1,6 +1,7 @@
 """Chooses tokens on the device like the sampler on the CPU: a pure function of (logits, seed, position) (I6).
 
-    sampling_edits.py   before this module: changes of single logits
+    sampling_masks.py   before this module: tokens that a grammar forbids
+    sampling_edits.py   and changes of single logits
     sampling_cuts.py    the cut of rows with top_k, top_p or min_p, if a step has any
     _race               the winner of each slice of each row
     _settle             the winner among a row's slices

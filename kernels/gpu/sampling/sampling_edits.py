@@ -1,8 +1,9 @@
 """Bias, penalties and banned ids on the device: changes of single logits, in place.
 
 The number of edits differs from step to step, so they are launched outside graphs, between the model and the sampler.
-Log probabilities are those of logits without edits. So the order of a step is:
+Log probabilities are those of masked logits without edits. So the order of a step is:
 
+    apply_masks    kernels/gpu/sampling/sampling_masks.py, if any row follows a grammar
     keep_raw       copies rows that report log probabilities
     apply_edits    if the step has any edits
     choose         kernels/gpu/sampling/gpu_sampling.py

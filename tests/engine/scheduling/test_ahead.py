@@ -84,7 +84,8 @@ def test_a_stop_id_voids_the_row_behind_it() -> None:
     assert harness.void_rows == 1
 
 
-def test_who_reads_its_history_runs_in_every_other_step() -> None:
+def test_who_reads_its_history_loses_no_step() -> None:
+    """Its forward pass is launched ahead as well; only its choice is made when the step before has landed."""
     harness = AheadHarness()
     harness.submit(prompt(1, 9), 12, penalty=0.5)
     harness.submit(prompt(2, 7), 24)
@@ -93,9 +94,11 @@ def test_who_reads_its_history_runs_in_every_other_step() -> None:
         starts.append(planned(harness, 1, harness.step()))
         while harness.answer():
             pass
-    assert starts[:6] == [0, None, 9, None, 10, None]
+    assert starts[:5] == [0, 9, 10, 11, 12]
+    assert harness.late_choices == 11, "all but the first, whose history is the prompt"
     run_out(harness)
-    assert harness.launches == 24, "the other one does not wait for it"
+    assert harness.launches == 24
+    assert harness.late_choices == 11, "the other one is chosen at its launch when it is alone"
 
 
 def test_a_fork_that_is_cancelled_under_way_takes_only_its_own_token() -> None:

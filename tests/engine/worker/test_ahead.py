@@ -119,6 +119,7 @@ async def test_every_kind_of_sampling_gives_the_same_streams_as_without() -> Non
     async with ahead_workers(decode=flags) as (workers, decode):
         assert await all_kinds(workers) == expected
         assert decode.resolved
+        assert decode.late_choices, "streams with penalties run ahead, too"
     assert len({tuple(tokens) for tokens, _ in expected}) == len(expected)
 
 

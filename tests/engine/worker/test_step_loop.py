@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from pillion.engine.backends.host_backend import FinishedStep
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
+from pillion.errors import PillionError
 from testbed.conditions import loop_turns, until
 
 
@@ -32,7 +34,12 @@ class Counting:
         return Outcome(updates=[Update(seq_id=self.steps)])
 
 
-def step_loop(scheduler: Counting, launch: Any = lambda plan: FinishedStep(Sampled()), **changes: Any) -> Any:
+def step_loop(
+    scheduler: Counting,
+    launch: Any = lambda plan: FinishedStep(Sampled()),
+    choose: Any = lambda plan, step: None,
+    **changes: Any,
+) -> Any:
     """A started loop over ``scheduler``, which has its first event."""
     options: dict[str, Any] = {
         "ahead": False,
@@ -41,7 +48,7 @@ def step_loop(scheduler: Counting, launch: Any = lambda plan: FinishedStep(Sampl
         "on_step": lambda plan, seconds, ok: None,
         "may_publish": lambda: True,
     }
-    loop = StepLoop(scheduler, launch, **{**options, **changes})  # type: ignore[arg-type]
+    loop = StepLoop(scheduler, launch, choose, **{**options, **changes})  # type: ignore[arg-type]
     loop.start()
     loop.post_event(lambda scheduler, now: None)
     return loop
@@ -80,6 +87,49 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     await all_that_may_be_unread(scheduler)
     await asyncio.wait_for(loop.stop(), 10)
     assert not loop.running
+
+
+class _Ahead(Counting):
+    """Every step's choices depend on the tokens of the step before; what happens is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = 0
+        self.story: list[str] = []
+
+    def schedule(self, now: float) -> StepPlan:
+        self.plans += 1
+        piece = SimpleNamespace(sequence=SimpleNamespace(reads_history=True))
+        return StepPlan((piece,), budget_tokens=self.plans, unknown=((0, 0),) if self.plans > 1 else ())  # type: ignore[arg-type]
+
+    def launched(self, plan: StepPlan) -> None:
+        self.story.append(f"launched {plan.budget_tokens}")
+
+    def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
+        self.story.append(f"committed {plan.budget_tokens}")
+        return super().commit(plan, sampled, now)
+
+    def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
+        self.story.append(f"failed {plan.budget_tokens}")
+        return Outcome()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_choices_begin_when_the_step_before_is_committed(broken: bool) -> None:
+    """A choice that cannot be begun fails its own step, before another is launched."""
+    scheduler = _Ahead()
+
+    def choose(plan: StepPlan, step: FinishedStep) -> None:
+        scheduler.story.append(f"chosen {plan.budget_tokens}")
+        if broken and plan.budget_tokens == 3:
+            raise ArithmeticError("broken")
+
+    loop = step_loop(scheduler, choose=choose, ahead=True)
+    await until("some steps", lambda: scheduler.steps > 4)
+    await loop.stop()
+    between = ["failed 3", "launched 4", "chosen 4"] if broken else ["launched 4", "committed 3", "chosen 4"]
+    expected = ["launched 1", "launched 2", "committed 1", "chosen 2", "launched 3", "committed 2", "chosen 3"]
+    assert scheduler.story[:11] == [*expected, *between, "launched 5"]
 
 
 class _Lost:

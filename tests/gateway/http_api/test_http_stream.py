@@ -37,6 +37,18 @@ async def test_completion_events() -> None:
         await fakes.settled()
 
 
+async def test_the_stop_string_that_ended_an_answer_is_told() -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        for more, reason in (({"stop": ["x", ": "]}, ": "), ({"stop": ["x"]}, None)):
+            address, body = fakes.gateway.http_address, {**TEXT, **more}
+            *events, last = (await call(address, "/v1/completions", body)).events
+            assert not any("stop_reason" in event["choices"][0] for event in events)
+            (whole,) = (await call(address, "/v1/completions", {**body, "stream": False})).json["choices"]
+            assert last["choices"][0].get("stop_reason") == whole.get("stop_reason") == reason
+            assert whole["finish_reason"] == "stop"
+        await fakes.settled()
+
+
 async def test_chat_events() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         events = (await call(fakes.gateway.http_address, "/v1/chat/completions", {**CHAT, "n": 2})).events
@@ -96,7 +108,7 @@ async def test_several_prompts_answers_and_an_echo() -> None:
 
 
 async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 2)
+    monkeypatch.setattr("pillion.gateway.http_api.delta_reader.MAX_PROMPTS_AT_ONCE", 2)
     async with running_fake_cluster("ab", max_inflight_requests=2) as fakes:
         prompts = [f"p{n}" for n in range(7)]
         asked = {"model": "toy", "prompt": prompts, "echo": True}
@@ -157,7 +169,7 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
 
 
 async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.openai_reader.MAX_PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr("pillion.gateway.http_api.delta_reader.MAX_PROMPTS_AT_ONCE", 1)
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
         async with connected(fakes.gateway.http_address) as (_, writer):
@@ -182,7 +194,7 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
 
 
 async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.openai_api.MAX_WRITES_PER_S", 10)
+    monkeypatch.setattr("pillion.gateway.http_api.model_calls.MAX_WRITES_PER_S", 10)
     async with running_fake_cluster("z" * 100) as fakes:
         reply = await call(fakes.gateway.http_address, "/v1/completions", TEXT)
         assert "".join(event["choices"][0]["text"] for event in reply.events) == "z" * 100

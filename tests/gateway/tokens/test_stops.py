@@ -18,20 +18,20 @@ letters = st.text("abc", max_size=40)
 stops_strategy = st.lists(st.text("abc", min_size=1, max_size=8), max_size=8)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+def expected(text: str, stops: list[str]) -> tuple[str, str]:
     """Reads letter by letter: the first end of any stop string ends it; of those, the longest."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
-            return text[: min(starts)], True
-    return text, False
+            return text[: min(starts)], text[min(starts) : end]
+    return text, ""
 
 
 @given(letters, stops_strategy, st.lists(st.integers(0, 6), max_size=30))
 @settings(max_examples=500)
 def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, got, rest = StopMatcher(StopStrings(stops)), "", text
-    final, stopped = expected(text, stops)
+    final, found = expected(text, stops)
     for size in [*cuts, len(text)]:
         piece, rest = rest[:size], rest[size:]
         got += matcher.push(piece)
@@ -40,7 +40,7 @@ def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: l
         assert held < max(map(len, stops), default=1)
     if not matcher.stopped:
         got += matcher.flush()
-    assert (got, matcher.stopped) == (final, stopped)
+    assert (got, matcher.found, matcher.stopped) == (final, found, found in stops)
 
 
 class CountedLabels(list[str]):
@@ -84,7 +84,7 @@ def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] =
         if answer.stopped:
             assert len(piece.token_ids) <= step
             break
-    return got + answer.flush(), answer.completion_tokens, answer.stopped
+    return got + answer.flush().text, answer.completion_tokens, answer.stopped
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
@@ -98,8 +98,8 @@ def test_a_stop_string_that_ends_with_the_flush() -> None:
     answer = AnswerText(new_detokenizer(CODEC), stop_strings(("b\ufffd",)), frozenset())
     text = answer.push(codec_ids).text
     assert text == "a"
-    assert answer.flush() == ""
-    assert answer.stopped
+    assert answer.flush().text == ""
+    assert (answer.stopped, answer.stop_string) == (True, "b\ufffd")
 
 
 def test_a_stop_id_is_a_token_and_no_text() -> None:
@@ -110,4 +110,4 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 def test_flush_happens_once() -> None:
     answer = AnswerText(new_detokenizer(CODEC), stop_strings(("xyz",)), frozenset())
     assert answer.push(CODEC.encode("ax").ids).text == "a"
-    assert [answer.flush(), answer.flush()] == ["x", ""]
+    assert [answer.flush().text, answer.flush().text] == ["x", ""]

@@ -1,0 +1,64 @@
+"""Grammar masks on the device: what a row may not choose gets minus infinity, in place, before anything else is done.
+
+A mask is a bit for each token of the vocabulary, 32 to a word, the lowest bit first; a token whose bit is 0 is
+forbidden. Only forbidden logits are written and none is read, so a mask that allows nearly everything costs nearly
+nothing, and what a forbidden logit was before, even NaN, has no effect.
+
+Masked logits are those of the whole vocabulary, so every later stage works on them unchanged: edits, cuts, the race
+and log probabilities. ``pillion.kernels.gpu.gpu_reference.masked`` is the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+
+TOKENS_PER_WORD = 32
+WORD_TOKENS: tl.constexpr = tl.constexpr(TOKENS_PER_WORD)
+
+
+@triton.jit(do_not_specialize=["num_rows", "words"])
+def _mask(logits, masks, rows, num_rows, vocab, words, BLOCK: tl.constexpr):
+    place = tl.program_id(0)
+    row = tl.load(rows + place)
+    if (row >= 0) & (row < num_rows):
+        tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = tokens < vocab
+        word = tl.load(masks + place.to(tl.int64) * words + tokens // WORD_TOKENS, mask=inside, other=-1)
+        forbidden = inside & (((word >> (tokens % WORD_TOKENS)) & 1) == 0)
+        tl.store(logits + row.to(tl.int64) * vocab + tokens, float("-inf"), mask=forbidden)
+
+
+def apply_masks(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
+    """Forbids tokens of rows of logits [R, V] float32, in place.
+
+    masks: int32 [M, ceil(V / 32)]. rows: int32 [M], the row that each mask is for, at most one mask a row; masks of
+    rows outside 0 .. R do nothing. Raises Internal for misshapen tensors.
+    """
+    check_tensor("logits", logits, (None, None), torch.float32)
+    count, vocab = logits.shape
+    words = triton.cdiv(vocab, TOKENS_PER_WORD)
+    check_tensor("masks", masks, (len(rows), words), torch.int32, logits.device)
+    check_tensor("rows", rows, (None,), torch.int32, logits.device)
+    if not len(rows):
+        return
+    constants = _constants(arch_of(logits.device))
+    _mask[(len(rows), triton.cdiv(vocab, constants["BLOCK"]))](logits, masks, rows, count, vocab, words, **constants)
+
+
+def _constants(arch: int) -> dict[str, int]:
+    use = tuned("sample_masks", arch)
+    return {"BLOCK": use["block"], "num_warps": use["num_warps"]}
+
+
+def build_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time."""
+    signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
+    return [
+        BuildSpec(name="sample_masks", kernel=_mask, signature=signature, constants=_constants(90), max_registers=64)
+    ]
