@@ -38,6 +38,7 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         max_num_seqs=flags.max_num_seqs,
         target_itl_ms=flags.target_itl_ms,
         num_speculative_tokens=flags.num_speculative_tokens,
+        follows_grammars=True,
         backend_factory=backend_factory,
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)

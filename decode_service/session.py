@@ -26,6 +26,8 @@ from dataclasses import replace
 import numpy as np
 from opentelemetry.context import Context
 
+from pillion.engine.grammars.answer_grammar import AnswerGrammar
+from pillion.engine.grammars.compiler import MAX_GRAMMAR_BYTES
 from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
@@ -225,6 +227,9 @@ class DecodeSession:
         """Adopt the ticket and queue the stream. Never cancelled: what was adopted must end up somewhere."""
         submit, worker = stream.submit, self._worker
         try:
+            grammar = await _grammar_of(submit, worker)
+            if self._streams.get(submit.key) is not stream:
+                return
             total_blocks = len(submit.token_ids) // worker.block_size + 1
             epoch = worker.epoch
             tickets = stream.tickets = epoch.tickets
@@ -243,7 +248,7 @@ class DecodeSession:
                 except Overloaded:
                     tickets.let_go(holding)
                     raise
-            sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash)
+            sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
             stream.progress = sequence.progress
             epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except PillionError as error:
@@ -292,6 +297,17 @@ class DecodeSession:
         if delta is None:
             delta = self._pending[key] = DecodeDelta(key=key)
         return delta
+
+
+async def _grammar_of(submit: Submit, worker: Worker) -> AnswerGrammar | None:
+    """The place in its grammar of a submit's answer, which is compiled on a thread. Raises InvalidRequest for a grammar
+    that does not compile or that refuses the answer so far."""
+    if not submit.grammar:
+        return None
+    if worker.grammars is None:
+        raise InvalidRequest(f"the answer has a grammar, which {worker.component_id} cannot follow; its log says why")
+    answer, stop_token_ids = submit.token_ids[submit.prompt_tokens :], frozenset(submit.stop_token_ids)
+    return await asyncio.wrap_future(worker.grammars.start(submit.grammar, answer, stop_token_ids))
 
 
 def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
@@ -349,6 +365,8 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+    if len(submit.grammar) > MAX_GRAMMAR_BYTES or len(submit.grammar.encode()) > MAX_GRAMMAR_BYTES:
+        yield FieldViolation("grammar", f"more than {MAX_GRAMMAR_BYTES} bytes")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
 

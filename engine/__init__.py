@@ -5,6 +5,7 @@
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
     sampling/      logits to tokens
+    grammars/      which tokens an answer may go on with
     backends/      a step on a device: torch, cpu, gpu
 
 Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->

@@ -2,6 +2,7 @@
 
     backend.py         the interface: Backend, InFlightStep, KVLayout, and checks that all backends share
     batch.py           StepBatch, a step as arrays;  batching.py makes it of a scheduler's plan
+    step_masks.py      the masks of a step's rows, as grammars compute them
     loading.py         chooses and loads a worker's backend;  devices.py resolves "--device auto"
     host_backend.py    what backends on the calling thread have in common
     torch_backend.py   plain torch on the CPU: the smallest backend

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.step_masks import StepMasks
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
@@ -76,6 +77,7 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
         positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
         logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], dtype=np.int64),
         edits=tuple(_edits(rows)),
+        masks=StepMasks.of(plan),
     )
 
 

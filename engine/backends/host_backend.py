@@ -37,6 +37,7 @@ class HostBackend(ABC):
     """
 
     runs_ahead = False
+    takes_masks = True
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout

@@ -1,6 +1,7 @@
 """Choosing tokens on the CPU: a pure function of (logits, history, seed, position) (I6).
 
     sampler.py         the stages of a row of logits, from edits to the chosen token
+    masks.py           what grammars allow
     penalties.py       bias, penalties and banned ids
     cuts.py            top_k, top_p and min_p
     gumbel.py          the noise, and its random numbers

@@ -1,4 +1,6 @@
-"""Log probabilities of the chosen token and of the most likely ones, by the model's unedited logits."""
+"""Log probabilities of the chosen token and of the most likely ones, by the model's unedited logits.
+
+Where a grammar masks a row, they are those of the masked distribution: what is allowed has a mass of one."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 A row of logits passes these stages, in the order of Hugging Face's processors:
 
+    the grammar's mask                                                                            masks.py
     bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   penalties.py
     temperature, top_k, top_p, min_p: scores, and the cut below which no token is drawn           cuts.py
     the token with the largest score + noise                                                      gumbel.py
@@ -25,8 +26,18 @@ import torch
 from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
+from pillion.engine.sampling.masks import apply_masks
 from pillion.engine.sampling.penalties import edited
-from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, NO_TOKEN, Float32, Int64, Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import (
+    MASK_LATE,
+    MIN_TEMPERATURE,
+    NO_IDS,
+    NO_TOKEN,
+    Float32,
+    Int64,
+    Sampled,
+    SamplingRows,
+)
 
 # In units of scores: far more than the difference in rounding between a bound and what it bounds.
 _SLACK = np.float32(1e-3)
@@ -35,11 +46,14 @@ _SLACK = np.float32(1e-3)
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
 
-    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile.
+    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. Masked logits stay minus infinity.
     """
     if not len(rows):
         return Sampled()
-    if rows.plain:
+    late, edits = NO_IDS, rows.edits
+    if rows.masks is not None:
+        late, edits = apply_masks(logits.numpy(), rows.masks, edits)
+    if rows.plain and not len(late):
         found = _largest(logits)
         if found is not None:
             return Sampled(tuple(found))
@@ -47,8 +61,9 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     # Infinite logits and NaN are legal here.
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
-        with edited(table, rows.edits):
+        with edited(table, edits):
             tokens = _choose(table, rows)
+        tokens[late] = MASK_LATE
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,9 @@ from pillion.types import TokenLogprob
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
+Bool = npt.NDArray[np.bool_]
 Ids = Int32 | Int64
 
 # Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
@@ -20,6 +23,8 @@ Ids = Int32 | Int64
 MIN_TEMPERATURE = float(np.float32(1e-5))
 # Chosen for a row whose largest logit is NaN or infinite: nothing can be drawn from it.
 NO_TOKEN = -1
+# Stands for the token of a row whose mask was not there in time: a later step meets the row's position again.
+MASK_LATE = -2
 NO_IDS: Int64 = np.empty(0, np.int64)
 
 
@@ -51,6 +56,21 @@ class RowEdit:
     banned: Int64 = field(default_factory=_no_ids)
 
 
+class RowMasks(Protocol):
+    """Which tokens the rows of grammars may choose; the masks are computed while the step runs."""
+
+    @property
+    def rows(self) -> Int64:
+        """[M] rising numbers of the rows that have a mask."""
+
+    def take(self) -> tuple[UInt32, Bool]:
+        """Waits for the masks, MASK_WAIT_MS at most. Called once, just before the rows are sampled.
+
+        Returns bits, uint32 [M, ceil(vocabulary / 32)], where token t may be chosen if bit t % 32 of word t // 32 is
+        set, and which of the masks are there, bool [M]. A row whose mask is late has the token MASK_LATE.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Parameters with which R rows of logits are sampled.
@@ -64,7 +84,11 @@ class SamplingRows:
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
         edits: at most one for each row; rows without changes have none.
-        plain: whether every row just takes its largest logit, without edits and reports. Derived from the others.
+        masks: of the rows that follow a grammar; None where no row does. A mask comes before everything else: all the
+            others, reported log probabilities too, see a vocabulary of the allowed tokens. Banned ids that would leave
+            no token of a mask are not banned.
+        plain: whether every row just takes its largest logit, masked or not, without edits and reports. Derived from
+            the others.
     """
 
     temperature: Float32
@@ -75,6 +99,7 @@ class SamplingRows:
     positions: Int64
     logprobs: Int64
     edits: tuple[RowEdit, ...] = ()
+    masks: RowMasks | None = None
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,8 +115,8 @@ class SamplingRows:
 class Sampled:
     """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
-    A row without a finite largest logit has the token NO_TOKEN. ``logprobs`` is empty if no row of the step reports
-    any, else it has one entry for each token.
+    A row without a finite largest logit has the token NO_TOKEN, one without its mask MASK_LATE. ``logprobs`` is empty
+    if no row of the step reports any, else it has one entry for each token.
     """
 
     token_ids: tuple[int, ...] = ()

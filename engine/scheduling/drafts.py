@@ -1,7 +1,9 @@
-"""Speculative decoding: a drafter guesses the next tokens of a stream, the step's own logits judge them.
+"""Several tokens of a stream in one step: forced ones, and guesses that the step's own logits judge.
 
 Sampling is a pure function of (logits, seed, position) (I6), so a guess is right exactly when it is the token that
 would have been chosen there anyway: drafts change how many steps an answer takes, never its tokens, at any temperature.
+Tokens that a grammar forces are drafts that are always right: their masks allow nothing else. Guesses are cut where the
+grammar refuses them, and are made only where nothing is forced.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ MAX_MATCH_TOKENS = 8
 # How far back is searched, which bounds a guess to some 20 microseconds.
 MAX_LOOKBACK_TOKENS = 16_384
 
+NO_DRAFTS = np.empty(0, dtype=np.int32)
+
 
 class Drafter(Protocol):
     """Guesses tokens, once per decode and step, on the step thread: quickly. Only reads the sequence."""
@@ -30,22 +34,44 @@ class Drafter(Protocol):
         """Up to ``most`` tokens that may follow ``sequence.tokens(0, sequence.num_tokens)``; may return none."""
 
 
-def speculate(drafter: Drafter, decodes: Seq[SequencePiece], left: int) -> list[SequencePiece]:
-    """``decodes``, lengthened by guesses of ``left`` tokens together; the guesses stand in their sequences."""
+def speculate(drafter: Drafter | None, decodes: Seq[SequencePiece], left: int) -> list[SequencePiece]:
+    """``decodes``, lengthened by forced tokens and guesses of ``left`` tokens together, which then stand in their
+    sequences."""
     pieces = []
     for piece in decodes:
-        sequence = piece.sequence
-        # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
-        hopeful = min(2 * sequence.accepted_drafts + 1, MAX_SPECULATIVE_TOKENS)
-        most = min(left, sequence.room_for_drafts, hopeful)
-        guess = drafter.draft(sequence, most)[:most] if most > 0 else ()
-        if not len(guess):
+        sequence, most = piece.sequence, min(left, piece.sequence.room_for_drafts)
+        grammar, tokens = sequence.grammar, NO_DRAFTS
+        forced = grammar is not None and len(grammar.forced) > 0
+        if most > 0 and not piece.fork_seeds:
+            tokens = _forced(sequence, most) if forced else _guess(drafter, sequence, most)
+        if not len(tokens):
             pieces.append(piece)
             continue
-        sequence.draft(np.asarray(guess, dtype=np.int32))
-        left -= len(guess)
-        pieces.append(SequencePiece(sequence, piece.start, piece.count + len(guess), piece.samples + len(guess)))
+        sequence.draft(tokens, forced=forced)
+        left -= len(tokens)
+        # Forced tokens need logits only where their log probabilities are reported.
+        rows = 0 if forced and not sequence.reports_logprobs else len(tokens)
+        pieces.append(SequencePiece(sequence, piece.start, piece.count + len(tokens), piece.samples + rows))
     return pieces
+
+
+def _forced(sequence: Sequence, most: int) -> Int32:
+    """Up to ``most`` forced tokens. The last one of a complete answer is left out: nothing is chosen behind it."""
+    grammar = sequence.grammar
+    assert grammar is not None
+    return np.array(grammar.forced[: min(most, len(grammar.forced) - grammar.completes)], dtype=np.int32)
+
+
+def _guess(drafter: Drafter | None, sequence: Sequence, most: int) -> Int32:
+    """Up to ``most`` guesses that the sequence's grammar allows."""
+    if drafter is None:
+        return NO_DRAFTS
+    # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
+    hopeful = min(2 * sequence.accepted_drafts + 1, MAX_SPECULATIVE_TOKENS, most)
+    guess = np.asarray(drafter.draft(sequence, hopeful)[:hopeful], dtype=np.int32)
+    if sequence.grammar is None or not len(guess):
+        return guess
+    return guess[: sequence.grammar.count_fitting(guess.tolist())]
 
 
 class NGramDrafter:

@@ -7,11 +7,12 @@ A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is 
 piece starts behind both. The token that a launched decode chooses is unknown: the next step may run on it all the same,
 and names it by its row among the tokens that the launched step chooses (StepPlan.unknown). Where the next choice reads
 that token, too (penalties, a grammar), only the forward pass is launched ahead, and the choice is begun when the
-launched step has landed (StepPlan.awaits_tokens). Two rules say which sequences may be scheduled behind a launched step
-(:meth:`InFlightSteps.may_follow`):
+launched step has landed (StepPlan.awaits_tokens). Three rules say which sequences may be scheduled behind a launched
+step (:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
+* A stream may not where its grammar says that the tokens behind the unknown one will be known, or late.
 * A prompt tail and a span may, behind their launched pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
@@ -81,6 +82,9 @@ class InFlightSteps:
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Whether a stream with a launched piece can decode the token that this piece chooses."""
+        grammar = sequence.grammar
+        if grammar is not None and not grammar.may_run_ahead:
+            return False
         return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 
     def unknown(self, pieces: Seq[SequencePiece]) -> tuple[tuple[int, int], ...]:
@@ -152,5 +156,6 @@ class InFlightSteps:
         for sequence in sequences:
             if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
                 assert sequence.num_in_flight == in_flight.get(sequence.seq_id, 0), "tokens in flight do not add up"
-                assert sequence.next_start <= sequence.num_tokens + bool(sequence.num_in_flight)
+                most = sequence.num_tokens + sequence.num_drafts + bool(sequence.num_in_flight)
+                assert sequence.next_start <= most
         assert self._steps or not self._held_back, "orders wait for nothing"

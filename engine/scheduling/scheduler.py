@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
@@ -38,7 +38,7 @@ from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequen
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
-from pillion.types import TokenLogprob
+from pillion.types import FinishReason, TokenLogprob
 
 
 class Scheduler:
@@ -101,6 +101,9 @@ class Scheduler:
             self._close(sequence, now, commit_rest=True)
         else:
             self.queues.join(sequence)
+            if sequence.grammar is not None:
+                # An answer that an earlier attempt has completed ends here.
+                self._may_choose(sequence, now)
 
     def positions(self) -> dict[int, int]:
         """The place in line, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt is
@@ -179,10 +182,10 @@ class Scheduler:
         """The next step's work; empty when nothing can run. At most one step is in flight."""
         pieces = self._decodes(now)
         fork_pieces, copies = self._forks.start_running(now, self.sequences)
-        pieces += fork_pieces
+        pieces += [piece for piece in fork_pieces if self._may_choose(piece.sequence, now)]
         most = self.budget.max_tokens
         prompt_tails = self.queues.prompt_tails(now)
-        if self._drafter is not None:
+        if self._drafter is not None or any(_is_forced(piece.sequence) for piece in pieces):
             spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(prompt_tails)
             pieces = speculate(self._drafter, pieces, spare)
         if prompt_tails:
@@ -240,7 +243,10 @@ class Scheduler:
         self._block_manager.check_integrity(sequences)
         self.queues.check_integrity(sequences)
         self._in_flight.check_integrity(sequences)
-        assert not any(s.num_drafts for s in sequences), "a draft outlived its step"
+        assert not any(s.num_drafts for s in sequences if not s.num_in_flight), "a draft outlived its step"
+        for s in sequences:
+            answered = s.num_tokens - s.spec.prompt_tokens
+            assert s.grammar is None or s.grammar.num_tokens == answered, "a grammar is not at its answer's end"
 
     # Choosing.
 
@@ -258,12 +264,56 @@ class Scheduler:
                     continue
             elif not sequence.decoding:
                 continue
+            if not sequence.num_in_flight and not self._may_choose(sequence, now):
+                continue
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            pieces.append(SequencePiece(sequence, start, 1, 1))
+            forks: tuple[ForkSpec, ...] = ()
+            if not sequence.num_in_flight:
+                self._grow_for_forced(sequence)
+                # Forks have not begun where the mask of their first token was late.
+                forks = sequence.forks
+            pieces.append(SequencePiece(sequence, start, 1, 1, tuple(fork.seed for fork in forks)))
         # A sequence that was planned first may have been preempted for a later one.
         return [piece for piece in pieces if piece.sequence.state is SequenceState.RUNNING]
+
+    def _may_choose(self, sequence: Sequence, now: float) -> bool:
+        """Whether a step can choose the sequence's next token. A grammar may have ended or failed the sequence, or not
+        be there yet."""
+        grammar = sequence.grammar
+        if grammar is None:
+            return True
+        if not grammar.follow():
+            return False
+        if grammar.failure is not None:
+            self.fail(sequence.seq_id, grammar.failure, now)
+            return False
+        # Answers that begin with this one's first token need that to be chosen.
+        if not grammar.completes or sequence.forks or (grammar.forced and sequence.reports_logprobs):
+            return True
+        self._complete(sequence, now)
+        return False
+
+    def _complete(self, sequence: Sequence, now: float) -> None:
+        """End a stream whose grammar leaves nothing to choose: what is forced needs no step."""
+        assert sequence.grammar is not None
+        out = self._block_manager.out
+        tokens, reason = sequence.append_forced(sequence.grammar.forced, now)
+        out.forced_tokens += len(tokens)
+        out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
+        self._close(sequence, now, commit_rest=True)
+
+    def _grow_for_forced(self, sequence: Sequence) -> None:
+        """Give a decode slots for tokens that its grammar forces, as far as there are some in the stock."""
+        if _is_forced(sequence):
+            assert sequence.grammar is not None
+            needed = sequence.num_tokens + len(sequence.grammar.forced)
+            while sequence.num_blocks * self.block_size < min(needed, sequence.most_tokens):
+                slot = self.stock.take()
+                if slot is None:
+                    return
+                sequence.add_slot(slot)
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Give a decode one more slot; may preempt. False: not in this step."""
@@ -290,6 +340,11 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING and not self.queues.free_seqs:
                 continue
             wanted = sequence.step_end() - sequence.next_start
+            if wanted <= left and sequence.grammar is not None and not self._may_choose(sequence, now):
+                # All but the token whose logits choose.
+                wanted -= 1
+                if not wanted or sequence.end_reported:
+                    continue
             if self.whole_prompts and wanted > left:
                 return
             count = min(left, wanted)
@@ -318,20 +373,39 @@ class Scheduler:
     ) -> None:
         """Apply a piece's tokens: one, the drafts that were right behind it, and the first tokens of forks."""
         sequence, out = piece.sequence, self._block_manager.out
-        chosen = [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
-        guessed = sequence.num_drafts > 0
+        chosen: list[tuple[int, TokenLogprob | None]] = []
+        if sequence.num_drafts:
+            # Forced tokens without rows.
+            chosen += [(token, None) for token in sequence.drafts()[: sequence.num_drafts + 1 - piece.samples].tolist()]
+        chosen += [(next(tokens), next(logprobs, None)) for _ in range(piece.samples)]
+        drafts, forced = sequence.num_drafts, sequence.drafts_are_forced
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
+        out.late_masks += chosen[-1][0] == MASK_LATE
         if not accepted:
-            self._fail_broken(sequence, tokens, logprobs, now)
+            if chosen[0][0] == MASK_LATE:
+                for _ in piece.fork_seeds:
+                    next(tokens), next(logprobs, None)
+            else:
+                self._fail_broken(sequence, tokens, logprobs, now)
             return
-        if guessed:
+        if drafts and forced:
+            out.forced_tokens += min(accepted, drafts)
+        elif drafts:
             out.accepted_drafts += accepted - 1
+        reason = self._end_of_grammar(sequence, reason)
         out.report_tokens(sequence, chosen[:accepted], reason, now)
         if reason is not None:
             self._close(sequence, now, commit_rest=True)
         if sequence.forks:
             for fork in sequence.take_forks():
                 self._begin_fork(sequence, fork, next(tokens), next(logprobs, None), now)
+
+    def _end_of_grammar(self, sequence: Sequence, reason: FinishReason | None) -> FinishReason | None:
+        """Why the stream ends with its last token, given the ``reason`` that has nothing to do with the grammar."""
+        grammar = sequence.grammar
+        if grammar is None or reason is FinishReason.STOP or not grammar.follow():
+            return reason
+        return FinishReason.STOP if grammar.completes and not grammar.forced else reason
 
     def _fail_broken(
         self, sequence: Sequence, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
@@ -351,6 +425,9 @@ class Scheduler:
         """Begin a fork with its first token, chosen from its parent's logits; then it needs a ticket of its own."""
         child = parent.fork(fork, now)
         reason = child.append(token)
+        if child.grammar is not None:
+            child.grammar.take([token])
+            reason = self._end_of_grammar(child, reason)
         self._block_manager.out.report_tokens(child, [(token, logprob)], reason, now, child.progress)
         if reason is None:
             self.sequences[child.seq_id] = child
@@ -384,3 +461,8 @@ class Scheduler:
         del self.sequences[sequence.seq_id]
         if not sequence.end_reported:
             self._block_manager.out.report_end(sequence, Ending(), now)
+
+
+def _is_forced(sequence: Sequence) -> bool:
+    """Whether the grammar of a decode leaves no choice of its next token."""
+    return sequence.grammar is not None and len(sequence.grammar.forced) > 0

@@ -30,7 +30,7 @@ from itertools import islice
 import numpy as np
 
 from pillion.engine.backends.batch import Int32
-from pillion.engine.sampling.sampling_rows import NO_TOKEN
+from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.errors import PillionError
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.priority import rank
@@ -163,9 +163,17 @@ class Sequence:
     """One sequence; see the module's docstring. Memory for its tokens and its table is allocated once."""
 
     def __init__(
-        self, spec: SequenceSpec, holding: Holding, block_size: int, now: float, *, hashes: bytes = b""
+        self,
+        spec: SequenceSpec,
+        holding: Holding,
+        block_size: int,
+        now: float,
+        *,
+        hashes: bytes = b"",
+        grammar: AnswerGrammar | None = None,
     ) -> None:
-        """``hashes``: those of leading whole blocks, where they are known."""
+        """``hashes``: those of leading whole blocks, where they are known. ``grammar``: what the answer follows, which
+        has taken the answer's tokens in ``spec``."""
         self.spec = spec
         self.seq_id = spec.seq_id
         self.rank = rank(spec.priority, now)
@@ -188,14 +196,21 @@ class Sequence:
         self.forks = spec.forks
         # The sequence whose prompt this fork shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
+        self.grammar = grammar
         sampling = spec.sampling
         # Whether a sampled token depends on the tokens before it, and not only on the logits and its position.
-        self.reads_history = sampling is not None and (
-            sampling.repetition_penalty not in (None, 1.0)
-            or bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self.reads_history = grammar is not None or (
+            sampling is not None
+            and (
+                sampling.repetition_penalty not in (None, 1.0)
+                or bool(sampling.presence_penalty or sampling.frequency_penalty)
+            )
         )
         self.num_drafts = 0
-        # How many tickets the sequence has had: a step that was launched under an older one is void for it.
+        # Whether the drafts are tokens that the grammar forces, which are always right.
+        self.drafts_are_forced = False
+        # How many tickets the sequence has had, and how often a token was not chosen that a launched step runs on: a
+        # step that was launched under an older number is void for it.
         self.generation = 0
         # How many drafts of the last guess were accepted; optimistic at first.
         self.accepted_drafts = MAX_SPECULATIVE_TOKENS
@@ -209,7 +224,8 @@ class Sequence:
         sampling = replace(self.spec.sampling, seed=fork.seed)
         spec = replace(self.spec, seq_id=fork.seq_id, sampling=sampling, forks=())
         hashes = self.block_hashes(0, spec.prompt_tokens // self.block_size)
-        child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
+        grammar = self.grammar.fork() if self.grammar is not None else None
+        child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes, grammar=grammar)
         child.rank = self.rank
         child.parent = self
         child.state = SequenceState.RESUMING
@@ -232,6 +248,7 @@ class Sequence:
         self.num_computed = self.num_committed * self.block_size
         # Tokens behind these that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
+        self.num_drafts = 0
         self.generation += 1
         self.state = state
         # Whether the next token is a decode: everything but the last sampled token has its KV.
@@ -251,6 +268,7 @@ class Sequence:
         if resume:
             self.progress.preempted_s.append(now)
         self.state = SequenceState.CLOSING
+        self.num_drafts = 0
         self.commit_rest, self.resume_after = commit_rest, resume
         kept = self.full_blocks if commit_rest and self.may_commit else 0
         return self.cut(max(kept, self.num_sent))
@@ -302,22 +320,29 @@ class Sequence:
         """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.
 
         Returns how many tokens count, and why the stream ends with the last one, None when it goes on. No
-        token counts where none could be chosen; behind an accepted draft the next step meets that place again.
+        token counts where none could be chosen, or its mask was late; a later step meets that place again.
         """
-        drafts = self.tokens(self.num_tokens, self.num_tokens + self.num_drafts).tolist()
+        drafts = self.drafts().tolist()
         self.num_drafts = 0
         self.decoding = True
-        self.progress.tokens_came(now)
         accepted, reason = 0, None
         for token in chosen:
-            if token == NO_TOKEN:
+            if token < 0:
                 break
             reason = self.append(token)
             accepted += 1
             if reason is not None or drafts[accepted - 1 : accepted] != [token]:
                 break
         self.num_computed -= len(chosen) - accepted
-        if drafts:
+        if not accepted and self.num_in_flight:
+            # The step that was launched on the token that was not chosen is void.
+            self.num_in_flight = 0
+            self.generation += 1
+        if accepted:
+            self.progress.tokens_came(now)
+            if self.grammar is not None:
+                self.grammar.take(self.tokens(self.num_tokens - accepted, self.num_tokens).tolist())
+        if drafts and not self.drafts_are_forced:
             self.accepted_drafts = max(accepted - 1, 0)
         self.extend_hashes(self.num_computed)
         return accepted, reason
@@ -331,10 +356,31 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if last else None
 
-    def draft(self, tokens: Int32) -> None:
-        """Place guesses of the next tokens behind the sequence's own, for one step."""
+    def append_forced(self, tokens: Seq[int], now: float) -> tuple[Seq[int], FinishReason]:
+        """Append the last tokens of an answer that its grammar completes. Returns those that max_tokens and stop ids
+        leave, and why the stream ends with them."""
+        reason = None
+        for count, token in enumerate(tokens, 1):
+            reason = self.append(token)
+            if reason is not None:
+                tokens, reason = tokens[:count], FinishReason.STOP if count == len(tokens) else reason
+                break
+        if tokens:
+            self.progress.tokens_came(now)
+            assert self.grammar is not None
+            self.grammar.take(tokens)
+        return tokens, reason or FinishReason.STOP
+
+    def draft(self, tokens: Int32, *, forced: bool = False) -> None:
+        """Place guesses of the next tokens, or tokens that the grammar forces, behind the sequence's own, for one
+        step."""
         self.num_drafts = len(tokens)
+        self.drafts_are_forced = forced
         self._tokens[self.num_tokens : self.num_tokens + len(tokens)] = tokens
+
+    def drafts(self) -> Int32:
+        """int32 [num_drafts], a view."""
+        return self.tokens(self.num_tokens, self.num_tokens + self.num_drafts)
 
     def drop_drafts(self) -> None:
         """The step that would have judged the drafts has failed."""
@@ -396,6 +442,16 @@ class Sequence:
         """Tokens that a step can guess beyond the one it runs: neither the table nor the answer grows for them."""
         in_table = self.num_blocks * self.block_size - self.num_computed - 1
         return max(0, min(in_table, len(self._tokens) - self.num_tokens - 1))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest text that it may become."""
+        return len(self._tokens)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        sampling = self.spec.sampling
+        return sampling is not None and sampling.logprobs is not None
 
     @property
     def next_is_last(self) -> bool:

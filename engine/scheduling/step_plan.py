@@ -16,7 +16,7 @@ class SequencePiece:
     Attributes:
         samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
             0: none. Above 1: the tokens behind the first of these rows are drafts, which the sequence holds behind its
-            own tokens until the step's commit has judged them.
+            own tokens until the step's commit has judged them. Drafts that a grammar forces need no rows.
         fork_seeds: the last row chooses one more token with each of these seeds, in this order, behind the others.
     """
 
@@ -123,7 +123,7 @@ class Outcome:
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
-        preemptions, accepted_drafts: how many there were since the last outcome.
+        preemptions, accepted_drafts, forced_tokens, late_masks: how many there were since the last outcome.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -135,6 +135,8 @@ class Outcome:
     resumes: list[ResumeOrder] = field(default_factory=list)
     preemptions: int = 0
     accepted_drafts: int = 0
+    forced_tokens: int = 0
+    late_masks: int = 0
     load: SchedulerLoad = field(default_factory=SchedulerLoad)
 
     @property

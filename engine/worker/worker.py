@@ -27,6 +27,7 @@ from functools import partial
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
+from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.drafts import NGramDrafter
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker.step_meter import StepMeter, load_readings
@@ -49,8 +50,8 @@ MAX_WARM_UP_TOKENS = 512
 class Worker:
     """A decode or prefill worker without its service; made by :meth:`start`.
 
-    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and ``epoch``, which
-    is replaced when the worker was fenced.
+    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, ``grammars``, which
+    is None where no grammar can be followed, and ``epoch``, which is replaced when the worker was fenced.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Worker:
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
+        grammars: GrammarCompiler | None,
     ) -> None:
         self.flags = flags
+        self.grammars = grammars
         self.role = role
         self.component_id = component_id
         self.model = model
@@ -79,6 +82,8 @@ class Worker:
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
         self.epoch = self._make_epoch(attachment.epoch)
+        if grammars is not None:
+            grammars.mask_threads.wake = lambda: self.epoch.wake()
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
 
     @classmethod
@@ -91,10 +96,15 @@ class Worker:
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
         num_speculative_tokens: int = 0,
+        follows_grammars: bool = False,
         backend_factory: BackendFactory = load_model,
     ) -> Worker:
-        """Load, attach and run. Raises ConfigError for what cannot work, Unavailable when no node answers."""
+        """Load, attach and run; ``follows_grammars``, if the model and this installation allow it.
+
+        Raises ConfigError for what cannot work, Unavailable when no node answers.
+        """
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
+        grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
         longest = flags.max_model_len or model.prepared.max_model_len
 
         make_scheduler = partial(
@@ -118,7 +128,7 @@ class Worker:
             namespace=model.namespace().hex(),
             timeout_s=ATTACH_TIMEOUT_S,
         )
-        worker = cls(flags, role, component_id, model, attachment, make_scheduler)
+        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
         try:
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
@@ -261,6 +271,8 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.epoch.settled(), DRAIN_TIMEOUT_S)
         await self.epoch.close()
+        if self.grammars is not None:
+            self.grammars.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
@@ -270,3 +282,15 @@ class Worker:
     def _on_node_gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         self.fail("the KV node went away")
+
+
+def load_grammars(model: LoadedModel) -> GrammarCompiler | None:
+    """What compiles grammars for a model; None, and a line in the log, where that cannot be."""
+    prepared, backend = model.prepared, model.backend
+    try:
+        if not backend.takes_masks:
+            raise ValueError(f"the backend {model.operators} takes no masks")
+        return GrammarCompiler.load(prepared.folder, backend.vocab_size, prepared.eos_token_ids)
+    except (ImportError, OSError, ValueError) as error:
+        log.warning("answers cannot follow grammars here: %s", error)
+        return None

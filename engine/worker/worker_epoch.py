@@ -25,6 +25,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
@@ -147,11 +148,13 @@ class WorkerEpoch:
 
     # Work.
 
-    def make(self, spec: SequenceSpec, holding: Holding, tail_hash: bytes) -> Sequence:
+    def make(
+        self, spec: SequenceSpec, holding: Holding, tail_hash: bytes, grammar: AnswerGrammar | None = None
+    ) -> Sequence:
         """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted. Raises NotFound, and lets go of the
         holding, if the chain holds other tokens than ``spec`` has: KV of another prompt is never read."""
         chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
-        sequence = Sequence(spec, holding, self._block_size, time.monotonic())
+        sequence = Sequence(spec, holding, self._block_size, time.monotonic(), grammar=grammar)
         if chain > first:
             fits = sequence.left_to_compute >= (0 if sequence.is_span else 1)
             fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
@@ -180,6 +183,10 @@ class WorkerEpoch:
             return
         self.tickets.stop_resuming(seq_id)
         self._steps.post_event(Scheduler.cancel, seq_id)
+
+    def wake(self) -> None:
+        """Let the step loop look for work again, from any thread: a mask that it missed is there."""
+        self._steps.post_event(lambda scheduler, now: None)
 
     def _forget(self, seq_id: int) -> SequenceListener | None:
         listener = self.listeners.pop(seq_id, None)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
 from pillion.gateway.request.runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
@@ -43,13 +43,14 @@ Headers = list[tuple[bytes, bytes]]
 class HttpCall:
     """One call. Its response carries ``request_id``, which is a label and never an address.
 
-    ``tenant`` is the sender, on the pages that need a key.
+    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``.
     """
 
     # Bytes of all bodies that this process is reading.
     bodies_bytes = 0
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:
+        self.error_form = error_form
         self.method = str(scope["method"])
         self.path = str(scope["path"])
         self._receive = receive
@@ -131,7 +132,8 @@ class HttpCall:
     async def fail(self, error: ApiError) -> None:
         """Sends an error, where nothing has been sent yet. A body that was not read is dropped with its connection."""
         close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
-        await self.answer(error.status, error.body(), [*error.headers(), *close])
+        status, body = self.error_form.write(error, self.request_id)
+        await self.answer(status, body, [*error.headers(), *close])
 
     async def start_events(self) -> None:
         """Begins a response of server-sent events."""
@@ -151,8 +153,9 @@ class HttpCall:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.started = True
-        label = (b"x-request-id", self.request_id.encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, label]})
+        label = self.request_id.encode()
+        labels = [(name, label) for name in self.error_form.id_headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *labels]})
 
     async def _read(self, parts: list[bytes]) -> None:
         """Adds to ``parts``, and counts their bytes, until the body is whole or too large."""
@@ -172,6 +175,11 @@ class HttpCall:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
+    def credentials(self) -> str:
+        """What the sender proves to be, as an Authorization header has it; Anthropic's clients may send a bare key."""
+        key = self.header(b"x-api-key")
+        return self.header(b"authorization") or (f"Bearer {key}" if key else "")
+
     def header(self, name: bytes) -> str:
         """A header's value, "" where there is none."""
         return self._headers.get(name, b"").decode("latin-1")
@@ -189,6 +197,7 @@ class Endpoint:
         handler: answers a call.
         tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
         body: what the handler reads a body as, for the API's description.
+        error_form: how the page's errors are written.
     """
 
     def __init__(
@@ -197,11 +206,13 @@ class Endpoint:
         handler: Callable[[HttpCall], Awaitable[None]],
         tenant_of: Callable[[str], Tenant] | None = None,
         body: type | None = None,
+        error_form: ErrorForm = OPENAI_ERRORS,
     ) -> None:
         self.method = method
         self.handler = handler
         self._tenant_of = tenant_of
         self.body = body
+        self.error_form = error_form
 
     @property
     def needs_key(self) -> bool:
@@ -209,7 +220,7 @@ class Endpoint:
         return self._tenant_of is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        call = HttpCall(scope, receive, send)
+        call = HttpCall(scope, receive, send, self.error_form)
         with contextlib.suppress(ClientGone):
             try:
                 if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
@@ -217,7 +228,7 @@ class Endpoint:
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
                 if self._tenant_of is not None:
-                    call.tenant = self._tenant_of(call.header(b"authorization"))
+                    call.tenant = self._tenant_of(call.credentials())
                 await self.handler(call)
             except ApiError as error:
                 await call.fail(error)

@@ -1,4 +1,4 @@
-"""The HTTP port, in the gateway's process and event loop: OpenAI's API, and pages about the gateway itself."""
+"""The HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages of the gateway."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import openapi
+from pillion.gateway.http_api.anthropic_api import AnthropicApi
+from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -40,6 +42,12 @@ KEEP_ALIVE_S = 75
 HEAD_TIMEOUT_S = 20.0
 # A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
 STALL_TIMEOUT_S = 120.0
+# Paths of OpenAI's, Jina's and vLLM's APIs for which models of other kinds are needed.
+NOT_OFFERED = frozenset(
+    f"{version}/{name}"
+    for version in ("", "/v1", "/v2")
+    for name in ("embeddings", "rerank", "score", "pooling", "classify")
+)
 # Connections beyond those that are served; they get 503.
 SPARE_CONNECTIONS = 64
 
@@ -100,6 +108,10 @@ class _Pages:
 
     async def nothing(self, call: HttpCall) -> None:
         """404, for every other path."""
+        if call.path.startswith("/v1/messages/"):
+            call.error_form = ANTHROPIC_ERRORS
+        if call.path in NOT_OFFERED:
+            raise ApiError(404, f"{call.path} is not offered: the models here generate text", code="not_found")
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
@@ -123,7 +135,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
     With --allowed-origins the writes of a browser's streams are wrapped once.
     """
     pages, tenant_of, calls = _Pages(gateway, flags.vllm_metric_names), gateway.tenant_of, ModelCalls(gateway)
-    api = OpenAIApi(calls)
+    api, anthropic = OpenAIApi(calls), AnthropicApi(calls)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
@@ -132,6 +144,11 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
         Route("/v1/completions", Endpoint("POST", api.completions, tenant_of, CompletionBody)),
         Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody)),
+        Route("/v1/messages", Endpoint("POST", anthropic.messages, tenant_of, MessagesBody, ANTHROPIC_ERRORS)),
+        Route(
+            "/v1/messages/count_tokens",
+            Endpoint("POST", anthropic.count_tokens, tenant_of, CountTokensBody, ANTHROPIC_ERRORS),
+        ),
         Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
         Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
@@ -149,7 +166,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         allow_credentials=flags.allow_credentials,
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
     )
 
 

@@ -63,8 +63,8 @@ class AnswerWriter:
         """What stands behind the events of the last delta."""
         raise NotImplementedError
 
-    def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+    def failed(self, error: bytes) -> bytes:
+        """The last event of a stream that fails. ``error`` is its JSON, in the form of the door's errors."""
         raise NotImplementedError
 
     def keep(self, prompt: int, delta: Delta) -> None:
@@ -153,7 +153,8 @@ class ModelCalls:
                         await pacer.rest(wrote)
                     batch = await reader.read()
         except PillionError as error:
-            await call.write(writer.failed(from_pillion(error, asked.names[reader.failed])), last=True)
+            said = call.error_form.write(from_pillion(error, asked.names[reader.failed]), call.request_id)[1]
+            await call.write(writer.failed(said), last=True)
             return
         await call.write(writer.last_events(reader.usage()), last=True)
 

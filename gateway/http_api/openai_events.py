@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from pillion.gateway.http_api.delta_reader import DeltaBatch
-from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
@@ -85,9 +84,9 @@ class ResponseWriter(AnswerWriter):
             return DONE
         return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: bytes) -> bytes:
         """The error as the last event of a stream; OpenAI's clients raise it."""
-        return b"data: " + error.body() + _END
+        return b"data: " + error + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""

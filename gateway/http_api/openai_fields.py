@@ -31,6 +31,7 @@ _MAX_ERROR_CHARS = 1000
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
+_VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -306,8 +307,10 @@ _UNSUPPORTED = {
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
+    "allowed_callers": (["direct"],),
     "annotations": ([],),
     "bad_words": ([],),
+    "defer_loading": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -316,6 +319,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
+    "mcp_servers": ([],),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
@@ -433,4 +437,6 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return refused(param, "this field is not known here", "unknown_parameter")
     if "missing required" in what:
         return refused(param, "this field is required", "missing_required_parameter")
+    if param.endswith("type") and (unknown := _VALUE.search(what)):
+        return refused(param, f"{unknown[1]!r} is not supported here", "unsupported_value")
     return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")

@@ -22,6 +22,8 @@ from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 
 VOCAB_SIZE = 97
+# Ends a text, where the model has a tokenizer.
+EOS = 96
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 Int64 = npt.NDArray[np.int64]
 
@@ -95,7 +97,7 @@ class FakeBackend(HostBackend):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if not self.gate.is_set():
             self.waiting.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         self.waiting.clear()
         self.before_step(batch)
         self.steps.append(batch.num_tokens)
@@ -107,20 +109,20 @@ class FakeBackend(HostBackend):
         pass
 
 
-def prepared_model(max_model_len: int = 4096) -> PreparedModel:
-    """A model that has no files."""
+def prepared_model(max_model_len: int = 4096, folder: str = "nowhere") -> PreparedModel:
+    """A model that has no files, but for a tokenizer where ``folder`` has one."""
     return PreparedModel(
-        folder=pathlib.Path("nowhere"),
+        folder=pathlib.Path(folder),
         name="fake",
         fingerprint="00" * 32,
         dtype="float32",
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
-        eos_token_ids=(),
+        eos_token_ids=() if folder == "nowhere" else (EOS,),
         bos_token_id=None,
     )
 
 
-def factory(backend: FakeBackend) -> Callable[[WorkerFlags, int], LoadedModel]:
-    """A backend_factory that always gives ``backend``."""
-    return lambda flags, threads: LoadedModel(prepared_model(), backend)
+def factory(backend: FakeBackend, folder: str = "nowhere") -> Callable[[WorkerFlags, int], LoadedModel]:
+    """A backend_factory that always gives ``backend``, with the tokenizer in ``folder``."""
+    return lambda flags, threads: LoadedModel(prepared_model(folder=folder), backend)

@@ -26,7 +26,7 @@ from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -52,7 +52,7 @@ class Workers:
     async def ticket(self, tokens: Sequence[int]) -> OpenTicketReply:
         """A ticket for a prompt, as a gateway opens it."""
         hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
-        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=10)
+        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=WITHIN_S)
 
     async def release(self, *tickets: OpenTicketReply) -> None:
         """The gateway's hold."""
@@ -183,9 +183,10 @@ async def running_workers(
     prefill: dict[str, Any] | None = None,
     node: dict[str, Any] | None = None,
     backend: Callable[[int], FakeBackend] = FakeBackend,
+    tokenizer: str = "nowhere",
 ) -> AsyncIterator[Workers]:
     """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
-    makes one for blocks of so many tokens."""
+    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
@@ -207,7 +208,7 @@ async def running_workers(
         stack.push_async_callback(first.stop, 0.0)
         second = await start_decode(
             DecodeFlags(**{**worker, "component_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
-            backend_factory=factory(backends[1]),
+            backend_factory=factory(backends[1], tokenizer),
         )
         stack.push_async_callback(second.stop, 0.0)
         client = NodeClient(kvnode.address, "test-gateway")

@@ -1,0 +1,176 @@
+"""llguidance: a model's tokenizer as it needs it, and grammars that are compiled once and kept.
+
+Loading the tokenizer holds the interpreter's lock for a second or more, so a worker does that before it serves. The
+compilation of a grammar lets other threads run. The limits bound memory and time of a grammar, whatever is in it: the
+worst mask within them takes some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.grammar_state import GrammarState
+from pillion.engine.grammars.mask_threads import MaskThreads
+from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Compiled grammars that are kept, those that were used last.
+MAX_COMPILED_GRAMMARS = 64
+# Grammars that are compiled at once.
+COMPILE_THREADS = 2
+# Most text of a grammar that one submit may carry.
+MAX_GRAMMAR_BYTES = 2**20
+# Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
+MAX_FORCED_BYTES = 2048
+# Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
+_CUT_BYTES = 64
+# What llguidance may spend; its own defaults allow a mask four times as much, and a lexer five times the memory.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+# A special token in forced bytes.
+_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
+
+
+class GrammarCompiler:
+    """Makes the states of answers for one model. Safe to use from several threads.
+
+    ``mask_threads`` compute the masks of all of them.
+    """
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
+        self.mask_threads = MaskThreads()
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = tuple(end_ids)
+        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar")
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._lock = Lock()
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, end_ids: Seq[int]) -> GrammarCompiler:
+        """Reads a prepared model's tokenizer. Raises ImportError without llguidance, OSError without a tokenizer, and
+        ValueError for one that llguidance cannot use."""
+        from llguidance import LLTokenizer
+
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        ends = [end for end in end_ids if end < vocab_size]
+        return cls(LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None), vocab_size, ends)
+
+    def start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> Future[GrammarState]:
+        """The state of an answer that has these tokens already. It takes as long as compiling the grammar, if that is
+        not in the cache. InvalidRequest: the grammar does not compile, or does not allow the answer."""
+        return self._executor.submit(self._start, text, answer, stop_token_ids)
+
+    def close(self) -> None:
+        """End the threads, each when its work is done. Idempotent."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self.mask_threads.close()
+
+    def _start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> GrammarState:
+        ends = tuple(end for end in self._end_ids if end not in stop_token_ids)
+        compiled = self._compile(text)
+        state = GrammarState(compiled, self.mask_threads, ends)
+        state.take(answer)
+        compiled.lock()
+        try:
+            state.move()
+        finally:
+            compiled.unlock()
+        if state.failure is not None:
+            raise state.failure
+        return state
+
+    def _compile(self, text: str) -> CompiledGrammar:
+        key = hashlib.sha256(text.encode()).digest()
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                return found
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
+        compiled = CompiledGrammar(_LibraryMatcher(matcher, self._tokenizer), self._vocab_size)
+        with self._lock:
+            compiled = self._compiled.setdefault(key, compiled)
+            while len(self._compiled) > MAX_COMPILED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        return compiled
+
+
+class _LibraryMatcher:
+    """Implements :class:`pillion.engine.grammars.compiled_grammar.TokenMatcher` over an LLMatcher."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+
+    def copy(self) -> _LibraryMatcher:
+        return _LibraryMatcher(self._matcher.deep_copy(), self._tokenizer)
+
+    def consume(self, token: int) -> bool:
+        return self._matcher.consume_token(token)
+
+    def forced(self) -> list[int]:
+        text = self._matcher.compute_ff_bytes()
+        if len(text) <= MAX_FORCED_BYTES or not self._tokenizer.is_canonical:
+            return self._matcher.compute_ff_tokens() if text else []
+        return self._cut(text[:MAX_FORCED_BYTES])
+
+    def _cut(self, text: bytes) -> list[int]:
+        """The tokens of a forced text that goes on, as far as what follows cannot change them."""
+        special = _SPECIAL.match(text)
+        if special:
+            return [int(special[1])]
+        marker = text.find(b"\xff")
+        if marker >= 0:
+            return self._tokenizer.tokenize_bytes(text[:marker])
+        tokens = self._tokenizer.tokenize_bytes(text)
+        left = 0
+        while tokens and left < _CUT_BYTES:
+            left += len(self._tokenizer.decode_bytes([tokens.pop()]))
+        return tokens
+
+    def count_valid(self, tokens: Seq[int]) -> int:
+        return self._matcher.validate_tokens([*tokens])
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def stopped(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def error(self) -> str:
+        return _first_line(self._matcher.get_error())
+
+    def fill(self, bits: UInt32, guesses: Seq[int]) -> None:
+        if guesses:
+            # Its stubs leave this one out.
+            masks: Any = self._matcher
+            masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*guesses])
+        else:
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits[0].nbytes)
+
+
+def _first_line(error: str) -> str:
+    return error.strip().partition("\n")[0]

@@ -1,0 +1,165 @@
+"""One answer's place in its grammar.
+
+    take(tokens) --> not followed yet --follow--> [forced tokens | free choice] --place_masks--> MaskJob
+                                                        |
+                                                        '--> complete, or failed
+
+The place is a pure function of the answer's tokens, so that a fork, a preempted stream, and a replay on another worker
+meet the same masks. Forced tokens keep to a rule for that reason: behind a token that was chosen freely, and behind the
+last one of a forced run, the grammar is asked which tokens are forced. What it says is a run, and the answer's next
+tokens are these, whatever the grammar would say in the middle of the run. Replayed tokens are cut into the same runs,
+because they are followed from the answer's begin.
+
+The matcher stands behind the forced run, so that the mask of the place there can be computed while the run itself is.
+
+A matcher is used by one thread at a time: by a mask job that is not over, else by the step thread, which never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, MaskJob, MaskThreads
+from pillion.engine.sampling.sampling_rows import UInt32
+from pillion.errors import InvalidRequest, PillionError
+
+
+class GrammarState:
+    """Implements :class:`pillion.engine.grammars.answer_grammar.AnswerGrammar`, which has the contract.
+
+    Args:
+        grammar: what the answer follows.
+        threads: compute the masks.
+        passing_ends: end tokens that do not end this stream; they are chosen only where nothing else can be.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, threads: MaskThreads, passing_ends: tuple[int, ...] = ()) -> None:
+        self._grammar = grammar
+        self._threads = threads
+        self._passing_ends = passing_ends
+        self._matcher = grammar.start.copy()
+        self._unfollowed: list[int] = []
+        # The masks that were asked for last, here, and for which drafts and how many places.
+        self._job: MaskJob | None = None
+        self._job_for: tuple[tuple[int, ...], int] = ((), 0)
+        # Nobody has asked yet which tokens are forced here.
+        self._unasked = True
+        self.num_tokens = 0
+        self.forced: tuple[int, ...] = ()
+        self.completes = False
+        self.failure: PillionError | None = None
+
+    @property
+    def may_run_ahead(self) -> bool:
+        # Of a run of two tokens, the launched step chooses one, and the step behind it the other.
+        return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure)
+
+    def fork(self) -> GrammarState:
+        return GrammarState(self._grammar, self._threads, self._passing_ends)
+
+    def take(self, tokens: Seq[int]) -> None:
+        self.num_tokens += len(tokens)
+        self._unfollowed += tokens
+        if tokens:
+            self._unasked = True
+
+    def follow(self) -> bool:
+        if not self._job_is_over():
+            return False
+        if self._unasked and self.failure is None:
+            if not self._grammar.try_lock(self._threads.wake):
+                return False
+            try:
+                self.move()
+            finally:
+                self._grammar.unlock()
+        if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
+            # A step would wait for this mask: the stream runs when it is there.
+            self._start_job((), 1)
+            return self._job_is_over()
+        return True
+
+    def count_fitting(self, guesses: Seq[int]) -> int:
+        if self.forced or not self._grammar.try_lock():
+            return 0
+        try:
+            return self._matcher.count_valid(guesses)
+        finally:
+            self._grammar.unlock()
+
+    def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
+        self.follow()
+        if self._unasked:
+            # Another thread uses the grammar, and the masks are late before anybody has begun with them.
+            return MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
+        if self._job is not None and self._job_for == (tuple(drafts), places):
+            return self._job
+        return self._start_job(drafts, places)
+
+    def move(self) -> None:
+        """Go behind all taken tokens. The caller holds the grammar's lock."""
+        self._job = None
+        matcher = self._matcher
+        for place, token in enumerate(self._unfollowed, self.num_tokens - len(self._unfollowed)):
+            if self.forced:
+                if token == self.forced[0]:
+                    self.forced = self.forced[1:]
+                    continue
+                # Another version of the rule has written this answer: tokens are the truth.
+                matcher.rollback(len(self.forced))
+                self.forced = ()
+            if not matcher.consume(token):
+                self._fail(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
+                return
+            self._find_forced()
+        self._unfollowed.clear()
+        self._find_forced()
+        self._unasked = False
+        self.completes = matcher.stopped()
+        if matcher.error():
+            self._fail(matcher.error())
+
+    def _find_forced(self) -> None:
+        if self.forced:
+            return
+        self.forced = tuple(self._matcher.forced())
+        for token in self.forced:
+            self._matcher.consume(token)
+
+    def _start_job(self, drafts: Seq[int], places: int) -> MaskJob:
+        """Begin to compute masks; those of forced tokens are known."""
+        bits = self._no_bits(places)
+        first = 1 + len(drafts) - places
+        known = self.forced[first : len(drafts) + 1]
+        for row, token in zip(bits, known, strict=False):
+            row[token // 32] = 1 << token % 32
+        # No guess stands behind a forced run, so the first place without a known mask is the matcher's own.
+        guesses = () if self.forced else tuple(drafts)
+        job = MaskJob(self._grammar, self._matcher, bits, len(known), guesses, self._passing_ends)
+        self._job, self._job_for = job, (tuple(drafts), places)
+        if len(known) < places:
+            self._threads.put(job)
+        else:
+            job.finish()
+        return job
+
+    def _no_bits(self, places: int) -> UInt32:
+        return np.zeros((places, self._grammar.vocab_words), np.uint32)
+
+    def _job_is_over(self) -> bool:
+        """Whether no job uses the matcher. What the last one met, or that it takes too long, becomes the failure."""
+        job = self._job
+        if job is None or job.is_over(self._threads):
+            if job is not None and job.error:
+                self._fail(job.error)
+            return True
+        if job.is_slow(MASK_LIMIT_MS):
+            self._fail(f"its choice of the next token took longer than {MASK_LIMIT_MS} ms")
+            return True
+        return False
+
+    def _fail(self, reason: str) -> None:
+        self.failure = InvalidRequest(f"the answer's grammar cannot be followed: {reason}")

@@ -1,0 +1,160 @@
+"""Masks are computed on threads of their own, while the device runs the step that will sample with them.
+
+    place_masks --> MaskJob --put--> queue --> thread: computed --> over
+                                                  |                  '--> somebody found it missing: the loop is woken
+                                                  '--> is still at it when the next job comes: another thread starts
+
+A job that takes long keeps its thread to itself, so that the others behind it are late once at most. MAX_MASK_THREADS
+bounds the threads. A library's limits end every job in the end; a job that is overdue all the same fails its request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Lock, Thread, Timer
+
+import numpy as np
+
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar, TokenMatcher
+from pillion.engine.sampling.sampling_rows import UInt32
+
+# How long a step waits for the masks of its rows; a row whose mask is late is not sampled in that step.
+MASK_WAIT_MS = 5
+# A mask that takes longer than this fails its request.
+MASK_LIMIT_MS = 5000
+MAX_MASK_THREADS = 8
+
+
+class MaskJob:
+    """Masks of some places of one answer: :class:`pillion.engine.grammars.answer_grammar.MaskRows`.
+
+    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; the first of the others is that of
+    the matcher's place, and one is behind each of ``guesses``. ``error`` is set by the computation.
+    """
+
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        matcher: TokenMatcher,
+        bits: UInt32,
+        known: int,
+        guesses: Sequence[int],
+        passing_ends: Sequence[int],
+    ) -> None:
+        self.bits = bits
+        self.error = ""
+        self.grammar = grammar
+        self._matcher = matcher
+        self._open = bits[known:]
+        self._guesses = guesses
+        self._passing_ends = passing_ends
+        self._began_s = 0.0
+        self._over = Event()
+        self._lock = Lock()
+        # Set where somebody who needed the masks did not find them: called when they are there.
+        self._wake: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Compute the masks, on a mask's thread."""
+        self.grammar.lock()
+        self._began_s = time.monotonic()
+        try:
+            self._matcher.fill(self._open, self._guesses)
+            self.error = self._matcher.error()
+            self._pass_by_ends()
+        except Exception as error:  # noqa: BLE001  (fails this request and no thread)
+            self.error = repr(error)
+        self.grammar.slow = time.monotonic() - self._began_s > MASK_WAIT_MS / 1000
+        self.grammar.unlock()
+        self.finish()
+
+    def finish(self) -> None:
+        """The masks are there."""
+        with self._lock:
+            self._over.set()
+            wake = self._wake
+        if wake is not None:
+            wake()
+
+    def wait(self, seconds: float) -> bool:
+        return self._over.wait(seconds)
+
+    def is_over(self, threads: MaskThreads) -> bool:
+        """Whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""
+        if self._over.is_set():
+            return True
+        with self._lock:
+            first, self._wake = self._wake is None, threads.wake
+            over = self._over.is_set()
+        if not over:
+            threads.relieve()
+        if first and not over:
+            timer = Timer(MASK_LIMIT_MS / 1000, threads.wake)
+            timer.daemon = True
+            timer.start()
+        return over
+
+    def is_slow(self, limit_ms: float = MASK_WAIT_MS) -> bool:
+        """Whether a thread has been at it for longer than that."""
+        return self._began_s > 0 and time.monotonic() - self._began_s > limit_ms / 1000
+
+    def _pass_by_ends(self) -> None:
+        """End tokens that do not end the stream are chosen only where nothing else can be."""
+        for end in self._passing_ends:
+            bit = np.uint32(1 << end % 32)
+            for row in self._open:
+                if row[end // 32] & bit:
+                    row[end // 32] ^= bit
+                    if not row.any():
+                        row[end // 32] = bit
+
+
+class MaskThreads:
+    """The threads of one worker. ``wake``, which may be replaced, wakes its step loop, from any thread."""
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self.wake = wake
+        self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
+        self._lock = Lock()
+        self._threads = 0
+        # The jobs that threads are at, one for each grammar at most, and those that wait for the job of their grammar.
+        self._running: dict[CompiledGrammar, MaskJob] = {}
+        self._behind: dict[CompiledGrammar, deque[MaskJob]] = {}
+
+    def put(self, job: MaskJob) -> None:
+        """Have a job computed."""
+        self._queue.put(job)
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Start one more thread where all of them have been at their jobs for long."""
+        with self._lock:
+            busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())
+            grow = busy and self._threads < MAX_MASK_THREADS
+            self._threads += grow
+        if grow:
+            Thread(target=self._compute, name="pillion-mask", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads, each when its job is over. Idempotent."""
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+    def _compute(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._lock:
+                if job.grammar in self._running:
+                    self._behind.setdefault(job.grammar, deque()).append(job)
+                    continue
+                self._running[job.grammar] = job
+            job.run()
+            with self._lock:
+                del self._running[job.grammar]
+                behind = self._behind.get(job.grammar)
+                if behind:
+                    self._queue.put(behind.popleft())
+                else:
+                    self._behind.pop(job.grammar, None)

@@ -1,0 +1,50 @@
+"""Masks of grammars: the logits of tokens that a row may not choose become minus infinity.
+
+Most masks allow nearly all tokens or very few, so a mask is turned into the ids of whichever is less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pillion.engine.sampling.sampling_rows import NO_IDS, Float32, Int64, RowEdit, RowMasks, UInt32
+
+_ONE = np.uint32(1)
+
+
+def apply_masks(table: Float32, masks: RowMasks, edits: tuple[RowEdit, ...]) -> tuple[Int64, tuple[RowEdit, ...]]:
+    """Masks rows of logits [R, V] in place. Returns the rows whose mask is late, and the edits without such bans as
+    would leave a row nothing to choose."""
+    bits, there = masks.take()
+    edits_of = {edit.row: edit for edit in edits if len(edit.banned)}
+    for row, mask in zip(masks.rows[there].tolist(), bits[there], strict=True):
+        keep_allowed(table[row], mask)
+        edit = edits_of.get(row)
+        if edit is not None and _bans_all(mask, edit.banned):
+            edits_of[row] = replace(edit, banned=NO_IDS)
+    return masks.rows[~there], tuple(edits_of.get(edit.row, edit) for edit in edits)
+
+
+def keep_allowed(row: Float32, mask: UInt32) -> None:
+    """Makes the logits of a row [V] minus infinity where the mask, uint32 [ceil(V / 32)], has no bit."""
+    if 2 * int(np.bitwise_count(mask).sum()) > len(row):
+        row[_ids(~mask, len(row))] = -np.inf
+        return
+    allowed = _ids(mask, len(row))
+    kept = row[allowed]
+    row.fill(-np.inf)
+    row[allowed] = kept
+
+
+def _ids(mask: UInt32, width: int) -> Int64:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:width]
+    return np.flatnonzero(bits.view(np.bool_))
+
+
+def _bans_all(mask: UInt32, banned: Int64) -> bool:
+    left = mask.copy()
+    ids = banned[banned < 32 * len(mask)]
+    np.bitwise_and.at(left, ids // 32, ~(_ONE << (ids % 32).astype(np.uint32)))
+    return not left.any()

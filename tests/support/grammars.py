@@ -1,0 +1,55 @@
+"""Real grammars for the fake model: a tokenizer of its 97 tokens, and what it answers under a grammar."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.fake_backend import EOS, VOCAB_SIZE, kv_of, logits_of
+
+# Tokens 0 to 94 are the printable characters of ASCII, 95 is a word of two of them.
+WORD = '":'
+
+
+def write_tokenizer(folder: pathlib.Path) -> str:
+    """Write the tokenizer of the fake model; return the folder."""
+    letters = ["\u0120", *(chr(code) for code in range(33, 127))]
+    vocab = {letter: number for number, letter in enumerate(letters)} | {WORD: 95}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(WORD[0], WORD[1])]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    assert tokenizer.token_to_id("<eos>") == EOS
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What tokens say; an end token says nothing."""
+    return "".join(WORD if token == 95 else chr(32 + token) for token in tokens if token != EOS)
+
+
+class GrammarOracle:
+    """What the fake model answers under a grammar, one token after the other, each from the whole vocabulary."""
+
+    def __init__(self, folder: str) -> None:
+        text = (pathlib.Path(folder) / "tokenizer.json").read_text()
+        self._tokenizer = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=EOS)
+
+    def greedy(self, prompt: Sequence[int], grammar: str, count: int) -> list[int]:
+        """Up to ``count`` tokens of the answer to ``prompt``; ends where nothing but the end may follow."""
+        matcher = LLMatcher(self._tokenizer, grammar)
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + count and not matcher.is_stopped():
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[:VOCAB_SIZE].astype(bool)
+            logits = logits_of(kv_of(tokens, np.arange(len(tokens))))
+            tokens.append(int(np.argmax(np.where(allowed, logits, -np.inf))))
+            assert matcher.consume_token(tokens[-1])
+            if tokens[-1] == EOS:
+                break
+        return tokens[len(prompt) :]
