@@ -186,7 +186,7 @@ async def test_a_stop_string_is_looked_for_in_content_alone(fakes: FakeCluster, 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "another tool's name"),
-    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "Invalid enum value"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "not supported"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
