@@ -16,7 +16,15 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from pillion._version import VERSION
-from pillion.errors import DeadlineExceeded, Overloaded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    PillionError,
+    Unauthenticated,
+    Unavailable,
+)
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
@@ -24,7 +32,8 @@ from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerForm
 from pillion.gateway.formats.model_formats import NO_FORMATS, ModelFormats, asks_for_calls
-from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
 from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.links.cluster import Cluster
@@ -49,6 +58,7 @@ from pillion.gateway.request.validation import (
     check_origin,
     check_pool,
     check_request,
+    check_scores,
     prompt_field,
     resolve,
     too_long,
@@ -82,6 +92,7 @@ class ModelEntry:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
+    grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
 
@@ -184,8 +195,9 @@ class Gateway:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
             form = model.formats.answer_form(request, text)
+            scores = check_scores(request.sampling, len(prompt))
             grammar = await self._grammar(request, model, form, tenant)
-            self.admission.weigh(permit, len(prompt))
+            self.admission.weigh(permit, len(prompt), scores)
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, form, tenant)
             with telemetry.child("admission", span):
@@ -331,6 +343,7 @@ class Gateway:
         await self.quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
+            await entry.grammars.aclose()
 
     def _known(self, tenant: Tenant | None) -> Tenant:
         if tenant is None and self._ring is not None:
@@ -370,16 +383,29 @@ class Gateway:
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, form: AnswerForm | None, tenant: Tenant
     ) -> str:
-        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest and Overloaded."""
+        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
+        Unavailable."""
         shape, tools = request.sampling.structured_outputs, request.tools
         if shape is None and (form is None or form.tools is None):
             return ""
 
-        def write() -> str:
+        def write(loose: bool) -> JoinedGrammar:
             piece = None if shape is None else shape_piece(shape)
-            return join(answer_pieces(form, model.formats, tools, piece))
+            return join(answer_pieces(form, model.formats, tools, piece, loose))
 
-        return await self.off_loop(tenant, shape_bytes(shape) + tools_bytes(tools), write)
+        # A tool without "strict" whose schema cannot be followed may be called with any object.
+        optional = form is not None and any(tool.strict is None for tool in tools.tools)
+        for loose in (False, True) if optional else (False,):
+            try:
+                grammar = await self.off_loop(tenant, shape_bytes(shape) + tools_bytes(tools), write, loose)
+                async with self._texts.of(tenant):
+                    await model.grammars.check(grammar)
+            except InvalidRequest:
+                if loose or not optional:
+                    raise
+            else:
+                return grammar.text
+        raise AssertionError("the last grammar is good, or is refused")
 
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None

@@ -25,6 +25,7 @@ from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
@@ -268,5 +269,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+        grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
     )

@@ -8,7 +8,7 @@ reasoning, up to its end | calls                              tool_choice requir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ def answer_pieces(
         options: the tools of the request.
         shape: the piece of the content's shape, if one was asked for.
         loose: whether tools without ``strict`` may be called with any object.
+
+    Raises InvalidRequest for a schema that no call can be held to.
     """
     marks = formats.mark_ids
     body = shape
@@ -81,17 +83,20 @@ class _Calls:
         form = self.formats.tools
         assert form is not None
         choice = self.options.choice or "auto"
-        tools = [tool for tool in self.options.tools if choice != "named" or tool.name == self.options.name]
+        tools = {
+            n: tool for n, tool in enumerate(self.options.tools) if choice != "named" or tool.name == self.options.name
+        }
         several = self.options.parallel_tool_calls is not False and choice != "named"
         name = self.formats.tool_parser
         writer = _WRITERS[name](self, tools, several)
         rules = tuple(writer.rules)
         if choice in ("required", "named"):
-            return Piece(writer.calls, rules)
+            return Piece(writer.calls, rules, sources=writer.sources)
         if shape is not None:
-            return Piece(f"({writer.calls}) | ({shape.body})", rules + shape.rules, shape.grammars)
+            sources = writer.sources | shape.sources
+            return Piece(f"({writer.calls}) | ({shape.body})", rules + shape.rules, shape.grammars, sources)
         body, more = writer.amid_text()
-        return Piece(body, rules + more)
+        return Piece(body, rules + more, sources=writer.sources)
 
     def term(self, mark: str) -> str:
         """A mark as a grammar names it."""
@@ -110,15 +115,17 @@ class _Writer:
     Attributes:
         calls: the right side of a rule: one call, or several where they are allowed.
         rules: the rules that it needs.
+        sources: the client's fields that it was made of, as Piece has them.
     """
 
-    def __init__(self, asked: _Calls, tools: Sequence[Tool], several: bool) -> None:
+    def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
         self.asked = asked
         self.several = several
         self.rules: list[str] = []
-        for n, tool in enumerate(tools):
+        self.sources: dict[str, Any] = {}
+        for n, tool in tools.items():
             self.rules.append(f"call_{n}: {self.one(tool, n)}")
-        self.any = "(" + " | ".join(f"call_{n}" for n in range(len(tools))) + ")"
+        self.any = "(" + " | ".join(f"call_{n}" for n in tools) + ")"
         self.calls = self.all()
 
     def one(self, tool: Tool, number: int) -> str:
@@ -129,6 +136,17 @@ class _Writer:
         """The calls of an answer that is nothing else."""
         raise NotImplementedError
 
+    def json(self, schema: Any, number: int, place: str = "") -> str:
+        """JSON that fits the schema at ``place`` of the tool's own. Raises InvalidRequest."""
+        piece = json_piece(schema, f"tools.tools[{number}].parameters{place}")
+        self.sources |= piece.sources
+        return piece.body
+
+    def object(self, tool: Tool, number: int, arguments: str) -> str:
+        """A call as a JSON object. Raises InvalidRequest."""
+        head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
+        return f'{literal(head)} {self.json(self.asked.schema(tool), number)} "}}"'
+
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         """Free text in which calls may stand, and the rules for it."""
         raise NotImplementedError
@@ -138,7 +156,7 @@ class _TaggedWriter(_Writer):
     """A mark before each call and one behind it: hermes."""
 
     def one(self, tool: Tool, number: int) -> str:
-        return _object(tool.name, "arguments", self.asked.schema(tool))
+        return self.object(tool, number, "arguments")
 
     def all(self) -> str:
         form = self.asked.formats.tools
@@ -166,7 +184,7 @@ class _XmlWriter(_TaggedWriter):
         for m, key in enumerate(known):
             value = known[key] if isinstance(known[key], dict) else {}
             name = f"parameter_{number}_{m}"
-            self.rules += _parameter(name, key, value, schema)
+            self.rules += self._parameter(name, key, value, schema, number)
             parts.append(name if key in needed else f"{name}?")
         if not known:
             # Nothing is known of its parameters.
@@ -175,12 +193,26 @@ class _XmlWriter(_TaggedWriter):
             parts.append(f"{name}*")
         return f"{literal(f'{FUNCTION}{tool.name}>{chr(10)}')} {' '.join(parts)} {literal(END_FUNCTION)}"
 
+    def _parameter(
+        self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int
+    ) -> list[str]:
+        """The rules of one parameter: a text up to its end, one of some values, or JSON. Raises InvalidRequest."""
+        begin, end = literal(f"{PARAMETER}{key}>\n"), literal(f"\n{END_PARAMETER}\n")
+        values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+        if isinstance(values, list) and values:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
+        if "string" in types_of({"properties": {key: schema}}, key):
+            return _text(name, begin, schema)
+        shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        return [f"{name}: {begin} {self.json({**shared, **schema}, number, f'.properties.{key}')} {end}"]
+
 
 class _LlamaWriter(_Writer):
     """Objects without marks, semicolons between them: llama3_json."""
 
     def one(self, tool: Tool, number: int) -> str:
-        return _object(tool.name, "parameters", self.asked.schema(tool))
+        return self.object(tool, number, "parameters")
 
     def all(self) -> str:
         return f'{self.any} ("; " {self.any})*' if self.several else self.any
@@ -200,8 +232,8 @@ class _MistralWriter(_Writer):
 
     def one(self, tool: Tool, number: int) -> str:
         if "[ARGS]" in self.asked.formats.mark_ids:
-            return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {json_piece(self.asked.schema(tool)).body}"
-        return _object(tool.name, "arguments", self.asked.schema(tool))
+            return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {self.json(self.asked.schema(tool), number)}"
+        return self.object(tool, number, "arguments")
 
     def all(self) -> str:
         begin = self.asked.term("[TOOL_CALLS]")
@@ -217,7 +249,7 @@ class _MistralWriter(_Writer):
         return _amid_text("[TOOL_CALLS]", "call", several, self.asked.formats.mark_ids)
 
 
-_WRITERS: Mapping[str, Callable[[_Calls, Sequence[Tool], bool], _Writer]] = {
+_WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
     "hermes": _TaggedWriter,
     "qwen3_coder": _XmlWriter,
     "qwen3_xml": _XmlWriter,
@@ -240,25 +272,6 @@ def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> 
         rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
     body = f"({head} {call})* TEXT" if several else f"TEXT | {head} {call}"
     return body, tuple(rules)
-
-
-def _object(name: str, arguments: str, schema: Mapping[str, Any]) -> str:
-    """A call as a JSON object."""
-    head = f'{{"name": {json.dumps(name)}, "{arguments}": '
-    return f'{literal(head)} {json_piece(schema).body} "}}"'
-
-
-def _parameter(name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str]:
-    """The rules of one parameter: a text up to its end, one of some values, or JSON."""
-    begin, end = literal(f"{PARAMETER}{key}>\n"), literal(f"\n{END_PARAMETER}\n")
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    if isinstance(values, list) and values:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
-    if "string" in types_of({"properties": {key: schema}}, key):
-        return _text(name, begin, schema)
-    shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
-    return [f"{name}: {begin} {json_piece({**shared, **schema}).body} {end}"]
 
 
 def _text(name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
