@@ -388,6 +388,9 @@ class Gateway:
         shape, tools = request.sampling.structured_outputs, request.tools
         if shape is None and (form is None or form.tools is None):
             return ""
+        if shape is not None:
+            async with self._texts.of(tenant):
+                shape = await model.grammars.lark(shape)
 
         def write(loose: bool) -> JoinedGrammar:
             piece = None if shape is None else shape_piece(shape)
