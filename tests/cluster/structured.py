@@ -67,7 +67,7 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", 
 MAX_TOKENS = 1500
 # All answers have so many tokens when something is killed, and many more to come.
 TOKENS_BEFORE_KILL = 20
-CROWD, CROWD_TOKENS = 8, 1200
+CROWD, CROWD_TOKENS = 14, 1200
 # A supervisor gives up where a component dies too often.
 KILLS_PER_CLUSTER = 2
 CASES_AT_ONCE = 8
