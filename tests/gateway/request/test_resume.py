@@ -109,7 +109,7 @@ async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
                 assert {delta.request_id for delta in deltas} == {label}
                 calls = sum(request.request_id == label for request in cutter.requests)
                 if label != "each-1":
-                    # Nothing is asked for behind the last message, which comes earlier where a busy machine merged some.
+                    # Nothing is asked for behind the last message. A busy machine merges some, so it may come earlier.
                     cut = int(label.removeprefix("once-"))
                     assert calls == 1 + (cut < messages) or len(deltas) <= cut
                 assert deltas[-1].timings is not None
