@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from pillion import Client
+from pillion import Client, Delta
 from pillion.errors import InvalidRequest, NotFound
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
@@ -140,19 +140,35 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
 def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
-    ids = prompt(5, 400)
+    """Amid an answer, and amid the log probabilities of a prompt."""
+    ids, scored_ids = prompt(5, 400), prompt(6, 900)
+
+    def score() -> Iterator[Delta]:
+        return client.generate(scored_ids, prompt_logprobs=1, temperature=0.0, max_tokens=3, ignore_eos=True)
+
     with Client(cluster.target) as client:
         # The prompt is long enough that a small model is still busy when the signal arrives.
         expected = answer(client, ids, 600, f"before {role}")
+        undisturbed = list(score())
         stream = client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt=f"after {role}")
         got: list[int] = []
         if role != "prefill":
             while len(got) < 20:
                 got += next(stream).token_ids
+        scored = score()
+        found = [next(scored)]
         dead = cluster.kill(role)
         for last in stream:
             got += last.token_ids
         assert tuple(got) == expected
+        found += scored
+        assert [one for delta in found for one in delta.token_ids] == [
+            one for delta in undisturbed for one in delta.token_ids
+        ]
+        scores, wanted = ([one for delta in deltas for one in delta.prompt_logprobs] for deltas in (found, undisturbed))
+        assert [(one.token_id, one.top_ids) for one in scores] == [(one.token_id, one.top_ids) for one in wanted]
+        assert [one.token_id for one in scores] == scored_ids[1:]
+        assert [one.logprob for one in scores] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
         assert last.timings is not None
         if role != "prefill":
             assert last.timings.replays >= 1
