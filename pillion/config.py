@@ -36,9 +36,15 @@ QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # float16, alias half, computes in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+# The formats that a gateway reads, by vLLM's names; its tables have a row for each.
+TOOL_PARSER_CHOICES = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
+REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
-ALSO_MODEL = "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more."
+ALSO_MODEL = (
+    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tool-call-parser=P]"
+    "[,reasoning-parser=P]. Repeat it for more."
+)
 
 ALLOWED_ORIGINS = (
     "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
@@ -169,6 +175,24 @@ class ModelFlags:
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags:
+    """How answers are read: what in them is reasoning, and what calls a tool."""
+
+    tool_call_parser: str = flag(
+        "auto", "How the model calls tools; auto: as its chat template says.", choices=TOOL_PARSER_CHOICES
+    )
+    reasoning_parser: str = flag(
+        "auto", "How the model marks reasoning; auto: as its chat template says.", choices=REASONING_PARSER_CHOICES
+    )
+    enable_auto_tool_choice: bool = flag(True, "Let models choose to call a tool, as tool_choice auto asks.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModelFlags(AnswerFlags, ModelFlags):
+    """A model as a gateway serves it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +331,7 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
+class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     """``pillion gateway``: the public edge."""
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
@@ -333,6 +357,11 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
     max_message_bytes: int = size_flag(
         16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )
+    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
+    batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
+    batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
+    batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
+    max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)
     probe_listen: str = flag("", "Another address whose gRPC health says whether the gateway is ready.", placement=True)
@@ -356,7 +385,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineFlags(StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, ComputeFlags):
+class OfflineFlags(
+    StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
+):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
     max_num_batched_tokens: int = other_default(StepFlags, "max_num_batched_tokens", 512)

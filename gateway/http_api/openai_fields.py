@@ -47,6 +47,78 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Raw = Raw()
 
 
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
+    """Free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON schema with OpenAI's words around it.
+
+    Attributes:
+        name: what the schema is called; without effect.
+        schema: the schema; left out, any JSON object will do.
+        description: what the schema is for; without effect.
+        strict: without effect: every answer fits the whole schema.
+    """
+
+    name: str = ""
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
+    """JSON that fits a schema.
+
+    Attributes:
+        json_schema: the schema.
+    """
+
+    json_schema: NamedSchema
+
+
+class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag", tag_field="type"):
+    """Free text with parts of a given shape, as vLLM has it: structures and triggers, or a format.
+
+    Attributes:
+        structures: begin, schema and end of each part.
+        triggers: texts behind which one of the structures has to follow.
+        format: the newer notation, which nests.
+    """
+
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The shape of the answer in vLLM's words; exactly one field is given.
+
+    Attributes:
+        json: a JSON schema, or its text.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a grammar in Lark's notation, or in GBNF's.
+        json_object: any JSON object will do.
+        structural_tag: free text with parts of a given shape, as text.
+        whitespace_pattern: not supported; JSON is written as Python's json writes it.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: Raw = Raw()
+    disable_additional_properties: Raw = Raw()
+    whitespace_pattern: Raw = Raw()
+
+
 class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of both kinds of completion; those of sampling are described in SamplingParams.
 
@@ -58,6 +130,8 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         prompt_logprobs: report log probabilities of the prompt's tokens and of this many alternatives, as vLLM does;
             not with stream.
         cache_salt: only requests with the same salt share cached prefixes.
+        response_format: the shape of the answer, in OpenAI's words.
+        structured_outputs: the shape of the answer, in vLLM's words.
         user: a label of at most 512 characters, without effect.
         metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
     """
@@ -84,6 +158,8 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_logprobs: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    response_format: Raw = Raw()
+    structured_outputs: Raw = Raw()
     user: str | None = None
     metadata: Raw = Raw()
 
@@ -116,9 +192,15 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         reasoning_effort: a variable of the template that some models know.
         safety_identifier: a label of at most 512 characters, without effect.
+        tools: functions that the model may call, at most 128.
+        tool_choice: "auto" (the default), "none", "required", or the one function that has to be called.
+        parallel_tool_calls: whether one answer may call several; default true.
     """
 
     messages: Raw
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = Raw()
@@ -147,12 +229,95 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     video_url: Raw = Raw()
 
 
+class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call.
+
+    Attributes:
+        name: at most 128 letters, digits and _ . : -
+        description: what the model reads of it.
+        parameters: the JSON schema of its arguments; without it, any object.
+        strict: whether its arguments always fit that schema; without it they do where the schema can be followed.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Raw = Raw()
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool.
+
+    Attributes:
+        type: only "function" is supported.
+        function: the function.
+    """
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of a function.
+
+    Attributes:
+        name: that of one of the tools.
+    """
+
+    name: str
+
+
+class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The one tool that has to be called.
+
+    Attributes:
+        type: only "function" is supported.
+        function: its name.
+    """
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A function as it was called.
+
+    Attributes:
+        name: the function's name.
+        arguments: a JSON object, as text.
+    """
+
+    name: str
+    arguments: str = ""
+
+
+class CallBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that a message of the assistant made.
+
+    Attributes:
+        id: what the message with its result names.
+        function: name and arguments, a JSON object as text.
+        type: only "function" is supported.
+        index: the call's place, as streams have it; without effect.
+    """
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation; an assistant's may be sent back as it was received.
 
     Attributes:
-        role: "system", "developer", "user" or "assistant"; the model's own template may know more.
+        role: "system", "developer", "user", "assistant" or "tool"; the model's own template may know more.
         content: a text, or parts that are joined by line ends.
+        tool_calls: calls that a message of the assistant made.
+        tool_call_id: the call that a message of role "tool" brings the result of.
+        name: who speaks.
+        reasoning_content: what the assistant thought; most templates leave it out.
+        reasoning: another name of reasoning_content.
     """
 
     role: str
@@ -160,12 +325,12 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Raw = Raw()
     audio: Raw = Raw()
     function_call: Raw = Raw()
-    name: Raw = Raw()
-    reasoning: Raw = Raw()
-    reasoning_content: Raw = Raw()
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: Raw = Raw()
-    tool_call_id: Raw = Raw()
-    tool_calls: Raw = Raw()
+    tool_call_id: str | None = None
+    tool_calls: list[CallBody] | None = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -175,6 +340,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: the served model's name; may be left out where one model is served.
         prompt: a text.
         messages: a conversation.
+        tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         return_token_strs: give the text of each token too.
         add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
@@ -183,6 +349,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     prompt: str | None = None
     messages: Raw = Raw()
+    tools: Raw = Raw()
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = Raw()
@@ -205,17 +372,17 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # Fields that ask for what Pillion does not do, by body; see HARMLESS.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty response_format
+    include_stop_str_in_output kv_transfer_params length_penalty
     return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
-    store structured_outputs truncate_prompt_tokens use_beam_search
+    store truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
     ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    audio chat_template documents echo function_call functions mm_processor_kwargs modalities parallel_tool_calls
-    prediction prompt_cache_key prompt_cache_retention tool_choice tools verbosity web_search_options
+    audio chat_template documents echo function_call functions mm_processor_kwargs modalities
+    prediction prompt_cache_key prompt_cache_retention verbosity web_search_options
     """,
-    TokenizeBody: "chat_template tools",
+    TokenizeBody: "chat_template",
 }
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
@@ -224,6 +391,8 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "bad_words": ([],),
     "defer_loading": (False,),
+    "disable_any_whitespace": (True, False),
+    "disable_additional_properties": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -234,8 +403,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "mcp_servers": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -243,19 +410,26 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "use_beam_search": (False,),
+}
+# Older names of what is supported, with the newer ones.
+INSTEAD: Mapping[str, str] = {
+    f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
+    for name in ("json", "regex", "choice", "grammar")
 }
 # Read in the second step, as these; every other raw field is not supported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
+    "tools": list[ToolBody],
+    "parameters": dict[str, Any],
+    "tool_choice": Literal["auto", "none", "required"] | ChoiceBody,
     "stop": str | list[str],
     "stop_token_ids": list[Int],
     "logit_bias": dict[Int, float],
     "metadata": dict[str, str],
+    "response_format": TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat,
+    "structured_outputs": ShapeBody,
     "chat_template_kwargs": dict[str, Raw],
     "tokens": list[Int],
 }
@@ -308,7 +482,7 @@ def refuse_unsupported(parsed: Any, prefix: str) -> None:
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
             harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
-            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+            reason = INSTEAD.get(name, "this is not supported here") + (f", only {harmless} is" if harmless else "")
             raise refused(prefix + name, reason, "unsupported_parameter")
 
 

@@ -7,6 +7,7 @@ import click
 # In the order of the help. A flag that is in none is listed under OTHERS; a test keeps that empty.
 GROUPS = {
     "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
+    "Answers": "tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers device cpu enforce_eager drain_timeout_s"
@@ -16,6 +17,7 @@ GROUPS = {
     "Scheduling": "max_num target_itl_ms num_speculative_tokens split_policy chunk_size enable_chunked_prefill"
     " max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts",
+    "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics vllm_metric_names",
 }
