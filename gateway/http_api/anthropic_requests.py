@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import Raw
 
 from pillion.gateway.http_api.anthropic_fields import (
     AnthropicMessage,
@@ -25,6 +24,7 @@ from pillion.gateway.http_api.anthropic_fields import (
     ToolUseBlock,
 )
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import parse, refuse_unsupported
 from pillion.gateway.http_api.openai_requests import check_label
@@ -114,17 +114,6 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
     return request, conversation.names
 
 
-def json_object(raw: Raw, field: str) -> str:
-    """A JSON object as text. Raises ApiError where it is none."""
-    try:
-        text = bytes(raw).decode()
-    except UnicodeDecodeError:
-        raise refused(field, "not valid UTF-8", "invalid_json") from None
-    if not text.startswith("{"):
-        raise refused(field, "a JSON object is needed", "invalid_type")
-    return text
-
-
 class _Conversation:
     """What a body says, as the gateway has it. Raises ApiError.
 
@@ -134,7 +123,6 @@ class _Conversation:
     """
 
     def __init__(self, body: CountTokensBody) -> None:
-        refuse_unsupported(body, "")
         if not body.messages:
             raise refused("messages", "at least one message is needed")
         self.messages: list[ChatMessage] = []

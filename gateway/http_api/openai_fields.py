@@ -218,7 +218,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
     "annotations": ([],),
+    "background": (False,),
     "bad_words": ([],),
+    "context_management": ([],),
     "defer_loading": (False,),
     "documents": ([],),
     "early_stopping": (False,),
@@ -243,6 +245,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none",),
     "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 # Read in the second step, as these; every other raw field is not supported.
 READ_LATER: Mapping[str, Any] = {
@@ -272,7 +275,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     if holds_too_many_strings(body):
         # Only a list can hold so many, and the one that may be long is the prompt's.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(name for name in ("messages", "prompt", "tokens") if name in names)
+        field = next(name for name in ("messages", "input", "prompt", "tokens") if name in names)
         raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
