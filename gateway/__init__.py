@@ -2,6 +2,8 @@
 
 gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request; open this first
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
+boxed_process.py    a process for jobs of strangers' making, which can be killed
+boxed_worker.py     that process; it imports nothing of Pillion
 http_api/           OpenAI's HTTP API
 grpc_api/           the public gRPC service
 admission/          API keys, tenants, bounds, quotas, queues

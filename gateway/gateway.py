@@ -22,6 +22,7 @@ from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
@@ -77,6 +78,7 @@ class ModelEntry:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
+    grammars: GrammarChecker
     alias: str = ""
 
 
@@ -177,7 +179,7 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
-            grammar = await self._grammar(request, tenant)
+            grammar = await self._grammar(request, model, tenant)
             self.admission.weigh(permit, len(prompt))
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, tenant)
@@ -317,6 +319,7 @@ class Gateway:
         await self.quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
+            await entry.grammars.aclose()
 
     def _known(self, tenant: Tenant | None) -> Tenant:
         if tenant is None and self._ring is not None:
@@ -351,12 +354,16 @@ class Gateway:
         check_length(len(prompt), field, model.limits)
         return prompt
 
-    async def _grammar(self, request: GenerateRequest, tenant: Tenant) -> str:
-        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest and Overloaded."""
+    async def _grammar(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> str:
+        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
+        Unavailable."""
         shape = request.sampling.structured_outputs
         if shape is None:
             return ""
-        return await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
+        grammar = await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
+        async with self._texts.of(tenant):
+            await model.grammars.check(grammar)
+        return grammar.text
 
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None

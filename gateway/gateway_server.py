@@ -24,6 +24,7 @@ from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
 from pillion.gateway.http_api.http_server import HttpServer, start_http
 from pillion.gateway.links.cluster import Cluster
@@ -255,4 +256,5 @@ def model_entry(model: PreparedModel) -> ModelEntry:
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+        grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
     )

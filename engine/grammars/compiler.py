@@ -21,6 +21,7 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest
+from pillion.grammar_limits import PARSER_LIMITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,16 +36,6 @@ MAX_GRAMMAR_BYTES = 2**20
 MAX_FORCED_BYTES = 2048
 # Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
 _CUT_BYTES = 64
-# What llguidance may spend; its own defaults allow a mask four times as much, and a lexer five times the memory.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
 # A special token in forced bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -107,7 +98,7 @@ class GrammarCompiler:
                 return found
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
             raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
         compiled = CompiledGrammar(_LibraryMatcher(matcher, self._tokenizer), self._vocab_size)

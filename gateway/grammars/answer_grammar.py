@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 # The name of the grammar that the others are parts of.
 _ROOT = "answer"
@@ -24,15 +25,30 @@ class Piece:
         body: the right side of a rule, in Lark.
         rules: lines that define what ``body`` names, each for itself. The names are this piece's alone.
         grammars: whole grammars in Lark by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
+        sources: the client's fields that it was made of, each with its JSON schema, or with None for other notations.
     """
 
     body: str
     rules: tuple[str, ...] = ()
     grammars: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
 
 
-def join(pieces: Sequence[Piece]) -> str:
-    """The text of a grammar whose answers are the pieces, one behind the other."""
+@dataclass(frozen=True, slots=True)
+class JoinedGrammar:
+    """A grammar as a worker gets it, and what it was made of, for errors: see ``Piece.sources``."""
+
+    text: str
+    sources: dict[str, Any]
+
+
+def join(pieces: Sequence[Piece]) -> JoinedGrammar:
+    """The grammar whose answers are the pieces, one behind the other."""
+    sources = {name: source for piece in pieces for name, source in piece.sources.items()}
+    return JoinedGrammar(_text(pieces), sources)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
     start = " ".join(f"({piece.body})" for piece in pieces)
     rules = [rule for piece in pieces for rule in piece.rules]
     text = "\n".join(["%llguidance {}", f"start: {start}", *rules, ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.grammars.answer_grammar import Piece, literal
+from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
 from pillion.types import StructuredOutputs
 
 # Of the text of a shape; OpenAI's bound is 120,000 characters of names and values.
@@ -59,21 +61,31 @@ def shape_bytes(shape: StructuredOutputs | None) -> int:
 def shape_piece(shape: StructuredOutputs) -> Piece:
     """The piece of a checked shape. Raises InvalidRequest where its text is not what it should be."""
     if shape.json is not None:
-        return json_piece(_parsed(shape.json, f"{_FIELD}.json"))
+        return json_piece(_parsed(shape.json, f"{_FIELD}.json"), f"{_FIELD}.json")
     if shape.json_object:
-        return json_piece({"type": "object"})
+        return json_piece({"type": "object"}, f"{_FIELD}.json_object")
     if shape.regex is not None:
-        return Piece(_regex(shape.regex))
+        return Piece(_regex(shape.regex), sources={f"{_FIELD}.regex": None})
     if shape.choice:
-        return Piece(" | ".join(map(literal, shape.choice)))
+        # One terminal, which is read in one go, however many choices there are.
+        rule = f"CHOICE: {' | '.join(map(literal, shape.choice))}"
+        return Piece("CHOICE", (rule,), sources={f"{_FIELD}.choice": None})
     if shape.grammar is not None:
-        return Piece("@client", grammars={"client": shape.grammar})
+        return Piece("@client", grammars={"client": shape.grammar}, sources={f"{_FIELD}.grammar": None})
     raise InvalidRequest.of(FieldViolation(f"{_FIELD}.structural_tag", "it is not supported here"))
 
 
-def json_piece(schema: Any) -> Piece:
-    """The piece of JSON that fits ``schema``."""
-    return Piece(f"%json {json.dumps(schema, ensure_ascii=False)}")
+def json_piece(schema: Any, field: str) -> Piece:
+    """The piece of JSON that fits the ``schema`` of the client's ``field``. Raises InvalidRequest with each place in it
+    that no answer can be held to."""
+    faults = [
+        FieldViolation(field, f"at {path}: {reason}" if path else reason)
+        for path, reason in itertools.islice(schema_faults(schema), MAX_VIOLATIONS)
+    ]
+    if faults:
+        raise InvalidRequest.of(*faults)
+    whole = written(schema)
+    return Piece(f"%json {json.dumps(whole, ensure_ascii=False)}", sources={field: whole})
 
 
 def _given(shape: StructuredOutputs) -> dict[str, Any]:

@@ -50,10 +50,9 @@ class PlanMade(AttemptEvent, frozen=True):
     plan: RequestPlan
 
 
-class PlanFailed(AttemptEvent, frozen=True):
-    """No plan could be made, for instance because no worker lives."""
-
-    error: PillionError
+class PlanFailed(AttemptLoss, frozen=True):
+    """No plan could be made, for instance because no worker lives. ``retryable``: what it needs lived when planning
+    began."""
 
 
 class TicketGranted(AttemptEvent, frozen=True):

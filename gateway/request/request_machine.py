@@ -200,7 +200,7 @@ class RequestMachine:
             if isinstance(event.error, Unavailable) and now < self._component_wait_until:
                 # The request was under way when a component was lost: a supervisor may be bringing it back.
                 return [self._look_up(COMPONENT_POLL_MS)]
-            return self._end(ev.Fail(event.error), now)
+            return self._retry_or_fail(event.error, event.retryable, now)
         self.plan = event.plan
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan)]

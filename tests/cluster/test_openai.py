@@ -33,7 +33,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
             # A gateway knows the workers a moment after they are ready.
-            await until("the gateway to know the worker's model", running.client.models, 10)
+            await until("the gateway to know the worker's model", running.client.models)
             yield running
 
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
     url = f"http://{components.gateway.http_address}/v1"
-    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, **options)
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=200, **options)
 
 
 async def proven(components: Components) -> None:
@@ -105,7 +105,7 @@ async def test_a_stream_is_the_whole_answer(components: Components) -> None:
 async def test_the_blocking_client(components: Components) -> None:
     def ask() -> None:
         url = f"http://{components.gateway.http_address}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=200) as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
             assert client.models.retrieve("tiny").object == "model"
             whole = client.completions.create(model="tiny", prompt=["one", "two"], echo=True, temperature=0, **ASKED)

@@ -26,7 +26,7 @@ from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -52,7 +52,7 @@ class Workers:
     async def ticket(self, tokens: Sequence[int]) -> OpenTicketReply:
         """A ticket for a prompt, as a gateway opens it."""
         hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
-        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=10)
+        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=WITHIN_S)
 
     async def release(self, *tickets: OpenTicketReply) -> None:
         """The gateway's hold."""

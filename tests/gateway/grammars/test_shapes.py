@@ -29,7 +29,7 @@ def takes(grammar: str, text: str) -> bool:
 
 
 def grammar_of(**shape: Any) -> str:
-    return join([shape_piece(StructuredOutputs(**shape))])
+    return join([shape_piece(StructuredOutputs(**shape))]).text
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
@@ -64,17 +64,17 @@ def test_an_expression_cannot_end_within_an_escape() -> None:
 def test_the_names_of_a_clients_grammar_are_its_own() -> None:
     clients = shape_piece(StructuredOutputs(grammar='start: answer\nanswer: "a" | "b" answer'))
     ours = Piece("answer", rules=('answer: "<" /[0-9]+/ ">"',))
-    grammar = join([ours, clients])
+    grammar = join([ours, clients]).text
     assert takes(grammar, "<12>bba")
     assert not takes(grammar, "bba")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', '{"a":1,"b":[null]}'])
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1, "b": [null, -1.5]}'])
 def test_a_json_schema_and_any_object(text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert takes(grammar_of(json=json.dumps(schema)), text)
     assert takes(grammar_of(json_object=True), text)
-    assert not takes(grammar_of(json=json.dumps(schema)), text.replace("1", '"1"'))
+    assert not takes(grammar_of(json=json.dumps(schema)), text.replace("1", '"1"', 1))
     assert not takes(grammar_of(json_object=True), f"[{text}]")
 
 

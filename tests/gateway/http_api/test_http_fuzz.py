@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 
@@ -173,7 +173,7 @@ async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
 
         async def several(count: int) -> None:
             for _ in range(count):
-                await asyncio.wait_for(one(), 30)
+                await asyncio.wait_for(one(), WITHIN_S)
 
         await asyncio.gather(*(several(COUNT // AT_ONCE) for _ in range(AT_ONCE)))
         assert statuses[400] > COUNT // 2
@@ -228,7 +228,7 @@ async def test_what_is_hardly_http_does_no_harm() -> None:
                     with contextlib.suppress(ConnectionError):
                         writer.write(a_broken_request(draw))
                         writer.write_eof()
-                        received = await asyncio.wait_for(reader.read(), 30)
+                        received = await asyncio.wait_for(reader.read(), WITHIN_S)
                         assert not received or received.startswith(b"HTTP/1.1 "), received
                         assert b" 500 " not in received[:20], received
                         answered += bool(received)
