@@ -46,6 +46,7 @@ from pillion.gateway.request.validation import (
     check_origin,
     check_pool,
     check_request,
+    check_scores,
     prompt_field,
     resolve,
     too_long,
@@ -179,8 +180,9 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
+            scores = check_scores(request.sampling, len(prompt))
             grammar = await self._grammar(request, model, tenant)
-            self.admission.weigh(permit, len(prompt))
+            self.admission.weigh(permit, len(prompt), scores)
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):

@@ -38,12 +38,14 @@ class AdmissionPermit:
     Attributes:
         answers: answers that it generates; each counts as a request.
         tokens: tokens of its prompt, once it is weighed.
+        weight: these and the log probabilities that it asks of them, which the gateway holds at the most.
         queue: its model's queue, once it has its turn.
     """
 
     tenant: Tenant
     answers: int
     tokens: int = 0
+    weight: int = 0
     queue: _ModelQueue | None = None
 
 
@@ -98,17 +100,19 @@ class Admission:
         self.requests_of[name] += answers
         return AdmissionPermit(tenant, answers)
 
-    def weigh(self, permit: AdmissionPermit, tokens: int) -> None:
-        """Admits the prompt of a request. One prompt is always admitted, however long. Raises Overloaded."""
+    def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
+        """Admits the prompt of a request, and so many log probabilities of it, which count like tokens. One prompt is
+        always admitted, however long. Raises Overloaded."""
+        weight = tokens + scores
         name, own = permit.tenant.name, permit.tenant.max_inflight_tokens
         most = _bound(permit.tenant, own, self._max_tokens, self.tokens - self.tokens_of[name])
-        if self.tokens and self.tokens + tokens > self._max_tokens:
+        if self.tokens and self.tokens + weight > self._max_tokens:
             raise _full("", "max_inflight_tokens", self._max_tokens, "prompt tokens")
-        if self.tokens_of[name] and self.tokens_of[name] + tokens > most:
+        if self.tokens_of[name] and self.tokens_of[name] + weight > most:
             raise _full(name, "max_inflight_tokens", most, "prompt tokens")
-        permit.tokens = tokens
-        self.tokens += tokens
-        self.tokens_of[name] += tokens
+        permit.tokens, permit.weight = tokens, weight
+        self.tokens += weight
+        self.tokens_of[name] += weight
 
     async def turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived_s: float, deadline_s: float | None
@@ -127,9 +131,9 @@ class Admission:
         """Takes out a request that has ended, in whatever way, before or after its turn."""
         name = permit.tenant.name
         self.requests -= permit.answers
-        self.tokens -= permit.tokens
+        self.tokens -= permit.weight
         self.requests_of[name] -= permit.answers
-        self.tokens_of[name] -= permit.tokens
+        self.tokens_of[name] -= permit.weight
         for counts in (self.requests_of, self.tokens_of):
             if not counts[name]:
                 del counts[name]

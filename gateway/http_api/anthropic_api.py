@@ -8,6 +8,7 @@ from pillion.errors import PillionError
 from pillion.gateway.gateway import ModelEntry
 from pillion.gateway.http_api.anthropic_events import MessageWriter
 from pillion.gateway.http_api.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
+from pillion.gateway.http_api.delta_reader import DeltaReader
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
@@ -35,7 +36,7 @@ class AnthropicApi:
         await call.answer(200, msgspec.json.encode({"input_tokens": len(tokens)}))
 
     async def _new_writer(
-        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, fingerprint: str
+        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
         head = {"id": f"msg_{call.request_id}", "model": entry.limits.name}
         return MessageWriter(head, asked.shows_thinking)

@@ -55,6 +55,8 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         stream: send the answer as server-sent events while it grows.
         stream_options: options of that stream.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        prompt_logprobs: report log probabilities of the prompt's tokens and of this many alternatives, as vLLM does;
+            not with stream.
         cache_salt: only requests with the same salt share cached prefixes.
         user: a label of at most 512 characters, without effect.
         metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
@@ -79,6 +81,7 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: Raw = Raw()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     user: str | None = None
@@ -90,9 +93,10 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
-        max_tokens: most tokens to generate; default 16.
+        max_tokens: most tokens to generate; default 16. 0: none, for log probabilities of the prompt.
         echo: begin each answer with its prompt.
-        logprobs: report log probabilities of the answer's tokens and of this many alternatives.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives; with echo also of the
+            prompt's.
     """
 
     prompt: Raw
@@ -201,7 +205,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # Fields that ask for what Pillion does not do, by body; see HARMLESS.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty prompt_logprobs response_format
+    include_stop_str_in_output kv_transfer_params length_penalty response_format
     return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
     store structured_outputs truncate_prompt_tokens use_beam_search
 """

@@ -135,6 +135,7 @@ class ComponentCalls:
             priority=job.priority,
             forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
+            scored_tokens=action.scored_tokens,
             grammar=job.grammar,
         )
         streams = (self, *followers)
@@ -195,7 +196,9 @@ class ComponentCalls:
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
         job, cluster = self._job, self._cluster
-        whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
+        # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
+        last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
+        whole = last // served.block_size * served.block_size
         root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
@@ -223,6 +226,7 @@ class ComponentCalls:
             index_available=cluster.index.available,
             avoid=action.avoid,
             spread=job.spread,
+            unscored_from=action.unscored_from,
         )
         decided = make_plan(snapshot)
         if action.attempt == 1:
@@ -301,6 +305,8 @@ class ComponentCalls:
             if not self._adopted and delta.error is None:
                 self._adopted = True
                 self._post(ev.TicketAdopted(attempt))
+            if delta.prompt_logprobs:
+                self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
                 if not self._begun and self._stream is not None:
                     # The first token shows that the prompt is computed.

@@ -104,7 +104,7 @@ def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
 def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
     components = {role: cluster.component(role) for role in ("prefill", "decode", "kvnode", "gateway")}
     with Client(cluster.target) as client:
-        for options in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": float("nan")}):
+        for options in ({"temperature": -1.0}, {"max_tokens": -1}, {"top_p": float("nan")}):
             with pytest.raises(InvalidRequest) as caught:
                 list(client.generate([2, 3, 4], **options))  # type: ignore[arg-type]
             assert caught.value.violations

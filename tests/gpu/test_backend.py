@@ -18,6 +18,7 @@ from pillion.errors import ConfigError, Internal
 from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
+from tests.support.scored_prompts import check_scores, run_scored
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
 # float32 products are cuBLAS's, in another order.
@@ -107,6 +108,16 @@ def test_tokens_are_those_of_the_hosts_sampler(prepared, overrides):
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
         assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_log_probabilities_of_prompts(tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES["qwen3-qk-norm"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = [tokens_of(PROMPT_TOKENS, 2)[:22], tokens_of(PROMPT_TOKENS, 3)[:9]]
+    driver = GpuDriver(prepare(flags), num_slots=40)
+    for text, found in zip(texts, run_scored(driver.backend, texts, [7]), strict=True):
+        with torch.inference_mode():
+            check_scores(found, text, model(torch.tensor([text])).logits[0].float())
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):

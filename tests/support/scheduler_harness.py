@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.batching import build_batch
+from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -25,9 +25,9 @@ from pillion.errors import PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.types import FinishReason, SamplingParams
+from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
-from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
+from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
 
 BLOCK = 4
 ROOT = b"\7" * 32
@@ -49,6 +49,8 @@ class SequenceRecord:
     penalized: bool = False
     # Of a further answer, the stream whose prompt it shares.
     parent: int = 0
+    scored: bool = False
+    scores: list[TokenLogprob] = field(default_factory=list)
 
 
 class SchedulerHarness:
@@ -99,10 +101,12 @@ class SchedulerHarness:
         seed: int = 0,
         fork_seeds: tuple[int, ...] = (),
         penalty: float = 0.0,
+        scored: bool = False,
     ) -> int | None:
         """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
-        ids behind the stream's. With a penalty each choice depends on the whole answer so far."""
-        last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
+        ids behind the stream's. With a penalty each choice depends on the whole answer so far. The prompt may be
+        ``scored``, and then nothing of it is found."""
+        last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
@@ -118,7 +122,9 @@ class SchedulerHarness:
             token_ids=np.array(prompt, dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=len(prompt),
-            sampling=None if chunks else replace(GREEDY, seed=seed, frequency_penalty=penalty),
+            sampling=None
+            if chunks
+            else replace(GREEDY, seed=seed, frequency_penalty=penalty, prompt_logprobs=0 if scored else None),
             stop_token_ids=stop,
             max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
@@ -130,6 +136,7 @@ class SchedulerHarness:
         for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
             parent = 0 if name == seq_id else seq_id
             record = SequenceRecord(prompt, max_tokens, seed=own_seed, stop=stop, penalized=penalty != 0, parent=parent)
+            record.scored = scored and not parent
             self.records[name] = record
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
         return seq_id
@@ -167,7 +174,7 @@ class SchedulerHarness:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
         if not plan.pieces:
             return Sampled()
-        return chosen(run(self.pool, build_batch(plan, BLOCK)), shifts(plan))
+        return chosen(run(self.pool, build_batch(plan, BLOCK)), shifts(plan), scored(plan))
 
     def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
@@ -175,6 +182,8 @@ class SchedulerHarness:
             record = self.records[update.seq_id]
             assert not record.cancelled, "news of a cancelled sequence"
             assert record.end is None, "news after the end"
+            assert not (update.prompt_logprobs and record.token_ids), "a score behind a token"
+            record.scores.extend(update.prompt_logprobs)
             record.token_ids.extend(update.token_ids)
             if update.ending is not None:
                 record.end = update
@@ -307,13 +316,20 @@ class SchedulerHarness:
             assert ending is not None
             assert ending.error is None, ending.error
             self.check_answer(record)
-            stopped = bool(record.stop) and record.token_ids[-1] in record.stop
+            stopped = bool(record.stop) and record.token_ids[-1:] != [] and record.token_ids[-1] in record.stop
             assert ending.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
             assert stopped or len(record.token_ids) == record.max_tokens
 
     def check_answer(self, record: SequenceRecord) -> None:
         """The tokens so far are those of the model, and none stands behind a stop id."""
         assert record.token_ids == answer(record.prompt, record.seed, len(record.token_ids), record.penalized)
+        prompt, known = record.prompt, len(record.scores)
+        whole = not record.cancelled and record.end is not None and record.end.ending.error is None
+        assert known == (len(prompt) - 1 if record.scored and whole else known)
+        assert record.scored or not known
+        assert record.scores == [
+            score_of(prompt[end], logits_of(kv_of(prompt[:end], np.arange(end)))) for end in range(1, known + 1)
+        ]
         assert len(record.token_ids) <= record.max_tokens
         assert not record.stop.intersection(record.token_ids[:-1])
 
@@ -350,9 +366,25 @@ def shifts(plan: StepPlan) -> list[int]:
     return found
 
 
-def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int]) -> Sampled:
+def scored(plan: StepPlan) -> list[int]:
+    """Return the tokens that the last rows of the plan's batch score."""
+    rows = build_sampling(replace(plan, unknown=())).scored if any(piece.scores for piece in plan.pieces) else None
+    return [] if rows is None else rows.token_ids.tolist()
+
+
+def score_of(token: int, row: npt.NDArray[np.float32]) -> TokenLogprob:
+    """The token's own logit stands for its log probability."""
+    return TokenLogprob(token, float(row[token]))
+
+
+def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int], scored: Seq[int] = ()) -> Sampled:
     """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
-    return Sampled(tuple(((logits.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()))
+    first = logits[: len(shifts)]
+    assert len(logits) == len(shifts) + len(scored)
+    return Sampled(
+        tuple(((first.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()),
+        scored=tuple(score_of(token, row) for token, row in zip(scored, logits[len(shifts) :], strict=True)),
+    )
 
 
 def states(harness: SchedulerHarness) -> Seq[SequenceState]:

@@ -49,9 +49,9 @@ class Workers:
     prefill_stub: Any
     folder: pathlib.Path
 
-    async def ticket(self, tokens: Sequence[int]) -> OpenTicketReply:
-        """A ticket for a prompt, as a gateway opens it."""
-        hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
+    async def ticket(self, tokens: Sequence[int], *, hits: bool = True) -> OpenTicketReply:
+        """A ticket for a prompt, as a gateway opens it; without ``hits`` it pins nothing."""
+        hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32 * hits]
         return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=WITHIN_S)
 
     async def release(self, *tickets: OpenTicketReply) -> None:
@@ -117,6 +117,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
     # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
@@ -169,6 +170,7 @@ class Connection:
                 assert answer.last is None, "a delta after the end"
                 answer.token_ids.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
+                answer.prompt_logprobs.extend(delta.prompt_logprobs)
                 answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta

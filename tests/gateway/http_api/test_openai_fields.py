@@ -129,7 +129,14 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
 def test_echo_and_logprobs_of_a_completion() -> None:
     assert complete(logprobs=3).requests[0].sampling.logprobs == 3
     assert complete(echo=True).echo
-    assert refusal(complete, echo=True, logprobs=1).param == "logprobs"
+    scored = complete(echo=True, logprobs=1, max_tokens=0)
+    assert (scored.requests[0].sampling.prompt_logprobs, scored.prompt_logprobs) == (1, None)
+    assert scored.names[0]["sampling.prompt_logprobs"] == "logprobs"
+    both = complete(echo=True, logprobs=1, prompt_logprobs=4)
+    assert (both.requests[0].sampling.prompt_logprobs, both.prompt_logprobs) == (4, 4)
+    assert "sampling.prompt_logprobs" not in both.names[0]
+    assert complete(echo=True, prompt_logprobs=0).requests[0].sampling.prompt_logprobs == 0
+    assert refusal(complete, prompt_logprobs=0, stream=True).param == "prompt_logprobs"
     assert refusal(complete, logprobs=True).param == "logprobs"
     assert refusal(complete, suffix="tail").param == "suffix"
 
