@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from pillion.gateway.gateway import ModelEntry
+from pillion.gateway.http_api.delta_reader import DeltaReader
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.responses_events import ResponsesWriter
@@ -22,7 +23,7 @@ class ResponsesApi:
         await self._calls.answer(call, responses_request, self._new_writer)
 
     async def _new_writer(
-        self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, fingerprint: str
+        self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
         head = {"id": f"resp_{call.request_id}", "created_at": int(time.time()), "model": entry.limits.name}
         return ResponsesWriter(head, self._calls.texts_of(entry), asked)
