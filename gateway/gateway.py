@@ -362,6 +362,8 @@ class Gateway:
         shape = request.sampling.structured_outputs
         if shape is None:
             return ""
+        async with self._texts.of(tenant):
+            shape = await model.grammars.lark(shape)
         grammar = await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
         async with self._texts.of(tenant):
             await model.grammars.check(grammar)

@@ -9,10 +9,16 @@ client wrote in a grammar's notation is a grammar of its own within the text, so
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pillion.errors import FieldViolation, InvalidRequest
+
+# What an expression of Lark cannot hold as it is, escaped already or not.
+_ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+_WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # The name of the grammar that the others are parts of.
 _ROOT = "answer"
 
@@ -62,3 +68,11 @@ def _text(pieces: Sequence[Piece]) -> str:
 def literal(text: str) -> str:
     """``text`` as a string of Lark: one of JSON, but for a character that only Lark forbids."""
     return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def expression(pattern: str, field: str) -> str:
+    """A regular expression between slashes, as Lark has it; the client's ``field`` holds it. Raises InvalidRequest."""
+    written = _ESCAPED.sub(lambda found: _WRITTEN.get(found[0][-1], found[0]), pattern)
+    if _ESCAPED.sub("", pattern).endswith("\\"):
+        raise InvalidRequest.of(FieldViolation(field, "it ends within an escape"))
+    return f"/{written}/"

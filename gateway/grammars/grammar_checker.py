@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pillion.errors import FieldViolation, InvalidRequest, Unavailable
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar
 from pillion.grammar_limits import PARSER_LIMITS
+from pillion.types import StructuredOutputs
 
 # Computing time of one grammar; a schema of 80 KB takes 0.2 s.
 COMPILE_CPU_S = 2.0
@@ -74,6 +76,19 @@ class GrammarChecker:
             violations = await asyncio.shield(task)
         if violations:
             raise InvalidRequest.of(*violations)
+
+    async def lark(self, shape: StructuredOutputs) -> StructuredOutputs:
+        """The shape, with a grammar in GBNF as one in Lark. Raises what ``check`` raises."""
+        if shape.grammar is None or "::=" not in shape.grammar:
+            return shape
+        try:
+            answer = await self._box.run({"gbnf": shape.grammar}, len(shape.grammar))
+        except BoxFailure as failure:
+            answer = {"reason": str(failure)}
+        if "lark" not in answer:
+            reason = answer.get("reason") or answer["broken"]
+            raise InvalidRequest.of(FieldViolation("sampling.structured_outputs.grammar", f"not GBNF: {reason}"))
+        return replace(shape, grammar=answer["lark"])
 
     async def _compile(self, key: bytes, grammar: JoinedGrammar) -> tuple[FieldViolation, ...]:
         job = {"grammar": grammar.text, "sources": grammar.sources}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 # Less than a worker's threads have, so that no grammar that passes here overflows the stack there.
 STACK_BYTES = 2 * 2**20
@@ -43,7 +44,8 @@ Path = tuple[str | int, ...]
 
 
 def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
-    """What compiles grammars for the tokenizer of ``setup``: {} for a good one, else {"field", "path", "reason"}."""
+    """What compiles grammars for the tokenizer of ``setup``: {} for a good one, else {"field", "path", "reason"}. It
+    translates GBNF too."""
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
     with open(setup["tokenizer"], encoding="utf-8") as file:
@@ -51,10 +53,20 @@ def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     limits = LLParserLimits(**setup["limits"])
 
     def handle(job: Any) -> dict[str, Any]:
+        if "gbnf" in job:
+            return converted(job["gbnf"])
         reason = trial(tokenizer, limits, job["grammar"])
         return blame(job["sources"], reason, limits) if reason else {}
 
     return handle
+
+
+def converted(text: str) -> dict[str, Any]:
+    """{"lark": the grammar in Lark}, or {"reason": why it is no GBNF}."""
+    try:
+        return {"lark": any_to_lark(text)}
+    except Exception as error:  # noqa: BLE001  (the library has errors of its own, and lets others through)
+        return {"reason": plain(str(error))}
 
 
 def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:

@@ -10,6 +10,7 @@ openai_api.py        handlers of OpenAI's endpoints
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first
 openapi.py           /openapi.json and /docs: what bodies may hold, made of those fields
 openai_requests.py   from bodies to requests of the gateway
+openai_shapes.py     the shape of an answer, in OpenAI's words or vLLM's
 openai_events.py     from deltas to events, or to one object
 json_objects.py      JSON that is passed on as text, such as schemas of tools
 openai_logprobs.py   log probabilities in OpenAI's shapes

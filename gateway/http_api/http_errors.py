@@ -132,5 +132,8 @@ def _spell(field: str, spelled: Mapping[str, str]) -> str:
     item, bracket, rest = field.partition("]")
     if item + bracket in spelled:
         return spelled[item + bracket] + rest
+    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
+    if whole is not None:
+        return spelled[whole] + field.removeprefix(whole)
     name, bracket, rest = field.partition("[")
     return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

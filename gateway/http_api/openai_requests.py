@@ -26,6 +26,7 @@ from pillion.gateway.http_api.openai_fields import (
     parse_field,
     refuse_unsupported,
 )
+from pillion.gateway.http_api.openai_shapes import FORMAT_NAMES, read_shape
 from pillion.gateway.request.validation import (
     MAX_MESSAGES,
     MAX_PROMPT_IDS,
@@ -254,6 +255,7 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=read_stops(body.stop),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        structured_outputs=read_shape(body.response_format, body.structured_outputs),
         logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
@@ -292,7 +294,7 @@ def _openai_request(
         refuse_unsupported(options, "stream_options.")
     return OpenAIRequest(
         requests=requests,
-        names=names,
+        names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),

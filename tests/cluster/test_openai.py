@@ -22,6 +22,7 @@ from tests.support.http import call
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
+WRONG_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}
 MESSAGES: Any = [
     {"role": "system", "content": "Answer."},
     {"role": "user", "content": "What is the capital of France?"},
@@ -289,7 +290,7 @@ async def test_error_classes(components: Components) -> None:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-            (openai.BadRequestError, "response_format", {"response_format": {"type": "json_object"}}),
+            (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
             (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": 0}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
             (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),

@@ -92,6 +92,16 @@ async def test_other_shapes_name_their_field(checker: GrammarChecker) -> None:
     await checker.check(grammar_of(json_object=True))
 
 
+async def test_gbnf_becomes_lark(checker: GrammarChecker) -> None:
+    shape = await checker.lark(StructuredOutputs(grammar='root ::= "a" [0-9]+'))
+    assert "start:" in str(shape.grammar)
+    await checker.check(join([shape_piece(shape)]))
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.grammar: not GBNF"):
+        await checker.lark(StructuredOutputs(grammar="root ::= ["))
+    untouched = StructuredOutputs(grammar='start: "a"')
+    assert await checker.lark(untouched) is untouched
+
+
 async def test_what_is_known_needs_no_process(checker: GrammarChecker) -> None:
     good, bad = grammar_of(regex="a|b"), grammar_of(regex="(")
     assert not psutil.Process().children(), "it starts with the first grammar"

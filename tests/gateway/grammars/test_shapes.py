@@ -81,3 +81,88 @@ def test_a_json_schema_and_any_object(text: str) -> None:
 def test_a_schema_is_json() -> None:
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: not JSON"):
         grammar_of(json="{")
+
+
+LEGACY = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "null"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+NUMBER = {"type": "regex", "pattern": "[0-9]+"}
+TAGGED: dict[str, tuple[Any, list[str], list[str]]] = {
+    "legacy": (LEGACY, ["x", "", "a <f=a>12</f> b <f=b>null</f>!"], ["<f=a>x</f>", "<f=c>", "<f=a>1"]),
+    "a sequence": (
+        {"format": {"type": "sequence", "elements": [{"type": "const_string", "value": "a/"}, NUMBER]}},
+        ["a/12"],
+        ["a/", "12"],
+    ),
+    "either": (
+        {"format": {"type": "or", "elements": [NUMBER, {"type": "json_schema", "json_schema": {"type": "boolean"}}]}},
+        ["12", "true"],
+        ["null"],
+    ),
+    "a tag of any text": (
+        {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+        ["<t></t>", "<t>a < b\n</t>"],
+        ["<t>a", "<t></t>a"],
+    ),
+    "one call at least": (
+        {
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [{"begin": "<n>", "content": NUMBER, "end": ["</n>", "."]}],
+                "at_least_one": True,
+                "stop_after_first": True,
+            }
+        },
+        ["so <n>1</n>", "<n>1."],
+        ["so", "<n>1</n> more"],
+    ),
+    "separated": (
+        {
+            "format": {
+                "type": "tags_with_separator",
+                "separator": ", ",
+                "tags": [{"begin": "(", "content": NUMBER, "end": ")"}],
+            }
+        },
+        ["", "(1)", "(1), (22)"],
+        ["(1),(2)", "(1), "],
+    ),
+    "a grammar": (
+        {"format": {"type": "grammar", "grammar": 'start: x\nx: "a" x "b" | "c"'}},
+        ["c", "aacbb"],
+        ["ac"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_structural_tags(name: str) -> None:
+    tag, good, bad = TAGGED[name]
+    grammar = grammar_of(structural_tag=json.dumps(tag))
+    assert [text for text in good if not takes(grammar, text)] == []
+    assert [text for text in bad if takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "field"),
+    [
+        ({}, "format"),
+        ({"structures": [], "triggers": ["a"]}, "structures"),
+        ({"structures": [1], "triggers": ["a"]}, "structures.tags[0].begin"),
+        (LEGACY | {"triggers": ["<x"]}, "structures.tags[0].begin"),
+        (LEGACY | {"triggers": [""]}, "structures.triggers"),
+        ({"format": {"type": "qwen_xml_parameter"}}, "format.type"),
+        ({"format": {"type": "sequence", "elements": [NUMBER, {"type": "regex"}]}}, "format.elements[1].pattern"),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "format.json_schema"),
+        ({"format": {"type": "tag", "begin": "a", "content": NUMBER}}, "format.end"),
+    ],
+)
+def test_a_wrong_structural_tag_names_the_place(tag: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_of(structural_tag=json.dumps(tag))
+    assert caught.value.violations[0].field == f"sampling.structured_outputs.structural_tag.{field}"
