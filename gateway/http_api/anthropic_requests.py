@@ -84,7 +84,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=shape,
     )
-    conversation = _Conversation(body)
+    conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model,
         messages=tuple(conversation.messages),
@@ -107,14 +107,14 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
     """Reads the body of POST /v1/messages/count_tokens: the request, and the client's names of fields. Raises
     ApiError."""
     body = parse(raw, CountTokensBody)
-    conversation = _Conversation(body)
+    conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model, messages=tuple(conversation.messages), chat=conversation.options, tools=conversation.tools
     )
     return request, conversation.names
 
 
-class _Conversation:
+class _BlockConversation:
     """What a body says, as the gateway has it. Raises ApiError.
 
     Attributes:

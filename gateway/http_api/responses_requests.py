@@ -134,7 +134,7 @@ def _shape(text: TextConfig) -> StructuredOutputs | None:
 
 def _messages(body: ResponsesBody, names: dict[str, str]) -> list[ChatMessage]:
     """The conversation. The client's names of its messages are added to ``names``. Raises ApiError."""
-    conversation = _Conversation(names)
+    conversation = _ItemConversation(names)
     if body.instructions:
         conversation.add(ChatMessage("system", body.instructions), "instructions")
     if isinstance(body.input, str):
@@ -149,7 +149,7 @@ def _messages(body: ResponsesBody, names: dict[str, str]) -> list[ChatMessage]:
     return conversation.messages
 
 
-class _Conversation:
+class _ItemConversation:
     """Messages, made of items."""
 
     def __init__(self, names: dict[str, str]) -> None:
