@@ -131,6 +131,12 @@ class Gateway:
             count_refused(self.meters, error)
             raise
 
+    def tenant_named(self, name: str) -> Tenant | None:
+        """The tenant of this name, for work that goes on after its call; None where the keys no longer have it."""
+        if self._ring is None:
+            return None if name else OPEN
+        return self._ring.tenants.get(name)
+
     def take_keys(self, ring: Keyring) -> None:
         """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
@@ -192,7 +198,8 @@ class Gateway:
             # A request that was admitted leaves, also where its caller was cancelled.
             if permit is not None:
                 self.admission.leave(permit)
-            if isinstance(error, PillionError):
+            if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
+                # What is refused in the background comes again by itself: no client is turned away.
                 count_refused(self.meters, error)
             end_refused_span(span, error)
             raise
@@ -454,7 +461,9 @@ class Gateway:
         span: trace.Span,
     ) -> Generation:
         describe_span(span, job, is_chat=bool(request.messages))
-        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
+        # Nobody waits for a request in the background, so its time in the line is no latency.
+        began = time.monotonic() if permit.tenant.background else job.arrived
+        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, began, permit.answers)
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - job.resumed_tokens

@@ -282,7 +282,7 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
-    check_metadata(body.metadata)
+    read_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
@@ -304,13 +304,13 @@ def _openai_request(
     )
 
 
-def check_metadata(raw: Raw) -> dict[str, str]:
-    """Reads the labels of a stored answer, which have no effect here: nothing is stored. Raises ApiError."""
-    labels = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+def read_metadata(raw: Raw) -> dict[str, str]:
+    """Reads labels, which have no effect: a batch gives them back, and answers are not stored. Raises ApiError."""
+    labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
     too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if too_long or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
-    return dict(labels)
+    return labels
 
 
 def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:

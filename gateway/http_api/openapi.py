@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -18,7 +18,7 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion._version import VERSION
-from pillion.gateway.http_api.http_call import Endpoint
+from pillion.gateway.http_api.http_call import Endpoint, Methods
 from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS
 from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER
 from pillion.types import ChatOptions, SamplingParams
@@ -67,11 +67,10 @@ _STYLE = (
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints."""
+    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several."""
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
-    for route in routes:
-        endpoint: Endpoint = route.app  # type: ignore[assignment]
+    for route, endpoint in _endpoints(routes):
         path = route.path_format
         operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": endpoint.handler.__name__}
         anthropic = endpoint.error_form is ANTHROPIC_ERRORS
@@ -88,8 +87,8 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
         if endpoint.body is not None:
             bodies.append(endpoint.body)
-            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
-        paths[path] = {endpoint.method.lower(): operation}
+            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__, endpoint.body_type)}
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
     key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
     return {
         "openapi": "3.1.0",
@@ -106,8 +105,8 @@ def page(document: dict[str, Any]) -> bytes:
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
             if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                parts.append(f"<p>Body: {_kind(schema)}</p>")
+                ((kind, content),) = operation["requestBody"]["content"].items()
+                parts.append(f"<p>Body: {_kind(content['schema'])}, as {kind}</p>")
     for name, schema in document["components"]["schemas"].items():
         rows = (
             f"<tr><td><code>{escape(field)}</code>{' (needed)' if field in schema.get('required', ()) else ''}</td>"
@@ -195,8 +194,15 @@ def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
     return {"type": name} if name else {}
 
 
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF + name}}}
+def _endpoints(routes: Sequence[Route]) -> Iterator[tuple[Route, Endpoint]]:
+    for route in routes:
+        app: Any = route.app
+        for endpoint in app.endpoints if isinstance(app, Methods) else (app,):
+            yield route, endpoint
+
+
+def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
+    return {kind: {"schema": {"$ref": _REF + name}}}
 
 
 def _summary(described: Any) -> str:

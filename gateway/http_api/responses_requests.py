@@ -16,7 +16,7 @@ from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import given, parse, refuse_unsupported
-from pillion.gateway.http_api.openai_requests import check_label, check_metadata, read_stops, template_kwargs
+from pillion.gateway.http_api.openai_requests import check_label, read_metadata, read_stops, template_kwargs
 from pillion.gateway.http_api.responses_fields import (
     AnyObject,
     FunctionTool,
@@ -232,7 +232,7 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
     echoed = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "metadata": check_metadata(body.metadata),
+        "metadata": read_metadata(body.metadata),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.http_api.anthropic_requests import messages_request
+from pillion.gateway.http_api.batches_api import BatchBody
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_fields import (
@@ -33,12 +34,7 @@ from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
 BODIES: list[Any] = [
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    DetokenizeBody,
-    MessagesBody,
-    CountTokensBody,
+    *(ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountTokensBody, BatchBody),
     ResponsesBody,
 ]
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -137,6 +133,8 @@ async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
         address = fakes.gateway.http_address
         document = (await call(address, "/openapi.json")).json
         assert set(document["paths"]) >= {"/v1/chat/completions", "/tokenize", "/health", "/v1/models/{name}", "/docs"}
+        assert set(document["paths"]["/v1/files"]) == {"get", "post"}
+        assert set(document["paths"]["/v1/files"]["post"]["requestBody"]["content"]) == {"multipart/form-data"}
         for operations in document["paths"].values():
             assert all(operation["summary"].endswith(".") for operation in operations.values())
         shown = await call(address, "/docs")
