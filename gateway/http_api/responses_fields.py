@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.json_objects import AnyJson, JsonObject
-from pillion.gateway.http_api.openai_fields import Int, ReasoningEffort
+from pillion.gateway.http_api.openai_fields import Int, JsonObjectFormat, ReasoningEffort, TextFormat
 
 
 class ItemPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,15 +93,7 @@ class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class PlainText(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Free text."""
-
-
-class AnyObject(msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Any JSON object."""
-
-
-class SchemaJson(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
+class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
     """JSON that fits a schema.
 
     Attributes:
@@ -122,7 +114,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
         format: its shape.
     """
 
-    format: PlainText | AnyObject | SchemaJson | None = None
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: Raw = Raw()
 
 

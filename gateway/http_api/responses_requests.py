@@ -15,18 +15,16 @@ from msgspec import Raw
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.openai_fields import given, parse, refuse_unsupported
+from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, parse, refuse_unsupported
 from pillion.gateway.http_api.openai_requests import check_label, read_metadata, read_stops, template_kwargs
 from pillion.gateway.http_api.responses_fields import (
-    AnyObject,
     FunctionTool,
     InputItem,
     ItemPart,
     NamedTool,
-    PlainText,
     ReasoningConfig,
     ResponsesBody,
-    SchemaJson,
+    SchemaFormat,
     TextConfig,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES
@@ -125,9 +123,9 @@ def _check_included(body: ResponsesBody) -> bool:
 
 def _shape(text: TextConfig) -> StructuredOutputs | None:
     match text.format:
-        case SchemaJson(schema=schema):
+        case SchemaFormat(schema=schema):
             return StructuredOutputs(json=json_object(schema, "text.format.schema"))
-        case AnyObject():
+        case JsonObjectFormat():
             return StructuredOutputs(json_object=True)
     return None
 
@@ -238,7 +236,7 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": body.safety_identifier,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": body.text.format if body.text and body.text.format else PlainText()},
+        "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,

@@ -22,7 +22,7 @@ ASKED: Any = {"model": "toy", "input": "hi"}
 ANSWER = "Größe: 北京 12"
 
 
-class City(pydantic.BaseModel):
+class Town(pydantic.BaseModel):
     name: str
 
 
@@ -151,14 +151,14 @@ async def test_reasoning_text_and_calls_are_items(
 async def test_a_shape_is_parsed(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     scripted.script = [said('{"name":'), said(' "Rome"}'), ended()]
     async with client_of(fakes) as client:
-        parsed = await client.responses.parse(**ASKED, text_format=City)
-        assert parsed.output_parsed == City(name="Rome")
+        parsed = await client.responses.parse(**ASKED, text_format=Town)
+        assert parsed.output_parsed == Town(name="Rome")
         shape = scripted.requests[-1].sampling.structured_outputs
         assert shape is not None
         assert json.loads(shape.json or "")["required"] == ["name"]
-        assert parsed.text.format.name == "City"
-        async with client.responses.stream(**ASKED, text_format=City) as stream:
-            assert (await stream.get_final_response()).output_parsed == City(name="Rome")
+        assert parsed.text.format.name == "Town"
+        async with client.responses.stream(**ASKED, text_format=Town) as stream:
+            assert (await stream.get_final_response()).output_parsed == Town(name="Rome")
 
 
 async def test_log_probabilities_wait_for_their_text(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
