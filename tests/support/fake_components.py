@@ -35,7 +35,7 @@ from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
-from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.toy_tokenizer import TEMPLATE, byte_tokenizer, write_tokenizer
 from tests.support.redis_nodes import patient
 
 BLOCK = 4
@@ -372,9 +372,12 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 @contextlib.asynccontextmanager
 async def running_fake_cluster(
-    script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
+    script: str = "The answer.", roles: str = "kvnode prefill decode", template: str = TEMPLATE, **flags: Any
 ) -> AsyncIterator[FakeCluster]:
-    """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
+    """Redis, the fake parts of ``roles``, and a gateway with ``flags`` whose model has the ``template``.
+
+    "far-kvnode" and "far-prefill" are those of the node kv-1.
+    """
     node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
     decode.prefill = prefill
@@ -404,7 +407,7 @@ async def running_fake_cluster(
             await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
         options = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         options |= {"split_policy": "disaggregated"} | flags
-        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model"))
+        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model", template=template))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
