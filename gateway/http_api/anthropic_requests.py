@@ -48,6 +48,7 @@ _NAMES: Mapping[str, str] = {
     "sampling.structured_outputs.json": "output_config.format.schema",
     "sampling.structured_outputs": "output_config.format",
     "chat.chat_template_kwargs": "output_config.effort",
+    "tools.tools": "tools",
     "tools.choice": "tool_choice.type",
     "tools.name": "tool_choice.name",
     "tools.parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -140,8 +141,8 @@ class _BlockConversation:
         self.tools = _tools(body)
         for n in range(len(self.tools.tools)):
             self.names |= {
-                f"tools.tools[{n}]": f"tools[{n}]",
                 f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
+                f"tools.tools[{n}]": f"tools[{n}]",
             }
 
     def _add(self, message: ChatMessage, path: str) -> None:
