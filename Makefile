@@ -66,10 +66,11 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
 	$(BIN)/python -m pillion.client._generate
 
-parity: setup-dev ## The full matrix of greedy tokens against transformers
-	$(BIN)/python -m tests.cluster.parity $(ARGS)
+parity: setup-dev ## The full matrices of greedy tokens against transformers, and of structured answers under faults
+	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
+	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split or tracing
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split, structured or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, mps, e2e, --time-s 560)

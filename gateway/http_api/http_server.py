@@ -126,6 +126,8 @@ class _Pages:
             "owned_by": "pillion",
             "root": info.name,
             "max_model_len": info.max_model_len_tokens,
+            "tool_call_parser": info.tool_call_parser,
+            "reasoning_parser": info.reasoning_parser,
         }
 
 
