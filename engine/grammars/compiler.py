@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -57,6 +59,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
+        # Called with the seconds that a grammar took to compile; may be replaced.
+        self.on_compiled: Callable[[float], None] = lambda seconds: None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
@@ -107,11 +111,14 @@ class GrammarCompiler:
                 return found
         from llguidance import LLMatcher, LLParserLimits
 
+        began_s = time.monotonic()
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
             raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
+        seconds = time.monotonic() - began_s
         compiled = CompiledGrammar(_LibraryMatcher(matcher, self._tokenizer), self._vocab_size)
         with self._lock:
+            self.on_compiled(seconds)
             compiled = self._compiled.setdefault(key, compiled)
             while len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
