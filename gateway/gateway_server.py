@@ -23,9 +23,14 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
+from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
+from pillion.gateway.http_api.batch_calls import LineCalls
 from pillion.gateway.http_api.http_server import HttpServer, start_http
+from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
@@ -52,6 +57,7 @@ DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
 # Time for the last messages of streams that have ended; calls that watch the health are cut then.
 LAST_MESSAGES_S = 0.5
+DAY_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class GatewayServer:
         ports: Ports,
         heartbeat_s: float,
         keys: KeyFile | None = None,
+        batches: BatchRunner | None = None,
     ) -> None:
         self.component_id = record.component_id
         self.address = self.grpc_address = ports.grpc.address
@@ -86,6 +93,9 @@ class GatewayServer:
         self._registry = registry
         self._servicer = servicer
         self._server, self.http, self._probe = ports.grpc, ports.http, ports.probe
+        self._batches = batches
+        if batches is not None:
+            batches.start()
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
@@ -102,12 +112,17 @@ class GatewayServer:
         except PillionError as error:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
+        if self._batches is not None:
+            # At once: their lines run again elsewhere, and nobody waits for them.
+            await self._batches.stop()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
         await asyncio.gather(self._drained(grace_s), self.http.stop(grace_s))
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         if self._probe is not None:
             # Until here it showed that this process drains and does not hang.
             await self._probe.stop(0)
+        if self._batches is not None:
+            self._batches.close()
         await self.gateway.aclose()
         await self.cluster.aclose()
 
@@ -177,10 +192,11 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     # Without tenants there is nothing to count.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
     gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas)
+    batches = _batches(flags, gateway)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     servicer = GatewayServicer(gateway)
     try:
-        ports = await _listen(flags, gateway, servicer, identity)
+        ports = await _listen(flags, gateway, servicer, identity, batches)
     except OSError as error:
         await gateway.aclose()
         await cluster.aclose()
@@ -188,7 +204,21 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     record = ComponentRecord(
         component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
     )
-    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys)
+    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys, batches)
+
+
+def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
+    """What runs the batches of --batch-path. Raises ConfigError."""
+    if not flags.batch_path:
+        return None
+    folder = BatchFolder(
+        flags.batch_path,
+        max_bytes=flags.batch_bytes,
+        file_bytes=flags.batch_file_bytes,
+        keep_s=flags.batch_keep_days * DAY_S,
+    )
+    lines = LineCalls(ModelCalls(gateway))
+    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
@@ -201,7 +231,11 @@ def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, M
 
 
 async def _listen(
-    flags: GatewayFlags, gateway: Gateway, servicer: GatewayServicer, identity: tls.Identity | None
+    flags: GatewayFlags,
+    gateway: Gateway,
+    servicer: GatewayServicer,
+    identity: tls.Identity | None,
+    batches: BatchRunner | None,
 ) -> Ports:
     """Raises OSError for an address that cannot be bound; nothing half-started stays."""
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
@@ -216,7 +250,7 @@ async def _listen(
     )
     async with contextlib.AsyncExitStack() as started:
         started.push_async_callback(server.stop, 0)
-        http = await start_http(gateway, flags, identity)
+        http = await start_http(gateway, flags, identity, batches)
         started.push_async_callback(http.stop, 0)
         probe: rpc.RunningServer | None = None
         if flags.probe_listen:
@@ -255,4 +289,5 @@ def model_entry(model: PreparedModel) -> ModelEntry:
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+        grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
     )

@@ -333,6 +333,11 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
     max_message_bytes: int = size_flag(
         16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )
+    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
+    batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
+    batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
+    batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
+    max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)
     probe_listen: str = flag("", "Another address whose gRPC health says whether the gateway is ready.", placement=True)

@@ -10,6 +10,9 @@ from pillion.errors import FieldViolation
 from pillion.types import SamplingParams
 
 MAX_LOGPROBS = 20
+# Log probabilities that one request may ask of its prompt: tokens, times each one's own and its alternatives, times
+# answers. They take some 150 bytes each in a gateway, and 64 in a response.
+MAX_PROMPT_LOGPROBS = 2**18
 MAX_LOGIT_BIASES = 1024
 # Most tokens that one stream may speculate in one step.
 MAX_SPECULATIVE_TOKENS = 16
@@ -39,6 +42,7 @@ RANGES = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
 }
 _BIAS = Range(-100, 100)
 _INT64 = range(-(2**63), 2**63)

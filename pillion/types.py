@@ -45,7 +45,7 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1]; default 1.0.
         top_k: keep the k most likely tokens; 0 or -1 keeps all (the default).
         seed: any 64-bit number; the gateway draws one when it is not given (I6).
-        max_tokens: most tokens to generate; default: what the context has left.
+        max_tokens: most tokens to generate; default: what the context has left. 0 computes the prompt alone.
         stop: texts that end the stream and are not part of it.
         stop_token_ids: ids that end the stream, besides the model's own.
         ignore_eos: go on past the model's end-of-text token.
@@ -59,6 +59,7 @@ class SamplingParams:
         n: answers to the prompt; default 1.
         best_of: generate so many and give the best n; default n.
         structured_outputs: the shape that every answer must have.
+        prompt_logprobs: report log probabilities of the prompt's tokens but the first, and of this many alternatives.
     """
 
     temperature: float | None = None
@@ -79,19 +80,22 @@ class SamplingParams:
     n: int | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """How likely the model found a token, before temperature, penalties and bias: natural logarithms.
 
-    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them.
+    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them. ``rank``, of a
+    prompt's token alone, is 1 where no token was likelier; 0: not known.
     """
 
     token_id: int
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +190,14 @@ class AnswerSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a client goes on with a broken stream: its origin, and what each answer has brought, by index."""
+    """How a client goes on with a broken stream: its origin, and what each answer has brought, by index.
+
+    ``scored_tokens`` log probabilities of the prompt have come.
+    """
 
     origin: StreamOrigin
     answers: tuple[AnswerSoFar, ...]
+    scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +295,8 @@ class Delta:
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
     ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
     what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
-    message of an answer, the stop string that ended it, and "" where none did.
+    message of an answer, the stop string that ended it, and "" where none did. ``prompt_logprobs`` are those of the
+    prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own.
     """
 
     request_id: str
@@ -301,6 +310,7 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_string: str = ""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 200.0
+# The longest drain, and time for all processes to end.
+STOP_TIMEOUT_S = 120.0
 
 
 def free_port() -> int:
@@ -100,7 +102,7 @@ class ServedCluster:
         self.processes()
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(STOP_TIMEOUT_S)
 
     def end(self) -> None:
         """Stop the cluster, and kill all processes that do not end in time, the supervisor included."""

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL_S = 0.02
-WITHIN_S = 30.0
+# As a loaded machine needs it: what never comes is told late, which happens only where something is broken.
+WITHIN_S = 60.0
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WITHIN_S) -> Any:

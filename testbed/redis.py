@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from testbed.conditions import wait_for
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 
 
 def redis_executable() -> str:

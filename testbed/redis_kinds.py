@@ -20,7 +20,7 @@ from testbed.cluster import free_port
 from testbed.conditions import wait_for
 from testbed.redis import redis_executable, spawn
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 SLOTS = 16_384
 # A Cluster's nodes also listen at their port + 10000.
 BUS_OFFSET = 10_000

@@ -47,7 +47,7 @@ def run(folder: pathlib.Path, program: str, *options: str) -> subprocess.Complet
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini"]
-    return subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
 @pytest.mark.parametrize("program", [STUBBORN, CLEANING])
@@ -76,5 +76,5 @@ def test_a_run_ends_at_its_limit(tmp_path: pathlib.Path, processes: str) -> None
 
 def test_programs_hear_what_tests_send() -> None:
     command = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", sys.executable, "-c", HEARD]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "False False\nTrue True\n"

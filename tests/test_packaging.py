@@ -47,5 +47,5 @@ with pillion.Client("127.0.0.1:1") as client:
     except pillion.PillionError as error:
         print(type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert done.stdout.strip() in {"Unavailable", "DeadlineExceeded"}, done.stderr

@@ -136,6 +136,15 @@ def _service() -> Dashboard:
             "Requests that the gateway refused, by the bound or quota that they met.",
             stacked=True,
         ),
+        Panel(
+            "Batches",
+            "short",
+            (
+                Query(rate_by("pillion_batch_lines_total", "outcome"), "{{outcome}} per second"),
+                Query("sum by (state) (pillion_batch_lines_now)", "{{state}}"),
+            ),
+            "Lines of batches: how many end or are sent again, and how many run or are queued.",
+        ),
     )
     prompts = (
         Panel(

@@ -188,8 +188,8 @@ class Backend(Protocol):
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> InFlightStep:
         """Begins a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;
-        then chooses a token for each of ``sample_rows``, in that order, with the parameters ``rows``. None, for a
-        backend that runs ahead: :meth:`InFlightStep.choose` brings them.
+        then chooses a token for each of the first ``sample_rows``, in that order, with the parameters ``rows``, and
+        scores the others. ``rows`` may be None for a backend that runs ahead: :meth:`InFlightStep.choose` brings them.
 
         A token id ``-1 - r`` stands for the token that row r of the previous launch chooses, counted as in its
         Sampled.token_ids. Such ids occur only as the one token of a decode, and only if the previous step's results

@@ -21,8 +21,8 @@ class StepBatch:
         context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 behind its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R] rising numbers of the rows whose logits are sampled; a row may occur several times. Empty for
-            pure prefill.
+        sample_rows: [R + Q] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row may
+            occur several times among them. The last Q are only scored (SamplingRows.scored). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
     """
 

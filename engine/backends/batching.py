@@ -9,7 +9,7 @@ import numpy as np
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.step_masks import StepMasks
-from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows
+from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows, ScoredRows
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
@@ -43,7 +43,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
         query_starts=np.array(query_starts, dtype=np.int32),
         context_lens=np.array(context_lens, dtype=np.int32),
         block_tables=tables,
-        sample_rows=np.array([*_sample_rows(pieces, ends)], dtype=np.int32),
+        sample_rows=np.array([*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)], dtype=np.int32),
         rope_rows=positions + np.repeat(np.array(shifts, dtype=np.int32), np.diff(query_starts))
         if any(shifts)
         else None,
@@ -61,8 +61,16 @@ def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
             yield end - 1
 
 
+def _scored_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
+    """Yields the rows that each piece scores."""
+    for piece, end in zip(pieces, ends, strict=True):
+        if piece.scores:
+            behind = end - (piece.start + piece.count - piece.scores_end)
+            yield from range(behind - piece.scores, behind)
+
+
 def build_sampling(plan: StepPlan) -> SamplingRows:
-    """Builds the parameters of each sampled row, in the order of the batch's ``sample_rows``.
+    """Builds the parameters of each row of the batch's ``sample_rows``, in that order.
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
@@ -78,6 +86,19 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
         logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], dtype=np.int64),
         edits=tuple(_edits(rows)),
         masks=StepMasks.of(plan),
+        scored=_scored(plan.pieces),
+    )
+
+
+def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
+    """The tokens that the step scores: the row of a position scores the prompt's next token."""
+    scoring = [piece for piece in pieces if piece.scores]
+    if not scoring:
+        return None
+    tokens = [p.sequence.tokens(p.scores_end - p.scores + 1, p.scores_end + 1) for p in scoring]
+    counts = [p.sequence.scored_alternatives for p in scoring]
+    return ScoredRows(
+        np.concatenate(tokens).astype(np.int64), np.repeat(np.array(counts, np.int64), [p.scores for p in scoring])
     )
 
 

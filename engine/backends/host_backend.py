@@ -10,8 +10,8 @@ import torch
 
 from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
 
 
@@ -70,7 +70,7 @@ class HostBackend(ABC):
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        return FinishedStep(sample(self.forward(batch), rows))
+        return FinishedStep(sample_and_score(self.forward(batch), rows))
 
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""

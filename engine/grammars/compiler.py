@@ -18,11 +18,14 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest
+from pillion.grammar_limits import PARSER_LIMITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,16 +40,6 @@ MAX_GRAMMAR_BYTES = 2**20
 MAX_FORCED_BYTES = 2048
 # Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
 _CUT_BYTES = 64
-# What llguidance may spend; its own defaults allow a mask four times as much, and a lexer five times the memory.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
 # A special token in forced bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -112,17 +105,28 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         began_s = time.monotonic()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
             raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
         seconds = time.monotonic() - began_s
-        compiled = CompiledGrammar(_LibraryMatcher(matcher, self._tokenizer), self._vocab_size)
+        start = _LibraryMatcher(matcher, self._tokenizer)
+        compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
         with self._lock:
             self.on_compiled(seconds)
             compiled = self._compiled.setdefault(key, compiled)
             while len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _can_go_back(self, matcher: _LibraryMatcher) -> bool:
+        """Whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
+        "max_tokens" do not allow."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), np.uint32)
+        matcher.fill(bits, ())
+        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]
+        matcher.consume(int(first))
+        matcher.rollback(1)
+        return not matcher.error()
 
 
 class _LibraryMatcher:
@@ -158,8 +162,8 @@ class _LibraryMatcher:
             left += len(self._tokenizer.decode_bytes([tokens.pop()]))
         return tokens
 
-    def count_valid(self, tokens: Seq[int]) -> int:
-        return self._matcher.validate_tokens([*tokens])
+    def allows(self, token: int) -> bool:
+        return self._matcher.validate_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)

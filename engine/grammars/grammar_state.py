@@ -84,10 +84,24 @@ class GrammarState:
         return True
 
     def count_fitting(self, guesses: Seq[int]) -> int:
-        if self.forced or not self._grammar.try_lock():
+        if self.forced or not self._grammar.takes_guesses or not self._grammar.try_lock():
             return 0
+        matcher, consumed, fitting = self._matcher, 0, 0
         try:
-            return self._matcher.count_valid(guesses)
+            for guess in guesses:
+                if not (matcher.allows(guess) and matcher.consume(guess)):
+                    break
+                consumed += 1
+                if matcher.stopped():
+                    # Nothing is chosen behind a complete answer: its last token is chosen, not guessed.
+                    break
+                fitting += 1
+                if matcher.forced():
+                    # In the middle of a run only the run's own tokens may follow.
+                    break
+            if consumed:
+                matcher.rollback(consumed)
+            return fitting
         finally:
             self._grammar.unlock()
 

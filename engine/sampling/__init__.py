@@ -6,6 +6,7 @@
     cuts.py            top_k, top_p and min_p
     gumbel.py          the noise, and its random numbers
     logprobs.py        log probabilities of chosen and most likely tokens
+    scores.py          log probabilities of a prompt's tokens
     sampling_rows.py   the parameters of a step's rows, as arrays, and the chosen tokens
 
 Read sampler.py first. The same on a GPU is in kernels/gpu/sampling. Never in here: requests, sequences, and stop

@@ -18,13 +18,21 @@ def apply_masks(table: Float32, masks: RowMasks, edits: tuple[RowEdit, ...]) -> 
     """Masks rows of logits [R, V] in place. Returns the rows whose mask is late, and the edits without such bans as
     would leave a row nothing to choose."""
     bits, there = masks.take()
-    edits_of = {edit.row: edit for edit in edits if len(edit.banned)}
-    for row, mask in zip(masks.rows[there].tolist(), bits[there], strict=True):
+    rows, bits = masks.rows[there], bits[there]
+    for row, mask in zip(rows.tolist(), bits, strict=True):
         keep_allowed(table[row], mask)
+    return masks.rows[~there], possible_bans(edits, rows, bits)
+
+
+def possible_bans(edits: tuple[RowEdit, ...], rows: Int64, bits: UInt32) -> tuple[RowEdit, ...]:
+    """The edits without such bans as would leave one of ``rows`` [M], whose masks are ``bits`` [M, words], nothing to
+    choose."""
+    edits_of = {edit.row: edit for edit in edits if len(edit.banned)}
+    for row, mask in zip(rows.tolist(), bits, strict=True) if edits_of else ():
         edit = edits_of.get(row)
         if edit is not None and _bans_all(mask, edit.banned):
             edits_of[row] = replace(edit, banned=NO_IDS)
-    return masks.rows[~there], tuple(edits_of.get(edit.row, edit) for edit in edits)
+    return tuple(edits_of.get(edit.row, edit) for edit in edits)
 
 
 def keep_allowed(row: Float32, mask: UInt32) -> None:

@@ -72,6 +72,19 @@ class RowMasks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows [Q] that choose nothing: reported is how likely each one's known token was.
+
+    Attributes:
+        token_ids: [Q] int64.
+        alternatives: [Q] int64, number of the most likely tokens to report beside it.
+    """
+
+    token_ids: Int64
+    alternatives: Int64
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """Parameters with which R rows of logits are sampled.
 
@@ -84,6 +97,7 @@ class SamplingRows:
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
         edits: at most one for each row; rows without changes have none.
+        scored: rows of logits behind these R that are only scored.
         masks: of the rows that follow a grammar; None where no row does. A mask comes before everything else: all the
             others, reported log probabilities too, see a vocabulary of the allowed tokens. Banned ids that would leave
             no token of a mask are not banned.
@@ -99,6 +113,7 @@ class SamplingRows:
     positions: Int64
     logprobs: Int64
     edits: tuple[RowEdit, ...] = ()
+    scored: ScoredRows | None = None
     masks: RowMasks | None = None
     plain: bool = field(init=False)
 
@@ -116,8 +131,10 @@ class Sampled:
     """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN, one without its mask MASK_LATE. ``logprobs`` is empty
-    if no row of the step reports any, else it has one entry for each token.
+    if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that is
+    only scored; its log probability is NaN where the logits are no numbers.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
+    scored: tuple[TokenLogprob, ...] = ()

@@ -55,8 +55,9 @@ class BlockManager:
         self.stock.memory_is_coming()
 
     def order_resume(self, sequence: Sequence) -> None:
-        """Order a ticket for a sequence that has none. One token is always left to compute: its logits are needed."""
-        whole = (sequence.num_tokens - 1) // self._block_size
+        """Order a ticket for one that has none. What needs logits is left to compute, the last token at least."""
+        last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
+        whole = last // self._block_size
         self.out.resumes.append(
             ResumeOrder(
                 seq_id=sequence.seq_id,

@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class InFlightSteps:
         step = self._steps.popleft()
         pieces: list[SequencePiece] = []
         places: list[int] = []
-        row = 0
+        scores: list[TokenLogprob] = []
+        row = scored = 0
         for piece, generation, forks in zip(plan.pieces, step.generations, step.forks, strict=True):
             if step.counts(piece, generation):
                 piece.sequence.land(piece.count)
@@ -115,13 +117,16 @@ class InFlightSteps:
                 places.extend(range(row, row + piece.samples))
                 first = row + piece.samples
                 places.extend(at for at, fork in enumerate(forks, first) if fork in piece.sequence.forks)
+                scores.extend(sampled.scored[scored : scored + piece.scores])
             row += piece.samples + len(forks)
+            scored += piece.scores
         if len(places) == row or not sampled.token_ids:
-            # Everything counts, or the step failed and chose nothing.
-            return pieces, sampled
+            # Every token counts, or the step chose none.
+            return pieces, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
         return pieces, Sampled(
             tuple(sampled.token_ids[at] for at in places),
             tuple(sampled.logprobs[at] for at in places) if sampled.logprobs else (),
+            tuple(scores),
         )
 
     # What waits for them.

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import islice
+from math import isnan
 
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -36,9 +38,18 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
-from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
 from pillion.types import FinishReason, TokenLogprob
+
+# Rows of a step that score tokens of prompts, and the logits of them all.
+MAX_SCORED_ROWS = 512
+MAX_SCORED_BYTES = 64 * 2**20
+
+
+def scored_rows(vocab_size: int) -> int:
+    """Most rows of a step that score prompts, for a model with so many logits a row."""
+    return max(1, min(MAX_SCORED_ROWS, MAX_SCORED_BYTES // (4 * vocab_size)))
 
 
 class Scheduler:
@@ -52,6 +63,8 @@ class Scheduler:
         target_itl_s: duration of a step to aim at; 0 leaves the budget constant.
         max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
         drafter: guesses tokens of decodes; None guesses nothing.
+        max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
+            where prompts run whole.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
     prompts run whole.
@@ -66,6 +79,7 @@ class Scheduler:
         target_itl_s: float = 0.0,
         max_whole_tokens: int = 0,
         drafter: Drafter | None = None,
+        max_scored_rows: int = MAX_SCORED_ROWS,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -83,6 +97,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
         self._drafter = drafter
+        self._max_scored_rows = max_scored_rows
         self._in_flight = InFlightSteps()
         self._block_manager = BlockManager(block_size, self._in_flight)
         self.stock = self._block_manager.stock
@@ -101,7 +116,7 @@ class Scheduler:
             self._close(sequence, now, commit_rest=True)
         else:
             self.queues.join(sequence)
-            if sequence.grammar is not None:
+            if sequence.grammar is not None and not sequence.is_prompt_only:
                 # An answer that an earlier attempt has completed ends here.
                 self._may_choose(sequence, now)
 
@@ -203,11 +218,19 @@ class Scheduler:
         """Apply the results of a step."""
         self.budget.end(now)
         pieces, sampled = self._in_flight.landed(plan, sampled)
-        tokens, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        tokens, logprobs, scores = iter(sampled.token_ids), iter(sampled.logprobs), iter(sampled.scored)
         for piece in pieces:
             sequence = piece.sequence
             sequence.compute(piece.start, piece.start + piece.count, now)
             if sequence.is_span and sequence.left_to_compute == 0:
+                self._close(sequence, now, commit_rest=True)
+            if piece.scores and not self._accept_scores(piece, tuple(islice(scores, piece.scores))):
+                for _ in range(piece.samples):
+                    next(tokens), next(logprobs, None)
+                self._fail_broken(piece, piece.scores_end, tokens, logprobs, now)
+                continue
+            if sequence.is_prompt_only and sequence.left_to_compute == 0:
+                self._block_manager.out.report_end(sequence, Ending(reason=FinishReason.LENGTH), now)
                 self._close(sequence, now, commit_rest=True)
             if piece.samples:
                 self._accept_tokens(piece, tokens, logprobs, now)
@@ -289,8 +312,9 @@ class Scheduler:
         if grammar.failure is not None:
             self.fail(sequence.seq_id, grammar.failure, now)
             return False
-        # Answers that begin with this one's first token need that to be chosen.
-        if not grammar.completes or sequence.forks or (grammar.forced and sequence.reports_logprobs):
+        # Further answers begin with a token that is chosen, and a prompt may have to be scored.
+        needs_step = sequence.forks or sequence.unscored_from is not None
+        if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return True
         self._complete(sequence, now)
         return False
@@ -334,31 +358,41 @@ class Scheduler:
 
     def _tail_pieces(self, prompt_tails: Seq[Sequence], left: int, now: float) -> Iterator[SequencePiece]:
         """Pieces in this order, cut to ``left`` tokens together: short tails are packed, the last one is split."""
+        rows_left = self._max_scored_rows
         for sequence in prompt_tails:
             if left == 0:
                 return
             if sequence.state is not SequenceState.RUNNING and not self.queues.free_seqs:
                 continue
-            wanted = sequence.step_end() - sequence.next_start
-            if wanted <= left and sequence.grammar is not None and not self._may_choose(sequence, now):
+            start = sequence.next_start
+            wanted = sequence.step_end() - start
+            chooses = sequence.grammar is not None and not sequence.is_prompt_only
+            if wanted <= left and chooses and not self._may_choose(sequence, now):
                 # All but the token whose logits choose.
                 wanted -= 1
                 if not wanted or sequence.end_reported:
                     continue
-            if self.whole_prompts and wanted > left:
+            scored = sequence.unscored_from
+            if scored is not None:
+                wanted = min(wanted, max(scored - start, 0) + rows_left)
+                if not wanted:
+                    continue
+            elif self.whole_prompts and wanted > left:
                 return
-            count = min(left, wanted)
-            yield self._tail_piece(sequence, count, now)
-            left -= count
+            piece = self._tail_piece(sequence, min(left, wanted), now)
+            rows_left -= piece.scores
+            left -= piece.count
+            yield piece
 
     def _tail_piece(self, sequence: Sequence, count: int, now: float) -> SequencePiece:
         if sequence.state is not SequenceState.RUNNING:
             self.queues.start_running(sequence)
         start = sequence.next_start
         sequence.plan_piece(now)
-        if sequence.is_span or start + count < sequence.num_tokens:
-            return SequencePiece(sequence, start, count, 0)
-        return SequencePiece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks))
+        scores = sequence.rows_to_score(start, start + count)
+        if sequence.is_span or sequence.is_prompt_only or start + count < sequence.num_tokens:
+            return SequencePiece(sequence, start, count, 0, scores=scores)
+        return SequencePiece(sequence, start, count, 1, tuple(fork.seed for fork in sequence.forks), scores)
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
         """Tokens that stay free of drafts for a prompt tail: some, or all that it lacks where prompts run whole."""
@@ -386,7 +420,7 @@ class Scheduler:
                 for _ in piece.fork_seeds:
                     next(tokens), next(logprobs, None)
             else:
-                self._fail_broken(sequence, tokens, logprobs, now)
+                self._fail_broken(piece, sequence.num_tokens, tokens, logprobs, now)
             return
         if drafts and forced:
             out.forced_tokens += min(accepted, drafts)
@@ -400,6 +434,14 @@ class Scheduler:
             for fork in sequence.take_forks():
                 self._begin_fork(sequence, fork, next(tokens), next(logprobs, None), now)
 
+    def _accept_scores(self, piece: SequencePiece, scores: tuple[TokenLogprob, ...]) -> bool:
+        """Report how likely tokens of the prompt were. False: the model's logits are no numbers."""
+        if any(isnan(one.logprob) for one in scores):
+            return False
+        piece.sequence.score(len(scores))
+        self._block_manager.out.updates.append(Update(seq_id=piece.sequence.seq_id, prompt_logprobs=scores))
+        return True
+
     def _end_of_grammar(self, sequence: Sequence, reason: FinishReason | None) -> FinishReason | None:
         """Why the stream ends with its last token, given the ``reason`` that has nothing to do with the grammar."""
         grammar = sequence.grammar
@@ -408,14 +450,20 @@ class Scheduler:
         return FinishReason.STOP if grammar.completes and not grammar.forced else reason
 
     def _fail_broken(
-        self, sequence: Sequence, tokens: Iterator[int], logprobs: Iterator[TokenLogprob | None], now: float
+        self,
+        piece: SequencePiece,
+        token: int,
+        tokens: Iterator[int],
+        logprobs: Iterator[TokenLogprob | None],
+        now: float,
     ) -> None:
-        """Fail a sequence whose logits are no numbers; its forks, whose tokens come from the same row, go with it."""
-        for _ in sequence.take_forks():
+        """Fail a sequence whose logits for ``token`` are no numbers; its forks, whose tokens come from the same row as
+        its own, go with it."""
+        sequence = piece.sequence
+        for _ in sequence.take_forks() if piece.fork_seeds else ():
             next(tokens), next(logprobs, None)
         error = (
-            f"the model's logits for token {sequence.num_tokens} are not finite:"
-            " its weights are damaged, or its arithmetic overflows"
+            f"the model's logits for token {token} are not finite: its weights are damaged, or its arithmetic overflows"
         )
         self.fail(sequence.seq_id, BrokenModel(error), now)
 

@@ -75,6 +75,7 @@ class SequenceSpec:
         chunk_ends: positions that one step does not cross, the last one the span's end. Empty for a stream.
         priority: smaller is more urgent (:mod:`pillion.priority`).
         forks: further answers to the prompt, which begin with this sequence's first token. Empty for a span.
+        scored_tokens: with ``sampling.prompt_logprobs``: tokens behind the prompt's first one that are not scored.
     """
 
     seq_id: int
@@ -90,6 +91,7 @@ class SequenceSpec:
     chunk_ends: tuple[int, ...] = ()
     priority: int = 0
     forks: tuple[ForkSpec, ...] = ()
+    scored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,14 @@ class Sequence:
                 or bool(sampling.presence_penalty or sampling.frequency_penalty)
             )
         )
+        # Whether it ends with its prompt, without a token.
+        self.is_prompt_only = sampling is not None and spec.max_tokens == 0
+        # Prompt tokens are scored by the rows of positions num_scored .. score_end, each the one behind it.
+        self.scored_alternatives = 0
+        self.num_scored = self.score_end = spec.scored_tokens
+        if sampling is not None and sampling.prompt_logprobs is not None:
+            self.scored_alternatives = sampling.prompt_logprobs
+            self.score_end = max(spec.scored_tokens, spec.prompt_tokens - 1)
         self.num_drafts = 0
         # Whether the drafts are tokens that the grammar forces, which are always right.
         self.drafts_are_forced = False
@@ -222,7 +232,9 @@ class Sequence:
         """A sequence of the same prompt without a ticket: RESUMING."""
         assert self.spec.sampling is not None
         sampling = replace(self.spec.sampling, seed=fork.seed)
-        spec = replace(self.spec, seq_id=fork.seq_id, sampling=sampling, forks=())
+        spec = replace(
+            self.spec, seq_id=fork.seq_id, sampling=sampling, forks=(), scored_tokens=self.spec.prompt_tokens - 1
+        )
         hashes = self.block_hashes(0, spec.prompt_tokens // self.block_size)
         grammar = self.grammar.fork() if self.grammar is not None else None
         child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes, grammar=grammar)
@@ -315,6 +327,21 @@ class Sequence:
     def start_decoding(self) -> None:
         """All of a fork's prompt has its KV: its next piece is a decode."""
         self.decoding = True
+
+    def rows_to_score(self, start: int, end: int) -> int:
+        """How many rows of the positions ``start`` to ``end`` are to be scored; they are the last ones before
+        ``score_end``."""
+        return max(0, min(end, self.score_end) - max(start, self.num_scored))
+
+    @property
+    def unscored_from(self) -> int | None:
+        """The first position whose row is to be scored, and so computed, however long the cached prefix is; None: all
+        are scored."""
+        return self.num_scored if self.num_scored < self.score_end else None
+
+    def score(self, count: int) -> None:
+        """``count`` more tokens of the prompt are scored."""
+        self.num_scored += count
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Append a step's tokens as far as the drafts behind each were right; what was computed behind is void.

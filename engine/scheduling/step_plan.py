@@ -18,6 +18,7 @@ class SequencePiece:
             0: none. Above 1: the tokens behind the first of these rows are drafts, which the sequence holds behind its
             own tokens until the step's commit has judged them. Drafts that a grammar forces need no rows.
         fork_seeds: the last row chooses one more token with each of these seeds, in this order, behind the others.
+        scores: rows of the piece, the last one that of position ``scores_end`` - 1, that score the prompt's next token.
     """
 
     sequence: Sequence
@@ -25,6 +26,12 @@ class SequencePiece:
     count: int
     samples: int
     fork_seeds: tuple[int, ...] = ()
+    scores: int = 0
+
+    @property
+    def scores_end(self) -> int:
+        """Behind the last position whose row is scored."""
+        return min(self.start + self.count, self.sequence.score_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a fork's first token."""
+    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a fork's first token.
+    ``prompt_logprobs`` are those of the prompt's next tokens, and come in updates of their own."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     ending: Ending | None = None
     progress: SequenceProgress | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.drafts import NGramDrafter
-from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import PillionError, Unavailable
@@ -117,6 +117,7 @@ class Worker:
             target_itl_s=target_itl_ms / 1000,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+            max_scored_rows=scored_rows(model.backend.vocab_size),
         )
         # Flags that it refuses are refused before anything is held.
         make_scheduler()

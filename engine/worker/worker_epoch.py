@@ -152,7 +152,8 @@ class WorkerEpoch:
         self, spec: SequenceSpec, holding: Holding, tail_hash: bytes, grammar: AnswerGrammar | None = None
     ) -> Sequence:
         """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted. Raises NotFound, and lets go of the
-        holding, if the chain holds other tokens than ``spec`` has: KV of another prompt is never read."""
+        holding, if the chain holds other tokens than ``spec`` has, for KV of another prompt is never read, or tokens
+        that are yet to be scored."""
         chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
         sequence = Sequence(spec, holding, self._block_size, time.monotonic(), grammar=grammar)
         if chain > first:
@@ -160,9 +161,10 @@ class WorkerEpoch:
             fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
         else:
             fits = not tail_hash or tail_hash == spec.parent_hash
-        if not fits:
+        unscored = sequence.unscored_from
+        if not fits or (unscored is not None and sequence.num_computed > unscored):
             self.tickets.let_go(holding)
-            raise NotFound("the ticket's chain is not of these tokens: plan again")
+            raise NotFound("the ticket's chain is not of these tokens, or holds some that are to be scored: plan again")
         return sequence
 
     def add(

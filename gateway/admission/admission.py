@@ -5,6 +5,9 @@ enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at
    '-- over a bound: Overloaded -'                                 '-- no time left for the wait: Overloaded
 
 Bounds are the gateway's and each tenant's own. Requests that wait are counted by them, so they bound the queues too.
+
+Requests in the background (batches) leave room for all others: they fill at most BACKGROUND_SHARE of any bound and of a
+model's slots, and have their turn only while nobody else waits, or once they have waited as long as their rank says.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ RETRY_AFTER_MS = 1000
 # of n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and
 # Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
+# A request in the background is taken only where no more than this share is then in use, by whomever.
+BACKGROUND_SHARE = 0.5
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +43,14 @@ class AdmissionPermit:
     Attributes:
         answers: answers that it generates; each counts as a request.
         tokens: tokens of its prompt, once it is weighed.
+        weight: these and the log probabilities that it asks of them, which the gateway holds at the most.
         queue: its model's queue, once it has its turn.
     """
 
     tenant: Tenant
     answers: int
     tokens: int = 0
+    weight: int = 0
     queue: _ModelQueue | None = None
 
 
@@ -89,8 +96,9 @@ class Admission:
         if answers > 1 and answers > alone:
             text = f"{answers} answers; the gateway takes {alone} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, text))
-        if self.requests + answers > self._max_requests:
-            raise _full("", "max_inflight_requests", self._max_requests, "requests")
+        room = _room(tenant, self._max_requests)
+        if self.requests + answers > room:
+            raise _full("", "max_inflight_requests", room, "requests")
         most = _bound(tenant, own, self._max_requests, self.requests - self.requests_of[name])
         if self.requests_of[name] + answers > most:
             raise _full(name, "max_inflight_requests", most, "requests")
@@ -98,17 +106,20 @@ class Admission:
         self.requests_of[name] += answers
         return AdmissionPermit(tenant, answers)
 
-    def weigh(self, permit: AdmissionPermit, tokens: int) -> None:
-        """Admits the prompt of a request. One prompt is always admitted, however long. Raises Overloaded."""
+    def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
+        """Admits the prompt of a request, and so many log probabilities of it, which count like tokens. One prompt is
+        always admitted, however long. Raises Overloaded."""
+        weight = tokens + scores
         name, own = permit.tenant.name, permit.tenant.max_inflight_tokens
         most = _bound(permit.tenant, own, self._max_tokens, self.tokens - self.tokens_of[name])
-        if self.tokens and self.tokens + tokens > self._max_tokens:
-            raise _full("", "max_inflight_tokens", self._max_tokens, "prompt tokens")
-        if self.tokens_of[name] and self.tokens_of[name] + tokens > most:
+        room = _room(permit.tenant, self._max_tokens)
+        if self.tokens and self.tokens + weight > room:
+            raise _full("", "max_inflight_tokens", room, "prompt tokens")
+        if self.tokens_of[name] and self.tokens_of[name] + weight > most:
             raise _full(name, "max_inflight_tokens", most, "prompt tokens")
-        permit.tokens = tokens
-        self.tokens += tokens
-        self.tokens_of[name] += tokens
+        permit.tokens, permit.weight = tokens, weight
+        self.tokens += weight
+        self.tokens_of[name] += weight
 
     async def turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived_s: float, deadline_s: float | None
@@ -127,9 +138,9 @@ class Admission:
         """Takes out a request that has ended, in whatever way, before or after its turn."""
         name = permit.tenant.name
         self.requests -= permit.answers
-        self.tokens -= permit.tokens
+        self.tokens -= permit.weight
         self.requests_of[name] -= permit.answers
-        self.tokens_of[name] -= permit.tokens
+        self.tokens_of[name] -= permit.weight
         for counts in (self.requests_of, self.tokens_of):
             if not counts[name]:
                 del counts[name]
@@ -140,6 +151,7 @@ class Admission:
         """Forgets tenants that are not among ``names`` and do not wait."""
         for queue in self._queues.values():
             queue.waiting.keep(names)
+            queue.background.keep(names)
 
 
 class _ModelQueue:
@@ -150,6 +162,7 @@ class _ModelQueue:
         self._departures = DepartureRate()
         self._numbers = itertools.count()
         self.waiting = FairQueue()
+        self.background = FairQueue()
         self.turns: dict[int, tuple[asyncio.Future[None], AdmissionPermit]] = {}
         self.running = 0
 
@@ -157,17 +170,19 @@ class _ModelQueue:
         """Wait for this model's next free place; :meth:`Admission.turn` has the errors."""
         request = WaitingRequest(request_rank, next(self._numbers), permit.tokens, permit.answers)
         now_s = time.monotonic()
-        if self.turns or not self._fits(permit.answers):
+        in_background = permit.tenant.background
+        line = self.background if in_background else self.waiting
+        if not in_background and (self._crowded or not self._fits(permit.answers)):
             wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, request))
             if deadline_s is not None and now_s + wait_s >= deadline_s:
                 text = f"the wait would take about {wait_s:.1f} s, longer than the request's deadline leaves"
                 raise Overloaded(text, math.ceil(wait_s * 1000), (QuotaViolation("deadline", text),))
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting.push(permit.tenant, request)
+        line.push(permit.tenant, request)
         self.turns[request.number] = (future, permit)
         try:
             self._grant()
-            if not future.done():
+            if not (in_background or future.done()):
                 self._departures.began(now_s)
             async with asyncio.timeout(None if deadline_s is None else max(0.0, deadline_s - now_s)):
                 await future
@@ -175,22 +190,28 @@ class _ModelQueue:
             raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
         finally:
             if self.turns.pop(request.number, None) is not None:
-                self.waiting.remove(permit.tenant, request)
+                line.remove(permit.tenant, request)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn."""
         permit.queue = None
         self.running -= permit.answers
-        self.waiting.charge(permit.tenant, generated_tokens)
+        (self.background if permit.tenant.background else self.waiting).charge(permit.tenant, generated_tokens)
         self._grant()
-        self._departures.left(permit.answers, bool(self.turns), time.monotonic())
+        self._departures.left(permit.answers, self._crowded, time.monotonic())
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether a request waits that is not in the background."""
+        return self.waiting.first() is not None
 
     def _grant(self) -> None:
-        while (request := self.waiting.first()) is not None:
+        while (found := self._next()) is not None:
+            line, share, request = found
             future, permit = self.turns[request.number]
-            if not future.done() and not self._fits(permit.answers):
+            if not future.done() and not self._fits(permit.answers, share):
                 return
-            self.waiting.pop()
+            line.pop()
             del self.turns[request.number]
             # A future that is done was cancelled a moment ago, and its task has not run since.
             if not future.done():
@@ -198,9 +219,19 @@ class _ModelQueue:
                 self.running += permit.answers
                 future.set_result(None)
 
-    def _fits(self, answers: int) -> bool:
+    def _next(self) -> tuple[FairQueue, float, WaitingRequest] | None:
+        """The request whose turn is next, its line, and the share of the slots that may be taken with it."""
+        hidden, first = self.background.first(), self.waiting.first()
+        if hidden is not None and hidden.rank <= time.monotonic():
+            # It has waited as long as its priority asks, so that it does not starve.
+            return self.background, 1.0, hidden
+        if first is not None:
+            return self.waiting, 1.0, first
+        return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden)
+
+    def _fits(self, answers: int, share: float = 1.0) -> bool:
         slots = self._slots()
-        return not slots or not self.running or self.running + answers <= slots
+        return not slots or not self.running or self.running + answers <= int(slots * share)
 
 
 class TenantSlots:
@@ -223,8 +254,13 @@ def _bound(tenant: Tenant, own: int, whole: int, others: int) -> int:
     """What a tenant may have of ``whole``, of which other tenants have ``others``. The open gateway's only tenant may
     have it all."""
     if own or not tenant.name:
-        return min(own or whole, whole)
-    return max(1, int((whole - others) * TENANT_SHARE))
+        return _room(tenant, min(own or whole, whole))
+    return _room(tenant, max(1, int((whole - others) * TENANT_SHARE)))
+
+
+def _room(tenant: Tenant, bound: int) -> int:
+    """What of a bound may be in use once a request of the tenant is in."""
+    return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound
 
 
 def _full(tenant: str, name: str, most: int, what: str) -> Overloaded:

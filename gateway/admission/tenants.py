@@ -6,7 +6,7 @@ no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pillion.priority import MAX_PRIORITY
 
@@ -20,7 +20,8 @@ class Tenant:
         weight: share of the cluster where several tenants wait; 2 gets twice what 1 gets.
         requests_per_minute, tokens_per_minute: what it may ask for; tokens are those of prompts and answers.
         most_urgent_priority: its requests are never more urgent than this. Smaller is more urgent and takes memory from
-            other tenants' streams, so without a permission it is 0, the usual priority.
+            other tenants' streams, so without a permission it is 0, the usual priority. At MAX_PRIORITY the tenant is
+            served in the background.
         max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
         cache_group: tenants of one group share KV; "" shares with nobody.
         operator: may see the whole cluster (GetStatus).
@@ -39,6 +40,15 @@ class Tenant:
     def capped(self, priority: int) -> int:
         """The priority that a request of this tenant gets."""
         return max(priority, self.most_urgent_priority)
+
+    @property
+    def background(self) -> bool:
+        """Whether its requests run only in places that nobody else wants."""
+        return self.most_urgent_priority >= MAX_PRIORITY
+
+    def in_background(self) -> Tenant:
+        """The same tenant, with its quotas and its salt, served in the background."""
+        return replace(self, most_urgent_priority=MAX_PRIORITY)
 
 
 OPEN = Tenant(name="", operator=True, most_urgent_priority=-MAX_PRIORITY)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import msgspec
+
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.grammars.answer_grammar import Piece, literal
+from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
+from pillion.gateway.grammars.structural_tags import tag_piece
 from pillion.types import StructuredOutputs
 
 # Of the text of a shape; OpenAI's bound is 120,000 characters of names and values.
@@ -17,9 +21,6 @@ MAX_SHAPE_BYTES = 128 * 2**10
 MAX_CHOICES = 4096
 
 _FIELD = "sampling.structured_outputs"
-# What an expression of Lark cannot hold as it is, escaped already or not.
-_ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
-_WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 
 def shape_violations(shape: StructuredOutputs) -> Iterator[FieldViolation]:
@@ -59,21 +60,32 @@ def shape_bytes(shape: StructuredOutputs | None) -> int:
 def shape_piece(shape: StructuredOutputs) -> Piece:
     """The piece of a checked shape. Raises InvalidRequest where its text is not what it should be."""
     if shape.json is not None:
-        return json_piece(_parsed(shape.json, f"{_FIELD}.json"))
+        return json_piece(_parsed(shape.json, f"{_FIELD}.json"), f"{_FIELD}.json")
     if shape.json_object:
-        return json_piece({"type": "object"})
+        return json_piece({"type": "object"}, f"{_FIELD}.json_object")
     if shape.regex is not None:
-        return Piece(_regex(shape.regex))
+        return Piece(expression(shape.regex, f"{_FIELD}.regex"), sources={f"{_FIELD}.regex": None})
     if shape.choice:
-        return Piece(" | ".join(map(literal, shape.choice)))
+        # One terminal, which is read in one go, however many choices there are.
+        rule = f"CHOICE: {' | '.join(map(literal, shape.choice))}"
+        return Piece("CHOICE", (rule,), sources={f"{_FIELD}.choice": None})
     if shape.grammar is not None:
-        return Piece("@client", grammars={"client": shape.grammar})
-    raise InvalidRequest.of(FieldViolation(f"{_FIELD}.structural_tag", "it is not supported here"))
+        return Piece("@client", grammars={"client": shape.grammar}, sources={f"{_FIELD}.grammar": None})
+    field = f"{_FIELD}.structural_tag"
+    return tag_piece(_parsed(shape.structural_tag or "", field), field, json_piece)
 
 
-def json_piece(schema: Any) -> Piece:
-    """The piece of JSON that fits ``schema``."""
-    return Piece(f"%json {json.dumps(schema, ensure_ascii=False)}")
+def json_piece(schema: Any, field: str) -> Piece:
+    """The piece of JSON that fits the ``schema`` of the client's ``field``. Raises InvalidRequest with each place in it
+    that no answer can be held to."""
+    faults = [
+        FieldViolation(field, f"at {path}: {reason}" if path else reason)
+        for path, reason in itertools.islice(schema_faults(schema), MAX_VIOLATIONS)
+    ]
+    if faults:
+        raise InvalidRequest.of(*faults)
+    whole = written(schema)
+    return Piece(f"%json {json.dumps(whole, ensure_ascii=False)}", sources={field: whole})
 
 
 def _given(shape: StructuredOutputs) -> dict[str, Any]:
@@ -83,14 +95,6 @@ def _given(shape: StructuredOutputs) -> dict[str, Any]:
 
 def _parsed(text: str, field: str) -> Any:
     try:
-        return json.loads(text)
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest.of(FieldViolation(field, f"not JSON: {error}")) from None
-
-
-def _regex(pattern: str) -> str:
-    """A regular expression between slashes, as Lark has it. Raises InvalidRequest."""
-    written = _ESCAPED.sub(lambda found: _WRITTEN.get(found[0][-1], found[0]), pattern)
-    if _ESCAPED.sub("", pattern).endswith("\\"):
-        raise InvalidRequest.of(FieldViolation(f"{_FIELD}.regex", "it ends within an escape"))
-    return f"/{written}/"

@@ -1,16 +1,25 @@
-"""The HTTP port: OpenAI's API, vLLM's /tokenize and /detokenize, health and metrics. Open http_server.py first.
+"""The HTTP port: OpenAI's and Anthropic's APIs, vLLM's /tokenize, health and metrics. Open http_server.py first.
 
 http_server.py       the table of pages, bounds of connections, and the server
 http_call.py         one call: its body, its response, the client that goes away
-http_errors.py       errors as OpenAI's clients know them
+http_errors.py       errors as OpenAI's and Anthropic's clients know them
 model_calls.py       calls that a model answers, at any of the doors; the pace of writes
 delta_reader.py      deltas of one call with one prompt or several
+output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
 openai_api.py        handlers of OpenAI's endpoints
+batches_api.py       handlers of /v1/files and /v1/batches
+batch_calls.py       the lines of batches, served like calls
+multipart.py         the form in which a file comes
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first
 openapi.py           /openapi.json and /docs: what bodies may hold, made of those fields
 openai_requests.py   from bodies to requests of the gateway
+openai_shapes.py     the shape of an answer, in OpenAI's words or vLLM's
 openai_events.py     from deltas to events, or to one object
 openai_logprobs.py   log probabilities in OpenAI's shapes
+anthropic_api.py     handlers of Anthropic's endpoints
+anthropic_fields.py  the fields of their bodies
+anthropic_requests.py  from bodies to requests of the gateway
+anthropic_events.py  from deltas to events, or to one message
 
 Policy never comes in here: it belongs to gateway/gateway.py, which the gRPC service shares.
 """

@@ -33,7 +33,8 @@ class DeltaReader:
     def __init__(self, requests: Sequence[GenerateRequest], start: StartGeneration) -> None:
         self._requests = requests
         self._start = start
-        self._generations: list[Generation] = []
+        # By number of their prompts, in the order in which they were started.
+        self._generations: dict[int, Generation] = {}
         self._pumps: list[asyncio.Task[None]] = []
         self._queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = asyncio.Queue(MAX_WAITING_DELTAS)
         # The prompt whose error was raised.
@@ -45,11 +46,15 @@ class DeltaReader:
     @property
     def fingerprint(self) -> str:
         """The model's fingerprint in OpenAI's form; known after the first batch."""
-        return f"fp_{self._generations[0].job.fingerprint[:10]}"
+        return f"fp_{next(iter(self._generations.values())).job.fingerprint[:10]}"
+
+    def first_token(self, prompt: int) -> int:
+        """The first token of a prompt of which a delta has come."""
+        return self._generations[prompt].job.prompt[0]
 
     def usage(self) -> Usage:
         """Tokens of all prompts so far."""
-        return sum((generation.usage() for generation in self._generations), Usage(0, 0, 0))
+        return sum((generation.usage() for generation in self._generations.values()), Usage(0, 0, 0))
 
     async def _read_several(self) -> DeltaBatch:
         if not self._pumps:
@@ -67,12 +72,12 @@ class DeltaReader:
         """Cancels what still runs."""
         for pump in self._pumps:
             pump.cancel()
-        for generation in self._generations:
+        for generation in self._generations.values():
             generation.cancel()
 
     async def _read_one(self) -> DeltaBatch:
         if not self._generations:
-            self._generations.append(await self._start(self._requests[0]))
+            self._generations[0] = await self._start(self._requests[0])
         generation = self._generations[0]
         try:
             batch = [(0, await anext(generation))]
@@ -85,8 +90,7 @@ class DeltaReader:
     async def _pump(self, number: int, turns: asyncio.Semaphore) -> None:
         async with turns:
             try:
-                generation = await self._start(self._requests[number])
-                self._generations.append(generation)
+                generation = self._generations[number] = await self._start(self._requests[number])
                 async for delta in generation:
                     await self._queue.put((number, delta))
                 await self._queue.put(None)

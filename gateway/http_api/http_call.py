@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import parse_qs
 
 from opentelemetry import context as otel_context
 from starlette.types import Receive, Scope, Send
 
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
 from pillion.gateway.request.runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
@@ -43,13 +44,14 @@ Headers = list[tuple[bytes, bytes]]
 class HttpCall:
     """One call. Its response carries ``request_id``, which is a label and never an address.
 
-    ``tenant`` is the sender, on the pages that need a key.
+    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``.
     """
 
     # Bytes of all bodies that this process is reading.
     bodies_bytes = 0
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:
+        self.error_form = error_form
         self.method = str(scope["method"])
         self.path = str(scope["path"])
         self._receive = receive
@@ -60,6 +62,7 @@ class HttpCall:
             self._headers.setdefault(name, value)
             self.header_bytes += len(name) + len(value)
         self.parameters = scope.get("path_params", {})
+        self._query = bytes(scope["query_string"])
         self.started = self._reading = False
         self.tenant = OPEN
         given_id = self.header(b"x-request-id")
@@ -97,6 +100,34 @@ class HttpCall:
         self._reading = False
         return b"".join(parts)
 
+    def query(self, *known: str) -> dict[str, str]:
+        """The parameters behind the path's "?". Raises ApiError for one that is not ``known``, or comes twice."""
+        try:
+            found = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+        except ValueError:
+            raise ApiError(400, "the path's parameters cannot be read", code="invalid_value") from None
+        for name, values in found.items():
+            if name not in known or len(values) > 1:
+                raise refused(name[:100], "this parameter is not known here, or comes twice", "unknown_parameter")
+        return {name: values[0] for name, values in found.items()}
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """A body of any kind as it comes, which may be long: each piece has BODY_TIMEOUT_S. Raises ApiError."""
+        self._reading = True
+        while True:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    message = await self._receive()
+            except TimeoutError:
+                raise ApiError(408, f"nothing more of the body came for {BODY_TIMEOUT_S:g} s") from None
+            if message["type"] != "http.request":
+                raise ClientGone
+            if not message.get("more_body", False):
+                self._reading = False
+            yield message.get("body", b"")
+            if not self._reading:
+                return
+
     async def while_connected(self, work: Awaitable[None]) -> None:
         """Awaits ``work``, which is cancelled at once when the client goes away (I8)."""
         task = asyncio.current_task()
@@ -125,17 +156,18 @@ class HttpCall:
     ) -> None:
         """Sends a whole response."""
         length = (b"content-length", b"%d" % len(body))
-        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self.start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
         """Sends an error, where nothing has been sent yet. A body that was not read is dropped with its connection."""
         close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
-        await self.answer(error.status, error.body(), [*error.headers(), *close])
+        status, body = self.error_form.write(error, self.request_id)
+        await self.answer(status, body, [*error.headers(), *close])
 
     async def start_events(self) -> None:
         """Begins a response of server-sent events."""
-        await self._start(
+        await self.start(
             200,
             [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -149,10 +181,12 @@ class HttpCall:
         """Sends some events in one write. The result must be awaited; that takes time while the client reads slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
-    async def _start(self, status: int, headers: Headers) -> None:
+    async def start(self, status: int, headers: Headers) -> None:
+        """Begins a response whose body is written next."""
         self.started = True
-        label = (b"x-request-id", self.request_id.encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, label]})
+        label = self.request_id.encode()
+        labels = [(name, label) for name in self.error_form.id_headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *labels]})
 
     async def _read(self, parts: list[bytes]) -> None:
         """Adds to ``parts``, and counts their bytes, until the body is whole or too large."""
@@ -172,6 +206,11 @@ class HttpCall:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
+    def credentials(self) -> str:
+        """What the sender proves to be, as an Authorization header has it; Anthropic's clients may send a bare key."""
+        key = self.header(b"x-api-key")
+        return self.header(b"authorization") or (f"Bearer {key}" if key else "")
+
     def header(self, name: bytes) -> str:
         """A header's value, "" where there is none."""
         return self._headers.get(name, b"").decode("latin-1")
@@ -189,6 +228,8 @@ class Endpoint:
         handler: answers a call.
         tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
         body: what the handler reads a body as, for the API's description.
+        error_form: how the page's errors are written.
+        body_type: the body's content type, for the same.
     """
 
     def __init__(
@@ -197,11 +238,15 @@ class Endpoint:
         handler: Callable[[HttpCall], Awaitable[None]],
         tenant_of: Callable[[str], Tenant] | None = None,
         body: type | None = None,
+        error_form: ErrorForm = OPENAI_ERRORS,
+        body_type: str = JSON_TYPE.decode(),
     ) -> None:
         self.method = method
         self.handler = handler
         self._tenant_of = tenant_of
         self.body = body
+        self.error_form = error_form
+        self.body_type = body_type
 
     @property
     def needs_key(self) -> bool:
@@ -209,7 +254,10 @@ class Endpoint:
         return self._tenant_of is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        call = HttpCall(scope, receive, send)
+        await self.answer(HttpCall(scope, receive, send, self.error_form))
+
+    async def answer(self, call: HttpCall) -> None:
+        """Answers a call, with an error where the handler raises one."""
         with contextlib.suppress(ClientGone):
             try:
                 if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
@@ -217,7 +265,7 @@ class Endpoint:
                 if call.header_bytes > MAX_HEADER_BYTES:
                     raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
                 if self._tenant_of is not None:
-                    call.tenant = self._tenant_of(call.header(b"authorization"))
+                    call.tenant = self._tenant_of(call.credentials())
                 await self.handler(call)
             except ApiError as error:
                 await call.fail(error)
@@ -229,6 +277,18 @@ class Endpoint:
                     # The connection ends in the middle of the response, which shows the client that it is not whole.
                     raise
                 await call.fail(from_pillion(Internal(DEFECT), {}))
+
+
+class Methods:
+    """An ASGI application of a path that takes several methods, each with an endpoint of its own."""
+
+    def __init__(self, *endpoints: Endpoint) -> None:
+        self.endpoints: Sequence[Endpoint] = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        other = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler)
+        await next((one for one in self.endpoints if one.method == method), other)(scope, receive, send)
 
 
 def _too_large() -> ApiError:

@@ -1,9 +1,9 @@
-"""Errors as OpenAI's clients know them: a status, and ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as clients know them: a status and a JSON object, in OpenAI's form or, at Anthropic's door, in Anthropic's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import msgspec
@@ -39,6 +39,17 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
     Unauthenticated: (401, _INVALID, "invalid_api_key"),
     PermissionDenied: (403, "permission_error", "permission_denied"),
 }
+# Anthropic's types of errors, by the status that OpenAI's clients get.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(eq=False)
@@ -53,16 +64,6 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_ms: int = 0
 
-    def body(self) -> bytes:
-        """The JSON body."""
-        error = {
-            "message": self.message[:MAX_MESSAGE_CHARS],
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
-
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it; where
         a key is needed, what kind."""
@@ -72,6 +73,38 @@ class ApiError(Exception):
             return []
         seconds = math.ceil(self.retry_after_ms / 1000)
         return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % self.retry_after_ms)]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How errors and ids of requests look to the clients of an API.
+
+    Attributes:
+        write: the status and the body of an error; its second argument is the request's id.
+        id_headers: headers of responses that carry the request's id.
+    """
+
+    write: Callable[[ApiError, str], tuple[int, bytes]]
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+
+
+def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    text = error.message[:MAX_MESSAGE_CHARS]
+    said = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
+    return error.status, msgspec.json.encode({"error": said})
+
+
+def _anthropic(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """``{"type": "error", "error": {"type", "message"}, "request_id"}``; 503 is Anthropic's 529."""
+    kind = _ANTHROPIC_TYPES.get(error.status, _INVALID if error.status < 500 else "api_error")
+    said = {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}
+    status = 529 if error.status == 503 else error.status
+    return status, msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
+
+
+OPENAI_ERRORS = ErrorForm(_openai)
+ANTHROPIC_ERRORS = ErrorForm(_anthropic, (b"x-request-id", b"request-id"))
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
@@ -93,6 +126,14 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
-    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``."""
+    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own."""
+    if field in spelled:
+        return spelled[field]
+    item, bracket, rest = field.partition("]")
+    if item + bracket in spelled:
+        return spelled[item + bracket] + rest
+    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
+    if whole is not None:
+        return spelled[whole] + field.removeprefix(whole)
     name, bracket, rest = field.partition("[")
     return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

@@ -1,4 +1,4 @@
-"""The HTTP port, in the gateway's process and event loop: OpenAI's API, and pages about the gateway itself."""
+"""The HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages of the gateway."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import PillionError, Unavailable
+from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import openapi
-from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall
-from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.anthropic_api import AnthropicApi
+from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
+from pillion.gateway.http_api.batches_api import BatchBody, BatchesApi
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods
+from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
+from pillion.gateway.http_api.multipart import FORM_TYPE, UploadForm
 from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.net import tls
@@ -40,6 +45,12 @@ KEEP_ALIVE_S = 75
 HEAD_TIMEOUT_S = 20.0
 # A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
 STALL_TIMEOUT_S = 120.0
+# Paths of OpenAI's, Jina's and vLLM's APIs for which models of other kinds are needed.
+NOT_OFFERED = frozenset(
+    f"{version}/{name}"
+    for version in ("", "/v1", "/v2")
+    for name in ("embeddings", "rerank", "score", "pooling", "classify")
+)
 # Connections beyond those that are served; they get 503.
 SPARE_CONNECTIONS = 64
 
@@ -100,6 +111,10 @@ class _Pages:
 
     async def nothing(self, call: HttpCall) -> None:
         """404, for every other path."""
+        if call.path.startswith("/v1/messages/"):
+            call.error_form = ANTHROPIC_ERRORS
+        if call.path in NOT_OFFERED:
+            raise ApiError(404, f"{call.path} is not offered: the models here generate text", code="not_found")
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
@@ -114,14 +129,14 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
+def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None) -> ASGIApp:
     """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
     With --allowed-origins the writes of a browser's streams are wrapped once.
     """
     pages, tenant_of, calls = _Pages(gateway, flags.vllm_metric_names), gateway.tenant_of, ModelCalls(gateway)
-    api = OpenAIApi(calls)
+    api, anthropic, files = OpenAIApi(calls), AnthropicApi(calls), BatchesApi(batches)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
@@ -130,6 +145,32 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
         Route("/v1/completions", Endpoint("POST", api.completions, tenant_of, CompletionBody)),
         Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody)),
+        Route("/v1/messages", Endpoint("POST", anthropic.messages, tenant_of, MessagesBody, ANTHROPIC_ERRORS)),
+        Route(
+            "/v1/messages/count_tokens",
+            Endpoint("POST", anthropic.count_tokens, tenant_of, CountTokensBody, ANTHROPIC_ERRORS),
+        ),
+        Route(
+            "/v1/files",
+            Methods(
+                Endpoint("POST", files.create_file, tenant_of, UploadForm, body_type=FORM_TYPE),
+                Endpoint("GET", files.files, tenant_of),
+            ),
+        ),
+        Route(
+            "/v1/files/{id}",
+            Methods(Endpoint("GET", files.file, tenant_of), Endpoint("DELETE", files.delete_file, tenant_of)),
+        ),
+        Route("/v1/files/{id}/content", Endpoint("GET", files.content, tenant_of)),
+        Route(
+            "/v1/batches",
+            Methods(
+                Endpoint("POST", files.create_batch, tenant_of, BatchBody),
+                Endpoint("GET", files.batches, tenant_of),
+            ),
+        ),
+        Route("/v1/batches/{id}", Endpoint("GET", files.batch, tenant_of)),
+        Route("/v1/batches/{id}/cancel", Endpoint("POST", files.cancel_batch, tenant_of)),
         Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
         Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
@@ -144,10 +185,10 @@ def make_app(gateway: Gateway, flags: GatewayFlags) -> ASGIApp:
     return CORSMiddleware(
         router,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         allow_credentials=flags.allow_credentials,
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
     )
 
 
@@ -228,7 +269,9 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def start_http(gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None) -> HttpServer:
+async def start_http(
+    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, batches: BatchRunner | None = None
+) -> HttpServer:
     """Serves on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
 
     With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
@@ -239,7 +282,7 @@ async def start_http(gateway: Gateway, flags: GatewayFlags, identity: tls.Identi
     listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, flags),
+        make_app(gateway, flags, batches),
         # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,

@@ -59,12 +59,16 @@ class AnswerWriter:
         """The events of some deltas. ``usage`` gives the tokens so far."""
         raise NotImplementedError
 
+    def events_bytes(self, batch: DeltaBatch) -> int:
+        """About how large the events of some deltas are, where they may be too large for the event loop; else 0."""
+        return 0
+
     def last_events(self, usage: Usage) -> bytes:
         """What stands behind the events of the last delta."""
         raise NotImplementedError
 
-    def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+    def failed(self, error: bytes) -> bytes:
+        """The last event of a stream that fails. ``error`` is its JSON, in the form of the door's errors."""
         raise NotImplementedError
 
     def keep(self, prompt: int, delta: Delta) -> None:
@@ -77,8 +81,8 @@ class AnswerWriter:
 
 
 Asked = TypeVar("Asked", bound=AskedCall)
-# Makes the writer of a call. The last argument is the fingerprint of the model, in OpenAI's form.
-NewWriter = Callable[[HttpCall, Asked, ModelEntry, str], Awaitable[AnswerWriter]]
+# Makes the writer of a call, whose first deltas are there.
+NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
 
 class ModelCalls:
@@ -123,7 +127,7 @@ class ModelCalls:
         try:
             batch = await reader.read()
             # After the first delta: nothing is prepared for what is refused or waits for its turn.
-            writer = await new_writer(call, asked, entry, reader.fingerprint)
+            writer = await new_writer(call, asked, entry, reader)
             if asked.stream:
                 await self._stream(call, asked, reader, writer, batch)
                 return
@@ -146,14 +150,20 @@ class ModelCalls:
         try:
             with pacer:
                 while batch:
-                    events = writer.events(batch, reader.usage)
+                    size = writer.events_bytes(batch)
+                    if size:
+                        events = await self.gateway.off_loop(call.tenant, size, writer.events, batch, reader.usage)
+                    else:
+                        events = writer.events(batch, reader.usage)
                     wrote = time.monotonic()
-                    await call.write(events)
+                    if events:
+                        await call.write(events)
                     if batch[-1][1].usage is None:
                         await pacer.rest(wrote)
                     batch = await reader.read()
         except PillionError as error:
-            await call.write(writer.failed(from_pillion(error, asked.names[reader.failed])), last=True)
+            said = call.error_form.write(from_pillion(error, asked.names[reader.failed]), call.request_id)[1]
+            await call.write(writer.failed(said), last=True)
             return
         await call.write(writer.last_events(reader.usage()), last=True)
 

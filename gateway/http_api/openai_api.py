@@ -10,6 +10,7 @@ import msgspec
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import ModelEntry
+from pillion.gateway.http_api.delta_reader import DeltaReader
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
@@ -79,7 +80,7 @@ class OpenAIApi:
         return await self._gateway.text_of(request.model, request.token_ids, tenant)
 
     async def _new_writer(
-        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, fingerprint: str
+        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponseWriter:
         is_chat = bool(asked.requests[0].messages)
         head = {
@@ -87,13 +88,13 @@ class OpenAIApi:
             "object": "",
             "created": int(time.time()),
             "model": entry.limits.name,
-            "system_fingerprint": fingerprint,
+            "system_fingerprint": reader.fingerprint,
         }
         texts = self._calls.texts_of(entry)
         if is_chat:
             return ChatResponseWriter(head, texts, asked)
         echoed = [await self._prompt_text(one, call.tenant) for one in asked.requests] if asked.echo else []
-        return CompletionResponseWriter(head, texts, asked, echoed)
+        return CompletionResponseWriter(head, texts, asked, echoed, reader.first_token)
 
 
 def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:

@@ -7,14 +7,14 @@ What does not change from event to event is encoded once for each answer; an eve
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from pillion.gateway.http_api.delta_reader import DeltaBatch
-from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
@@ -41,6 +41,8 @@ class _WrittenAnswer:
     finish_reason: str | None = None
     stop_string: str = ""
     offset: int = 0
+    # The first token of a prompt whose log probabilities are echoed and have not been written yet.
+    first_token: int | None = None
     opened: bool = False
 
 
@@ -72,6 +74,8 @@ class ResponseWriter(AnswerWriter):
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
+        # Log probabilities of each prompt; the first token has none.
+        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """One event for each delta, some with an opening before it."""
@@ -84,9 +88,9 @@ class ResponseWriter(AnswerWriter):
             return DONE
         return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
 
-    def failed(self, error: ApiError) -> bytes:
+    def failed(self, error: bytes) -> bytes:
         """The error as the last event of a stream; OpenAI's clients raise it."""
-        return b"data: " + error.body() + _END
+        return b"data: " + error + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
@@ -112,6 +116,10 @@ class ResponseWriter(AnswerWriter):
 
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        if delta.prompt_logprobs:
+            self._scores[prompt].extend(delta.prompt_logprobs)
+            self.size_bytes += self._score_copies * _score_bytes(delta.prompt_logprobs)
+            return
         index = prompt * self._per_prompt + delta.index
         answer = self._answers.get(index) or self._begin(index)
         answer.texts.append(delta.text)
@@ -126,14 +134,33 @@ class ResponseWriter(AnswerWriter):
         """All answers in one object."""
         choices = []
         for index, answer in sorted(self._answers.items()):
-            logprobs = self._logprobs(answer, answer.logprobs) if self._shows else None
+            logprobs = self._logprobs(answer, [*self._echoed_scores(index), *answer.logprobs]) if self._shows else None
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
             if answer.stop_string:
                 # The field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
-        return _encode({**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)})
+        whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
+        return _encode({**whole, **self._around()})
+
+    @property
+    def _score_copies(self) -> int:
+        """How often the whole response has the log probabilities of a prompt."""
+        return 1
+
+    def _listed_scores(self, prompt: int) -> dict[str, Any]:
+        """vLLM's field with the log probabilities of a prompt; none if it was not asked for."""
+        most = self._asked.prompt_logprobs
+        return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
+
+    def _around(self) -> dict[str, Any]:
+        """Further fields of the whole response."""
+        return {}
+
+    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
+        """Log probabilities of the prompt that the answer's own follow."""
+        return ()
 
     def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
@@ -162,12 +189,20 @@ class ChatResponseWriter(ResponseWriter):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    def _around(self) -> dict[str, Any]:
+        return self._listed_scores(0)
+
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._tokens.chat(logprobs)
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """Responses of /v1/completions. ``prompts`` are the texts to echo, one for each prompt; none without an echo."""
+    """Responses of /v1/completions.
+
+    Args:
+        prompts: the texts to echo, one for each prompt; none without an echo.
+        first_token: gives the first token of a prompt of which a delta has come.
+    """
 
     kind = event_kind = "text_completion"
     before = b'"text":'
@@ -179,26 +214,74 @@ class CompletionResponseWriter(ResponseWriter):
         tokens: TokenTexts,
         asked: OpenAIRequest,
         prompts: Sequence[str],
+        first_token: Callable[[int], int],
     ) -> None:
         super().__init__(head, tokens, asked)
         self._prompts = prompts
+        self._first_token = first_token
+        # Whether an echoed prompt is shown with its log probabilities.
+        self._echoes_scores = bool(prompts) and asked.logprobs
+        # What all choices of a prompt have, encoded once.
+        self._listings: dict[int, dict[str, Any]] = {}
         self.size_bytes = asked.answers * sum(map(len, prompts))
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """One event for each delta of an answer; log probabilities of a prompt wait for the event that echoes it."""
+        if self._echoes_scores:
+            for prompt, delta in batch:
+                self._scores[prompt].extend(delta.prompt_logprobs)
+            batch = [one for one in batch if not one[1].prompt_logprobs]
+        return super().events(batch, usage)
+
+    def events_bytes(self, batch: DeltaBatch) -> int:
+        """About how large the echoes are that come with these events."""
+        if not self._echoes_scores:
+            return 0
+        begun = {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
+        return self._per_prompt * sum(_score_bytes(self._scores[prompt]) for prompt in begun)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """``delta`` as an event; an echoed prompt is an event of its own before it."""
         echoed = b""
         if self._prompts and index not in self._answers:
-            prompt = Delta(delta.request_id, self._prompts[index // self._per_prompt])
-            echoed = super().event(index, prompt, usage)
+            text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
+            echoed = super().event(index, Delta(delta.request_id, text, logprobs=scores), usage)
         return echoed + super().event(index, delta, usage)
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        echoed = self._prompts[index // self._per_prompt] if self._prompts else ""
-        return {"text": echoed + text}
+        prompt = index // self._per_prompt
+        if prompt not in self._listings:
+            listed = self._listed_scores(prompt)
+            self._listings[prompt] = {name: msgspec.Raw(_encode(value)) for name, value in listed.items()}
+        return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._listings[prompt]}
+
+    @property
+    def _score_copies(self) -> int:
+        return self._per_prompt * ((self._asked.prompt_logprobs is not None) + self._echoes_scores)
+
+    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
+        if not self._echoes_scores:
+            return ()
+        scores, most = self._scores[index // self._per_prompt], self._asked.requests[0].sampling.logprobs or 0
+        if most >= (self._asked.prompt_logprobs or 0):
+            return scores
+        return [replace(one, top_ids=one.top_ids[:most], top_logprobs=one.top_logprobs[:most]) for one in scores]
+
+    def _begin(self, index: int) -> _WrittenAnswer:
+        answer = super()._begin(index)
+        if self._echoes_scores:
+            answer.first_token = self._first_token(index // self._per_prompt)
+        return answer
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        columns, answer.offset = self._tokens.completion(logprobs, answer.offset)
+        columns, answer.offset = self._tokens.completion(logprobs, answer.offset, answer.first_token)
+        answer.first_token = None
         return columns
+
+
+def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+    """About what log probabilities of a prompt take in a response."""
+    return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _MAX_ERROR_CHARS = 1000
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
+_VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,6 +47,78 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Raw = Raw()
 
 
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
+    """Free text."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON schema with OpenAI's words around it.
+
+    Attributes:
+        name: what the schema is called; without effect.
+        schema: the schema; left out, any JSON object will do.
+        description: what the schema is for; without effect.
+        strict: without effect: every answer fits the whole schema.
+    """
+
+    name: str = ""
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
+    """JSON that fits a schema.
+
+    Attributes:
+        json_schema: the schema.
+    """
+
+    json_schema: NamedSchema
+
+
+class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag", tag_field="type"):
+    """Free text with parts of a given shape, as vLLM has it: structures and triggers, or a format.
+
+    Attributes:
+        structures: begin, schema and end of each part.
+        triggers: texts behind which one of the structures has to follow.
+        format: the newer notation, which nests.
+    """
+
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The shape of the answer in vLLM's words; exactly one field is given.
+
+    Attributes:
+        json: a JSON schema, or its text.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a grammar in Lark's notation, or in GBNF's.
+        json_object: any JSON object will do.
+        structural_tag: free text with parts of a given shape, as text.
+        whitespace_pattern: not supported; JSON is written as Python's json writes it.
+    """
+
+    json: dict[str, Any] | str | bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: Raw = Raw()
+    disable_additional_properties: Raw = Raw()
+    whitespace_pattern: Raw = Raw()
+
+
 class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of both kinds of completion; those of sampling are described in SamplingParams.
 
@@ -54,7 +127,11 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         stream: send the answer as server-sent events while it grows.
         stream_options: options of that stream.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        prompt_logprobs: report log probabilities of the prompt's tokens and of this many alternatives, as vLLM does;
+            not with stream.
         cache_salt: only requests with the same salt share cached prefixes.
+        response_format: the shape of the answer, in OpenAI's words.
+        structured_outputs: the shape of the answer, in vLLM's words.
         user: a label of at most 512 characters, without effect.
         metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
     """
@@ -78,8 +155,11 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: Raw = Raw()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    response_format: Raw = Raw()
+    structured_outputs: Raw = Raw()
     user: str | None = None
     metadata: Raw = Raw()
 
@@ -89,9 +169,10 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
-        max_tokens: most tokens to generate; default 16.
+        max_tokens: most tokens to generate; default 16. 0: none, for log probabilities of the prompt.
         echo: begin each answer with its prompt.
-        logprobs: report log probabilities of the answer's tokens and of this many alternatives.
+        logprobs: report log probabilities of the answer's tokens and of this many alternatives; with echo also of the
+            prompt's.
     """
 
     prompt: Raw
@@ -200,9 +281,9 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # Fields that ask for what Pillion does not do, by body; see HARMLESS.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty prompt_logprobs response_format
+    include_stop_str_in_output kv_transfer_params length_penalty
     return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
-    store structured_outputs truncate_prompt_tokens use_beam_search
+    store truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
@@ -215,8 +296,12 @@ _UNSUPPORTED = {
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
+    "allowed_callers": (["direct"],),
     "annotations": ([],),
     "bad_words": ([],),
+    "defer_loading": (False,),
+    "disable_any_whitespace": (True, False),
+    "disable_additional_properties": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "echo": (False,),
@@ -225,9 +310,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
+    "mcp_servers": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -240,6 +325,11 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
+# Older names of what is supported, with the newer ones.
+INSTEAD: Mapping[str, str] = {
+    f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
+    for name in ("json", "regex", "choice", "grammar")
+}
 # Read in the second step, as these; every other raw field is not supported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
@@ -248,6 +338,8 @@ READ_LATER: Mapping[str, Any] = {
     "stop_token_ids": list[Int],
     "logit_bias": dict[Int, float],
     "metadata": dict[str, str],
+    "response_format": TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat,
+    "structured_outputs": ShapeBody,
     "chat_template_kwargs": dict[str, Raw],
     "tokens": list[Int],
 }
@@ -300,7 +392,7 @@ def refuse_unsupported(parsed: Any, prefix: str) -> None:
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
             harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
-            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+            reason = INSTEAD.get(name, "this is not supported here") + (f", only {harmless} is" if harmless else "")
             raise refused(prefix + name, reason, "unsupported_parameter")
 
 
@@ -343,4 +435,6 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return refused(param, "this field is not known here", "unknown_parameter")
     if "missing required" in what:
         return refused(param, "this field is required", "missing_required_parameter")
+    if param.endswith("type") and (unknown := _VALUE.search(what)):
+        return refused(param, f"{unknown[1]!r} is not supported here", "unsupported_value")
     return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")

@@ -39,10 +39,36 @@ class TokenTexts:
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
+    def prompt(self, logprobs: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+        """Log probabilities of a prompt in vLLM's shape: null for its first token, then each token and its ``most``
+        likeliest alternatives, by id."""
+        return [None, *(self._ranked(one, most) for one in logprobs)]
+
+    def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
+        tops = enumerate(zip(one.top_ids[:most], one.top_logprobs[:most], strict=True), 1)
+        ranked = [(one.token_id, one.logprob, one.rank), *((top, value, rank) for rank, (top, value) in tops)]
+        # The token itself goes first, with its own rank, and is not listed again.
+        return {
+            str(token_id): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": self.bytes_of(token_id).decode(errors="replace"),
+            }
+            for token_id, logprob, rank in [*ranked[:1], *(top for top in ranked[1:] if top[0] != one.token_id)]
+        }
+
+    def completion(
+        self, logprobs: Sequence[TokenLogprob], offset: int, first_token: int | None = None
+    ) -> tuple[dict[str, Any], int]:
         """Log probabilities of a completion's next tokens, in columns, and the characters up to their end; ``offset``
-        are those before them."""
+        are those before them. ``first_token``, of an echoed prompt, goes before them and has none."""
         tokens, offsets, tops = [], [], []
+        values: list[float | None] = [_finite(one.logprob) for one in logprobs]
+        if first_token is not None:
+            tokens.append(self.text_of(first_token))
+            offsets.append(offset)
+            offset += len(tokens[0])
+            values.insert(0, None)
         for one in logprobs:
             text = self.text_of(one.token_id)
             tokens.append(text)
@@ -55,9 +81,9 @@ class TokenTexts:
             )
         columns = {
             "text_offset": offsets,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
+            "token_logprobs": values,
             "tokens": tokens,
-            "top_logprobs": tops,
+            "top_logprobs": tops if first_token is None else [None, *tops],
         }
         return columns, offset
 

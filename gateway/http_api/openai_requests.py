@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from pillion.gateway.http_api.openai_fields import (
     parse_field,
     refuse_unsupported,
 )
+from pillion.gateway.http_api.openai_shapes import FORMAT_NAMES, read_shape
 from pillion.gateway.request.validation import (
     MAX_MESSAGES,
     MAX_PROMPT_IDS,
@@ -60,7 +61,7 @@ _METADATA_BOUND = (
 # Fields that the body and SamplingParams hold alike.
 _SAME_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
 )
 
 # The beginning of a list, up to its first item.
@@ -82,12 +83,14 @@ class OpenAIRequest(AskedCall):
         include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
+        prompt_logprobs: with how many alternatives those of the prompt are listed; None lists none.
     """
 
     include_usage: bool
     continuous_usage: bool
     echo: bool
     logprobs: bool
+    prompt_logprobs: int | None = None
 
     @property
     def answers(self) -> int:
@@ -99,19 +102,20 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused unread. Raises
     ApiError."""
     body = parse(raw, CompletionBody)
-    if body.echo and body.logprobs is not None:
-        text = "log probabilities of a prompt are not computed; ask for one of echo and logprobs"
-        raise refused("logprobs", text, "unsupported_parameter")
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
+    if body.echo and body.logprobs is not None:
+        # The echoed prompt has log probabilities like the answer.
+        sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = read_prompts(body.prompt, most_ids)
     requests = tuple(
         _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
         for prompt in prompts.values()
     )
-    names = tuple({"text": field, "token_ids": field} for field in prompts)
+    scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
+    names = tuple({"text": field, "token_ids": field, **scores} for field in prompts)
     return _openai_request(body, requests, names, echo=bool(body.echo), logprobs=body.logprobs is not None)
 
 
@@ -240,6 +244,7 @@ def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs:
         stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        structured_outputs=read_shape(body.response_format, body.structured_outputs),
         logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
@@ -266,29 +271,35 @@ def _openai_request(
     logprobs: bool,
 ) -> OpenAIRequest:
     check_label(body.user, "user")
-    _check_metadata(body.metadata)
+    read_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
+    if body.stream and body.prompt_logprobs is not None:
+        raise refused(
+            "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
+        )
     if body.stream_options is not None:
         if not body.stream:
             raise refused("stream_options", "it needs stream to be true")
         refuse_unsupported(options, "stream_options.")
     return OpenAIRequest(
         requests=requests,
-        names=names,
+        names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         echo=echo,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
-def _check_metadata(raw: Raw) -> None:
-    """Checks the labels of a stored answer, which have no effect here: nothing is stored. Raises ApiError."""
-    labels = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
+def read_metadata(raw: Raw) -> dict[str, str]:
+    """Reads labels, which have no effect: a batch gives them back, and answers are not stored. Raises ApiError."""
+    labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
     too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if too_long or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
+    return labels
 
 
 def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:

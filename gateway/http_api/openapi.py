@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
@@ -18,35 +18,45 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion._version import VERSION
-from pillion.gateway.http_api.http_call import Endpoint
-from pillion.gateway.http_api.openai_fields import (
-    HARMLESS,
-    READ_AS,
-    READ_LATER,
-    ContentPart,
-    MessageBody,
-    StreamOptions,
-)
+from pillion.gateway.http_api.http_call import Endpoint, Methods
+from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER
 from pillion.types import ChatOptions, SamplingParams
 
 _REF = "#/components/schemas/"
+_ABOUT = "OpenAI's API with vLLM's additions to it, and Anthropic's Messages."
 _HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
 _ERRORS = {
-    "400": "A field is wrong, unknown or not supported; `param` names it.",
+    "400": "A field is wrong, unknown or not supported; the message begins with its name.",
     "401": "An API key is needed, or this one is not known.",
     "404": "The model is not served here.",
     "429": "A bound or a quota is met; Retry-After says when to come again.",
     "503": "No worker serves the model now.",
 }
-_ERROR: dict[str, Any] = {
-    "type": "object",
-    "description": "What an error's body holds.",
-    "properties": {
-        "error": {
-            "type": "object",
-            "description": "The error, with OpenAI's type and code.",
-            "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-        }
+_ERROR_BODIES: dict[str, Any] = {
+    "Error": {
+        "type": "object",
+        "description": "What an error's body holds.",
+        "properties": {
+            "error": {
+                "type": "object",
+                "description": "The error, with OpenAI's type and code.",
+                "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+            }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "description": "What an error's body holds at Anthropic's door.",
+        "properties": {
+            "type": {"enum": ["error"], "description": "What this object is."},
+            "error": {
+                "type": "object",
+                "description": "The error, with Anthropic's type.",
+                "properties": {name: {"type": "string"} for name in ("type", "message")},
+            },
+            "request_id": {"type": "string", "description": "The request's id."},
+        },
     },
 }
 _STYLE = (
@@ -57,15 +67,16 @@ _STYLE = (
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints."""
+    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several."""
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
-    for route in routes:
-        endpoint: Endpoint = route.app  # type: ignore[assignment]
+    for route, endpoint in _endpoints(routes):
         path = route.path_format
         operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": endpoint.handler.__name__}
+        anthropic = endpoint.error_form is ANTHROPIC_ERRORS
+        error = _json("AnthropicError" if anthropic else "Error")
         operation["responses"] = {"200": {"description": "The answer."}} | {
-            status: {"description": text, "content": _json("Error")}
+            "529" if anthropic and status == "503" else status: {"description": text, "content": error}
             for status, text in _ERRORS.items()
             if endpoint.body is not None or (status == "401" and endpoint.needs_key)
         }
@@ -76,14 +87,14 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
         if endpoint.body is not None:
             bodies.append(endpoint.body)
-            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
-        paths[path] = {endpoint.method.lower(): operation}
+            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__, endpoint.body_type)}
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation
     key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Pillion", "version": VERSION, "description": "OpenAI's API, and vLLM's additions to it."},
+        "info": {"title": "Pillion", "version": VERSION, "description": _ABOUT},
         "paths": paths,
-        "components": {"schemas": {**_schemas(bodies), "Error": _ERROR}, "securitySchemes": {"key": key}},
+        "components": {"schemas": _schemas(bodies) | _ERROR_BODIES, "securitySchemes": {"key": key}},
     }
 
 
@@ -94,8 +105,8 @@ def page(document: dict[str, Any]) -> bytes:
         for method, operation in operations.items():
             parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
             if "requestBody" in operation:
-                schema = operation["requestBody"]["content"]["application/json"]["schema"]
-                parts.append(f"<p>Body: {_kind(schema)}</p>")
+                ((kind, content),) = operation["requestBody"]["content"].items()
+                parts.append(f"<p>Body: {_kind(content['schema'])}, as {kind}</p>")
     for name, schema in document["components"]["schemas"].items():
         rows = (
             f"<tr><td><code>{escape(field)}</code>{' (needed)' if field in schema.get('required', ()) else ''}</td>"
@@ -113,20 +124,28 @@ def page(document: dict[str, Any]) -> bytes:
 
 def _schemas(bodies: Iterable[Any]) -> dict[str, Any]:
     """The schemas of bodies and of the objects in them, by name."""
-    return {
-        kind.__name__: _object(READ_AS.get(kind, kind)) for kind in (*bodies, StreamOptions, MessageBody, ContentPart)
-    }
+    found: dict[str, Any] = {}
+    waiting = list(bodies)
+    while waiting:
+        kind = waiting.pop(0)
+        if kind.__name__ not in found:
+            found[kind.__name__] = _object(READ_AS.get(kind, kind), waiting)
+    return found
 
 
-def _object(kind: Any) -> dict[str, Any]:
-    """The schema of a struct. A field that is read raw has the type that it is read as later; of one that is not
-    supported only the values that change nothing are shown, and it is left out where there is none but null."""
+def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
+    """The schema of a struct; the structs in it are added to ``met``. A field that is read raw has the type that it is
+    read as later; of one that is not supported only the values that change nothing are shown, and it is left out where
+    there is none but null."""
+    config = kind.__struct_config__
     meanings = _meanings(ChatOptions) | _meanings(SamplingParams)
     for base in reversed(kind.__mro__):
         meanings |= _meanings(base)
     properties: dict[str, Any] = {}
+    if config.tag is not None:
+        properties[config.tag_field] = {"enum": [config.tag], "description": "What this object is."}
     for field in msgspec.structs.fields(kind):
-        found = _schema(READ_LATER.get(field.name, field.type))
+        found = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, met)
         if field.type is Raw and field.name not in READ_LATER:
             values = HARMLESS.get(field.name, ())
             if not values:
@@ -139,23 +158,29 @@ def _object(kind: Any) -> dict[str, Any]:
         "type": "object",
         "description": _summary(kind),
         "properties": properties,
-        "required": [field.name for field in msgspec.structs.fields(kind) if field.required],
+        "required": [
+            *([config.tag_field] if config.tag is not None else []),
+            *(field.name for field in msgspec.structs.fields(kind) if field.required),
+        ],
         "additionalProperties": False,
     }
 
 
-def _schema(kind: Any) -> dict[str, Any]:
-    """The schema of a field's type. Structs are named and described elsewhere."""
+def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
+    """The schema of a field's type. Structs are added to ``met``, and are described under their names."""
     known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
     match known:
         case msgspec.inspect.StructType():
+            met.append(known.cls)
             return {"$ref": _REF + known.cls.__name__}
         case msgspec.inspect.UnionType():
-            return {"anyOf": [_schema(one) for one in known.types]}
+            return {"anyOf": [_schema(one, met) for one in known.types]}
         case msgspec.inspect.ListType():
-            return {"type": "array", "items": _schema(known.item_type)}
+            return {"type": "array", "items": _schema(known.item_type, met)}
         case msgspec.inspect.DictType():
-            return {"type": "object", "additionalProperties": _schema(known.value_type)}
+            return {"type": "object", "additionalProperties": _schema(known.value_type, met)}
+        case msgspec.inspect.Metadata():
+            return _schema(known.type, met) | (known.extra_json_schema or {})
         case msgspec.inspect.LiteralType():
             return {"enum": list(known.values)}
     names = {
@@ -169,8 +194,15 @@ def _schema(kind: Any) -> dict[str, Any]:
     return {"type": name} if name else {}
 
 
-def _json(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF + name}}}
+def _endpoints(routes: Sequence[Route]) -> Iterator[tuple[Route, Endpoint]]:
+    for route in routes:
+        app: Any = route.app
+        for endpoint in app.endpoints if isinstance(app, Methods) else (app,):
+            yield route, endpoint
+
+
+def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
+    return {kind: {"schema": {"$ref": _REF + name}}}
 
 
 def _summary(described: Any) -> str:

@@ -39,7 +39,7 @@ MAX_FETCH_S = 5.0
 FIRST_LOOK_S = 0.5
 # How long it waits for components that were there as recently as this: they answer no more, or their records are gone,
 # and a supervisor is bringing them back.
-RETURN_WAIT_S = 15.0
+RETURN_WAIT_S = 30.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
@@ -330,9 +330,9 @@ class Cluster:
             self._recorded_at_s.update(dict.fromkeys(self.view.models(), now))
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
-        """How a model is served, and whether by a KV node too. Raises Unavailable."""
+        """How a model is served, and whether by a KV node of its decode workers too. Raises Unavailable."""
         served = self.served(*key)
-        return served, any(map(self._usable, self.view.of("kvnode")))
+        return served, not self.lacks_node(served)
 
     def _patience_s(self, model: str) -> float:
         """How long a request waits for the model: longer where it was served a short time ago."""

@@ -54,6 +54,8 @@ class ClusterSnapshot:
         index_available: whether the index could be asked for ``hits``.
         avoid: components that failed this request before; used only where there is no other.
         spread: any number that differs from request to request; it settles ties.
+        unscored_from: the first position of the prompt whose log probability is asked: the decode worker computes it
+            and all behind it, whatever is cached. None: none is.
     """
 
     model: str
@@ -71,6 +73,13 @@ class ClusterSnapshot:
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0
+    unscored_from: int | None = None
+
+    @property
+    def limit_blocks(self) -> int:
+        """Most blocks that may be found, or left to a prefill worker: those whose logits nobody needs."""
+        last = self.prompt_tokens - 1 if self.unscored_from is None else self.unscored_from
+        return last // self.block_size
 
     def live_nodes(self) -> frozenset[str]:
         """KV nodes that did not fail this request."""

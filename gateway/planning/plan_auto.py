@@ -141,7 +141,7 @@ def choose(
     weighed = _least(snapshot, models, decodes)[:MAX_WEIGHED]
     best = _prefill_sides(snapshot, models, prefills, weighed)
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
-    limit = (snapshot.prompt_tokens - 1) // snapshot.block_size
+    limit = snapshot.limit_blocks
     behind = snapshot.demand_per_s[0] / len(decodes)
     ways = [
         _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed

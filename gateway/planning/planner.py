@@ -51,6 +51,8 @@ class RequestPlan:
 
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
     have something of the prompt, the longest first. ``dial`` settles the split where the policy is ``auto``.
+    ``limit_blocks`` may be found or left to a prefill worker: whole blocks that end at or before N - 1, or before the
+    first token whose log probability is asked.
     """
 
     node_id: str
@@ -64,6 +66,7 @@ class RequestPlan:
     split_tokens: int
     chunks: tuple[int, ...]
     reason: str
+    limit_blocks: int
     sources: tuple[PrefixSource, ...] = ()
     dial: Dial | None = None
 
@@ -85,11 +88,6 @@ class RequestPlan:
     def split_blocks(self) -> int:
         """Blocks before ``split_tokens``."""
         return self.split_tokens // self.block_size
-
-    @property
-    def limit_blocks(self) -> int:
-        """Whole blocks that end at or before N - 1."""
-        return (self.prompt_tokens - 1) // self.block_size
 
     @property
     def total_blocks(self) -> int:
@@ -136,6 +134,7 @@ def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: Componen
         split_tokens=0,
         chunks=(),
         reason="",
+        limit_blocks=snapshot.limit_blocks,
         sources=_sources(snapshot, decode.node_id),
     )
 

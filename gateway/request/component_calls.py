@@ -23,7 +23,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.links.cluster import Cluster, Served
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
@@ -135,6 +135,7 @@ class ComponentCalls:
             priority=job.priority,
             forks=[Fork(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
+            scored_tokens=action.scored_tokens,
             grammar=job.grammar,
         )
         streams = (self, *followers)
@@ -176,21 +177,28 @@ class ComponentCalls:
     async def _look_up(self, action: ev.LookUp) -> None:
         if action.after_ms:
             await asyncio.sleep(action.after_ms / 1000)
+        job, cluster = self._job, self._cluster
+        whole: Served | None = None
         try:
             with telemetry.child("plan", self._span) as span:
-                decided = await self._plan(action, span)
+                if action.attempt == 1:
+                    served = await cluster.served_soon(job.model, job.fingerprint)
+                else:
+                    served = cluster.served(job.model, job.fingerprint)
+                whole = None if cluster.lacks_node(served) else served
+                decided = await self._plan(action, served, span)
         except PillionError as error:
-            self._post(ev.PlanFailed(action.attempt, error))
+            # What served the model may be lost while the index answers. Nobody has waited for its return then.
+            lost = whole is not None and cluster.lacks_node(whole)
+            self._post(ev.PlanFailed(action.attempt, error, retryable=lost))
         else:
             self._post(ev.PlanMade(action.attempt, decided))
 
-    async def _plan(self, action: ev.LookUp, span: trace.Span) -> RequestPlan:
+    async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
         job, cluster = self._job, self._cluster
-        if action.attempt == 1:
-            served = await cluster.served_soon(job.model, job.fingerprint)
-        else:
-            served = cluster.served(job.model, job.fingerprint)
-        whole = (len(action.token_ids) - 1) // served.block_size * served.block_size
+        # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
+        last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
+        whole = last // served.block_size * served.block_size
         root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
@@ -218,6 +226,7 @@ class ComponentCalls:
             index_available=cluster.index.available,
             avoid=action.avoid,
             spread=job.spread,
+            unscored_from=action.unscored_from,
         )
         decided = make_plan(snapshot)
         if action.attempt == 1:
@@ -296,6 +305,8 @@ class ComponentCalls:
             if not self._adopted and delta.error is None:
                 self._adopted = True
                 self._post(ev.TicketAdopted(attempt))
+            if delta.prompt_logprobs:
+                self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
                 if not self._begun and self._stream is not None:
                     # The first token shows that the prompt is computed.

@@ -50,10 +50,9 @@ class PlanMade(AttemptEvent, frozen=True):
     plan: RequestPlan
 
 
-class PlanFailed(AttemptEvent, frozen=True):
-    """No plan could be made, for instance because no worker lives."""
-
-    error: PillionError
+class PlanFailed(AttemptLoss, frozen=True):
+    """No plan could be made, for instance because no worker lives. ``retryable``: what it needs lived when planning
+    began."""
 
 
 class TicketGranted(AttemptEvent, frozen=True):
@@ -101,6 +100,12 @@ class TokensSampled(AttemptEvent, frozen=True):
     token_ids: tuple[int, ...]
     timings: DecodeTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class PromptScored(AttemptEvent, frozen=True):
+    """The decode worker knows how likely the prompt's next tokens were."""
+
+    logprobs: tuple[TokenLogprob, ...]
 
 
 class DecodeFinished(AttemptEvent, frozen=True):
@@ -177,11 +182,15 @@ class TicketAction(AttemptAction, frozen=True):
 
 
 class LookUp(AttemptAction, frozen=True):
-    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: PlanMade or PlanFailed."""
+    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: PlanMade or PlanFailed.
+
+    ``unscored_from``: see ClusterSnapshot.
+    """
 
     token_ids: tuple[int, ...]
     avoid: frozenset[str]
     after_ms: int
+    unscored_from: int | None = None
 
 
 class OpenTicket(AttemptAction, frozen=True):
@@ -209,11 +218,13 @@ class SubmitDecode(TicketAction, frozen=True):
     Attributes:
         awaited_blocks: blocks that a RunSpan sent at the same time commits; the worker waits for them at the node.
         forks: indexes of the answers whose streams begin with this submit.
+        scored_tokens: tokens behind the prompt's first one whose log probability is not wanted from this attempt.
     """
 
     token_ids: tuple[int, ...]
     awaited_blocks: int = 0
     forks: tuple[int, ...] = ()
+    scored_tokens: int = 0
 
 
 class StopWork(AttemptAction, frozen=True):
@@ -240,6 +251,12 @@ class Emit(Action, frozen=True):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class EmitScores(Action, frozen=True):
+    """Give the client the log probabilities of the prompt's next tokens."""
+
+    logprobs: tuple[TokenLogprob, ...]
 
 
 class Finish(Action, frozen=True):

@@ -8,12 +8,16 @@ Where more answers are generated than returned (``best_of``), none is returned b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pillion.errors import PillionError
 from pillion.gateway.request.choices import rank_answers
 from pillion.gateway.tokens.answer_text import AnswerDelta
 from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+
+# Most log probabilities of a prompt in one delta, their alternatives included: some 5 ms of converting them.
+MAX_DELTA_LOGPROBS = 4096
 
 
 @dataclass(slots=True)
@@ -44,6 +48,7 @@ class Outbox:
         self._ranks = given < generated
         self._show_logprobs = show_logprobs
         self._pending: deque[int] = deque()
+        self._scores: deque[TokenLogprob] = deque()
         self._last: tuple[Usage, Timings] | None = None
         self._error: PillionError | None = None
         # Whether everything has been taken.
@@ -52,7 +57,11 @@ class Outbox:
     @property
     def pending(self) -> bool:
         """Whether there is something to take; an error counts."""
-        return bool(self._pending) or (self._error is not None and not self.over)
+        return bool(self._pending or self._scores) or (self._error is not None and not self.over)
+
+    def score(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Adds log probabilities of the prompt's next tokens, which are given before all else."""
+        self._scores.extend(logprobs)
 
     def add(self, index: int, piece: AnswerDelta) -> None:
         """Adds new tokens and text of an answer."""
@@ -85,6 +94,10 @@ class Outbox:
 
     def take(self) -> Delta:
         """The next delta; call only while something is pending. Raises the error that the request ended with."""
+        if self._scores:
+            scores, most = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
+            given = tuple(scores.popleft() for _ in range(min(len(scores), max(most, 1))))
+            return Delta(self._request_id, "", prompt_logprobs=given)
         if not self._pending:
             assert self._error is not None
             self.over = True

@@ -76,7 +76,7 @@ class RequestMachine:
 
     A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. One that
     is ``resumed`` goes on behind the tokens that another gateway has given; there ``cached_tokens`` of the prompt were
-    found.
+    found. ``scored_tokens`` log probabilities of the prompt have been given; None: this answer's client wants none.
     """
 
     def __init__(
@@ -89,8 +89,12 @@ class RequestMachine:
         follows: bool = False,
         resumed: AnswerSoFar | None = None,
         cached_tokens: int = 0,
+        scored_tokens: int | None = None,
     ) -> None:
         self.prompt = prompt
+        # How many tokens behind the prompt's first one are scored, or need not be.
+        most_scored = len(prompt) - 1
+        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens, most_scored)
         self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
         self.attempt = 1
         self.emitted: list[int] = []
@@ -153,7 +157,9 @@ class RequestMachine:
                 return self._go_on(event.blocks, now)
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
                 return self._prefilling(event, now)
-            case ev.TokensSampled() | ev.DecodeFinished() | ev.TicketAdopted() if self.state is RequestState.PREFILLING:
+            case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() | ev.TicketAdopted() if (
+                self.state is RequestState.PREFILLING
+            ):
                 self._timeline.complete(self._plan(), self._prompt_limit(), now)
                 self.state = RequestState.DECODING
                 return self.handle(event, now)
@@ -161,6 +167,8 @@ class RequestMachine:
                 return self._decoding(event, now)
             case ev.TicketAdopted() if self.state is RequestState.DECODING:
                 return self._release_ticket()
+            case ev.PromptScored() if self.state is RequestState.DECODING:
+                return self._scored(event)
             case ev.AttemptSilent():
                 return self._silent(now)
         return []
@@ -177,6 +185,8 @@ class RequestMachine:
 
     def _follow(self, event: ev.LeaderSubmitted | ev.LeaderRetried | ev.LeaderStarted, now: float) -> list[Action]:
         if isinstance(event, ev.LeaderStarted):
+            if not self._max_tokens:
+                return self._end(ev.Finish(FinishReason.LENGTH), now)
             self.state = RequestState.DECODING
             return [] if self._lost is None else self._decoding(self._lost, now)
         cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
@@ -200,7 +210,7 @@ class RequestMachine:
             if isinstance(event.error, Unavailable) and now < self._component_wait_until:
                 # The request was under way when a component was lost: a supervisor may be bringing it back.
                 return [self._look_up(COMPONENT_POLL_MS)]
-            return self._end(ev.Fail(event.error), now)
+            return self._retry_or_fail(event.error, event.retryable, now)
         self.plan = event.plan
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan)]
@@ -275,6 +285,11 @@ class RequestMachine:
             return self._end(ev.Finish(event.reason), now, stream_over=True)
         return self._stream_lost(event.error, event.retryable, now, stream_over=True)
 
+    def _scored(self, event: ev.PromptScored) -> list[Action]:
+        logprobs = event.logprobs[: len(self.prompt) - 1 - self.scored_tokens]
+        self.scored_tokens += len(logprobs)
+        return [ev.EmitScores(logprobs)] if logprobs else []
+
     def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
         # The last token may have arrived before its worker was lost.
         whole = self._whole()
@@ -301,8 +316,10 @@ class RequestMachine:
 
     def _whole(self) -> FinishReason | None:
         """Why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever sampled
-        before min_tokens."""
-        if self.emitted and self.emitted[-1] in self._stop_ids:
+        before min_tokens. An answer without tokens is whole when its stream has ended, for the prompt's sake."""
+        if not self.emitted:
+            return None
+        if self.emitted[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
@@ -314,10 +331,13 @@ class RequestMachine:
     def _submit(self, awaited_blocks: int = 0) -> Action:
         assert self.hold is not None
         self._stream_open = True
-        return ev.SubmitDecode(self.attempt, self._plan(), self.hold, self.tokens(), awaited_blocks)
+        return ev.SubmitDecode(
+            self.attempt, self._plan(), self.hold, self.tokens(), awaited_blocks, scored_tokens=self.scored_tokens
+        )
 
     def _look_up(self, after_ms: int) -> Action:
-        return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms)
+        unscored_from = self.scored_tokens if self.scored_tokens < len(self.prompt) - 1 else None
+        return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms, unscored_from)
 
     def _retry_or_fail(
         self, error: PillionError, retryable: bool, now: float, stream_over: bool = False

@@ -85,12 +85,11 @@ class RequestMeter:
         meters.counter(names.REQUESTS, model, outcome).add()
         # Also where there was none: a rate needs the value before an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
-        self._prompt(usage, timings, brought)
+        if error is None or any(self._counts):
+            # Else it is not known what of the prompt was computed.
+            self._prompt(usage, timings, brought)
 
     def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
-        if not any(self._counts):
-            # It is not known what of the prompt was computed.
-            return
         model, meters = self._model, self._meters
         waited_ms = timings.admission_ms + timings.decode_queue_ms
         meters.distribution(names.QUEUE_TIME, model).observe(waited_ms / 1000)

@@ -178,6 +178,9 @@ class Generation:
             case ev.Emit():
                 # Nearly all actions are these.
                 self._emit(index, action)
+            case ev.EmitScores(logprobs):
+                self._outbox.score(logprobs)
+                self._wake()
             case ev.SubmitDecode():
                 calls.submit(action, [self._calls[fork] for fork in action.forks])
             case ev.Finish():
@@ -285,6 +288,10 @@ def _machine(job: Job, index: int) -> RequestMachine:
     resolved, attempts, resume = job.resolved, job.options.max_attempts, job.resume
     stop_ids = frozenset(resolved.stop_token_ids)
     machine = partial(RequestMachine, job.prompt, resolved.max_tokens, stop_ids, attempts, job.arrived)
+    # The first answer brings the prompt's log probabilities, for all of them.
+    scores = index == 0 and resolved.sampling.prompt_logprobs is not None
     if resume is None:
-        return machine(follows=index > 0)
-    return machine(resumed=resume.answers[index], cached_tokens=resume.origin.cached_tokens)
+        return machine(follows=index > 0, scored_tokens=0 if scores else None)
+    scored = resume.scored_tokens if scores else None
+    so_far, cached_tokens = resume.answers[index], resume.origin.cached_tokens
+    return machine(resumed=so_far, cached_tokens=cached_tokens, scored_tokens=scored)

@@ -13,7 +13,7 @@ import msgspec
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
 from pillion.priority import MAX_PRIORITY
-from pillion.sampling_ranges import range_violations
+from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.types import GenerateRequest, Resume, SamplingParams
 
 MAX_PROMPT_CHARS = 4 * 2**20
@@ -142,6 +142,19 @@ def too_long(tokens: str, field: str, limits: ModelLimits) -> InvalidRequest:
     """The error of a prompt of so many ``tokens``, a number in words."""
     text = f"{tokens} tokens; the model takes at most {limits.max_prompt_tokens}"
     return InvalidRequest.of(FieldViolation(field, text))
+
+
+def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
+    """How many log probabilities a request asks of its prompt, alternatives included. Raises InvalidRequest where they
+    are more than MAX_PROMPT_LOGPROBS."""
+    if sampling.prompt_logprobs is None:
+        return 0
+    asked = prompt_tokens * (1 + sampling.prompt_logprobs) * (sampling.n or 1)
+    if asked > MAX_PROMPT_LOGPROBS:
+        text = f"{asked} log probabilities of a prompt of {prompt_tokens} tokens, for all answers"
+        field = "sampling.prompt_logprobs"
+        raise InvalidRequest.of(FieldViolation(field, f"{text}; at most {MAX_PROMPT_LOGPROBS}"))
+    return asked
 
 
 def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
@@ -334,11 +347,12 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     yield from range_violations(sampling, limits.vocab_size)
     most = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    if max_tokens is not None and not 1 <= max_tokens <= most:
-        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is not in [1, {most}]")
-    elif min_tokens is not None and not 0 <= min_tokens <= (max_tokens or most):
-        what = "max_tokens" if max_tokens else "the model's context"
-        yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {max_tokens or most}], up to {what}")
+    bound = most if max_tokens is None else max_tokens
+    if not 0 <= bound <= most:
+        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is not in [0, {most}]")
+    elif min_tokens is not None and not 0 <= min_tokens <= bound:
+        what = "the model's context" if max_tokens is None else "max_tokens"
+        yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {bound}], up to {what}")
     for name, count in (("n", sampling.n), ("best_of", sampling.best_of)):
         if count is not None and not 1 <= count <= MAX_ANSWERS:
             yield FieldViolation(f"sampling.{name}", f"{count} is not in [1, {MAX_ANSWERS}]")
@@ -366,7 +380,7 @@ def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield FieldViolation("resume.answers", f"{len(resume.answers)} answers; n is {answers}")
     elif all(answer.finish_reason is not None for answer in resume.answers):
         yield FieldViolation("resume.answers", "every answer has ended; nothing is left to resume")
-    most = sampling.max_tokens or limits.max_model_len_tokens
+    most = limits.max_model_len_tokens if sampling.max_tokens is None else sampling.max_tokens
     for n, answer in enumerate(resume.answers[:MAX_ANSWERS]):
         field = f"resume.answers[{n}].token_ids"
         if len(answer.token_ids) > most:

@@ -5,7 +5,7 @@ stops.py             stop strings: the automaton of a request, and where one is 
 detokenizer.py       token ids to text, token by token
 tokenizer.py         text to token ids, on threads
 chat_template.py     conversations to text, in a process that can be killed
-template_worker.py   that process; it imports nothing of Pillion
+template_worker.py   what that process does; it imports nothing of Pillion
 
 No request and no component is known here.
 """

@@ -1,29 +1,14 @@
-"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed.
-
-no process --render--> idle --request--> busy --answer--> idle
-                         ^                 |
-                         |                 +-- out of time, memory or life --> killed, no process
-                         +-- the next request starts a fresh one
-"""
+"""Renders conversations to prompt text by the model's template, which runs in a process that can be killed."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
-
-from pillion.errors import FieldViolation, InvalidRequest, Overloaded
-from pillion.gateway.tokens.tokenizer import LOOP_BYTES
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.types import ChatMessage, ChatOptions
-
-T = TypeVar("T")
 
 # About what a message has around its content.
 MESSAGE_BYTES = 64
@@ -35,9 +20,7 @@ RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
 DEFAULT_OPTIONS = ChatOptions()
-# The variables that a Python with libraries of its own needs to start, and those of strftime_now's time zone.
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
-_WORKER = Path(__file__).with_name("template_worker.py")
+_HANDLER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
@@ -45,10 +28,19 @@ class ChatTemplate:
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
         self._source = source
-        self._specials = dict(specials)
-        self._process: Process | None = None
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        setup = {
+            "template": source,
+            "variables": {**specials, "tools": None, "documents": None},
+            "max_chars": MAX_RENDERED_CHARS,
+        }
+        limits = BoxLimits(
+            cpu_s=RENDER_CPU_S,
+            wall_s=RENDER_WALL_S,
+            memory_bytes=RENDER_MEMORY_BYTES,
+            max_waiting=MAX_WAITING_RENDERS,
+            what="conversations wait to be rendered",
+        )
+        self._box = BoxedProcess(_HANDLER, setup, limits)
 
     async def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """The prompt's text, up to where the answer begins. ``options`` have been checked.
@@ -59,21 +51,17 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
-        if self._waiting >= MAX_WAITING_RENDERS:
-            raise Overloaded(f"{MAX_WAITING_RENDERS} conversations wait to be rendered", retry_after_ms=1000)
-        self._waiting += 1
+        conversation = {
+            "messages": messages,
+            "add_generation_prompt": options.begins_message,
+            "continue_final_message": options.continue_final_message,
+            "kwargs": options.chat_template_kwargs,
+        }
         try:
-            async with self._turn:
-                answer = await self._render(
-                    {
-                        "messages": messages,
-                        "add_generation_prompt": options.begins_message,
-                        "continue_final_message": options.continue_final_message,
-                        "kwargs": options.chat_template_kwargs,
-                    }
-                )
-        finally:
-            self._waiting -= 1
+            size = sum(MESSAGE_BYTES + len(message.content) for message in messages)
+            answer = await self._box.run(conversation, size)
+        except BoxFailure as failure:
+            answer = {"broken": str(failure)}
         if "text" in answer:
             return str(answer["text"])
         if "refused" in answer:
@@ -85,72 +73,10 @@ class ChatTemplate:
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
-    async def _render(self, conversation: dict[str, Any]) -> dict[str, Any]:
-        """Sends one conversation to the process, which is killed after a failure or where the caller was cancelled."""
-        answered = False
-        try:
-            async with asyncio.timeout(RENDER_WALL_S):
-                if self._process is None:
-                    self._process = await self._start()
-                answer = await _exchange(self._process, conversation)
-            answered = True
-        except TimeoutError:
-            return {"broken": f"it took more than {RENDER_WALL_S:g} s"}
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return {"broken": f"it took more than {RENDER_CPU_S:g} s of computing or too much memory"}
-        finally:
-            if not answered:
-                await self.aclose()
-        return answer
-
-    async def _start(self) -> Process:
-        # -I: the process sees the installed packages, not the folder it was started from. It inherits neither keys and
-        # addresses in the environment nor descriptors.
-        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
-        )
-        setup = {
-            "template": self._source,
-            "variables": {**self._specials, "tools": None, "documents": None},
-            "max_chars": MAX_RENDERED_CHARS,
-            "cpu_s": RENDER_CPU_S,
-            "memory_bytes": RENDER_MEMORY_BYTES,
-        }
-        _send(process, msgspec.json.encode(setup))
-        return process
-
     async def aclose(self) -> None:
         """Ends the process; the next conversation would start another one."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        if process.stdin is not None:
-            process.stdin.close()
-        await process.wait()
+        await self._box.aclose()
 
 
 def _violation(description: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation("messages", description))
-
-
-def _send(process: Process, data: bytes) -> None:
-    assert process.stdin is not None
-    process.stdin.write(len(data).to_bytes(4, "big") + data)
-
-
-async def _exchange(process: Process, conversation: dict[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    size = sum(MESSAGE_BYTES + len(message.content) for message in conversation["messages"])
-    _send(process, await _off_loop(size, msgspec.json.encode, conversation))
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(4)
-    answer = await process.stdout.readexactly(int.from_bytes(head, "big"))
-    return dict(await _off_loop(len(answer), msgspec.json.decode, answer))
-
-
-async def _off_loop(size_bytes: int, job: Callable[[Any], T], argument: Any) -> T:
-    return job(argument) if size_bytes <= LOOP_BYTES else await asyncio.to_thread(job, argument)

@@ -1,19 +1,11 @@
-"""Renders chat templates in a process of its own: run as a file by :mod:`pillion.gateway.tokens.chat_template`,
-never imported by it.
-
-A template is code out of a model's folder, and nothing inside a Python process can stop a thread that computes
-``10 ** 10 ** 9``. So the box is the operating system's: a timer whose signal ends this process, and a limit on its
-memory. It speaks over its standard streams: a four-byte length, then JSON; first the set-up, then conversations.
-It needs the standard library and jinja2 only.
+"""Renders chat templates in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: a template is
+code out of a model's folder. It needs the standard library and jinja2 only.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-import signal
-import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -114,46 +106,13 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
     return {"text": text}
 
 
-def _read() -> Any:
-    head = sys.stdin.buffer.read(4)
-    if len(head) < 4:
-        # The gateway is gone.
-        sys.exit(0)
-    return json.loads(sys.stdin.buffer.read(int.from_bytes(head, "big")))
+def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, str]]:
+    """What renders conversations by the template of ``setup``, which is compiled with the first one."""
+    compiled: list[jinja2.Template] = []
 
+    def handle(conversation: Any) -> dict[str, str]:
+        if not compiled:
+            compiled.append(environment().from_string(setup["template"]))
+        return answer_to(conversation, compiled[0], setup)
 
-def _write(message: dict[str, str]) -> None:
-    try:
-        # As it is, without escapes: the gateway reads it on its event loop.
-        data = json.dumps(message, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
-    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
-    sys.stdout.buffer.flush()
-
-
-def main() -> None:
-    """Serves until standard input ends."""
-    # Ctrl-C is for the gateway; this process ends with its input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup = _read()
-    with contextlib.suppress(ValueError, OSError):
-        # macOS knows this limit and refuses to set it; the timer bounds how much a template can fill there.
-        resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    template: jinja2.Template | None = None
-    while True:
-        conversation = _read()
-        # The signal's default action ends the process in the kernel, whatever code runs.
-        signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
-        try:
-            template = template or environment().from_string(setup["template"])
-            answer = answer_to(conversation, template, setup)
-        except Exception as error:  # noqa: BLE001  (a template that does not compile)
-            answer = {"broken": f"{type(error).__name__}: {error}"[:1000]}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answer)
-
-
-if __name__ == "__main__":
-    main()
+    return handle

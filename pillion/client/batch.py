@@ -196,7 +196,13 @@ async def _answer(
 
 def collector_of(request: GenerateRequest) -> OutputCollector:
     """An empty collector for the request's deltas."""
-    return OutputCollector(request.text or None, request.token_ids or None, request.sampling.logprobs is not None)
+    sampling = request.sampling
+    return OutputCollector(
+        request.text or None,
+        request.token_ids or None,
+        sampling.logprobs is not None,
+        with_prompt_logprobs=sampling.prompt_logprobs is not None,
+    )
 
 
 def wait_s(error: Overloaded) -> float:

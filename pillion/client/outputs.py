@@ -49,6 +49,8 @@ class RequestOutput:
         prompt: the prompt's text; None where token ids were given. A conversation's is what the chat template made of
             it (LLM), or None (Client).
         prompt_token_ids: the prompt as the model read it; None where only the gateway knows the ids.
+        prompt_logprobs: for each token of the prompt, itself first, then the alternatives; None for the first token,
+            and where they were not asked for.
         num_cached_tokens: tokens of the prompt whose KV was found.
         usage, timings: those of the stream's last delta.
     """
@@ -57,6 +59,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
     num_cached_tokens: int = 0
     usage: Usage | None = None
@@ -68,7 +71,7 @@ class OutputCollector:
 
     Args:
         prompt, prompt_token_ids: as in :class:`RequestOutput`.
-        with_logprobs: whether log probabilities were asked for.
+        with_logprobs, with_prompt_logprobs: whether log probabilities were asked for.
         decode: gives a token's text, or None where it is not known.
     """
 
@@ -78,18 +81,24 @@ class OutputCollector:
         prompt_token_ids: Iterable[int] | None,
         with_logprobs: bool,
         decode: Callable[[int], str | None] = lambda _: None,
+        with_prompt_logprobs: bool = False,
     ) -> None:
         self._prompt = prompt
         self._prompt_token_ids = None if prompt_token_ids is None else list(prompt_token_ids)
         self._with_logprobs = with_logprobs
+        self._scores: list[TokenLogprob] | None = [] if with_prompt_logprobs else None
         self._decode = decode
         self._answers: dict[int, list[Delta]] = {}
         self._last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
         """Adds the stream's next delta."""
-        self._answers.setdefault(delta.index, []).append(delta)
         self._last = delta
+        if delta.prompt_logprobs:
+            self._scores = [] if self._scores is None else self._scores
+            self._scores.extend(delta.prompt_logprobs)
+        else:
+            self._answers.setdefault(delta.index, []).append(delta)
 
     def output(self) -> RequestOutput:
         """The answers so far; ``finished`` once the last delta came."""
@@ -99,6 +108,7 @@ class OutputCollector:
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=[self._completion(index, deltas) for index, deltas in sorted(self._answers.items())],
+            prompt_logprobs=None if self._scores is None else [None, *map(self._position, self._scores)],
             finished=usage is not None,
             num_cached_tokens=usage.cached_tokens if usage else 0,
             usage=usage,
@@ -119,9 +129,8 @@ class OutputCollector:
 
     def _position(self, sampled: TokenLogprob) -> dict[int, Logprob]:
         ranks = {token_id: rank for rank, token_id in enumerate(sampled.top_ids, 1)}
-        found = {
-            sampled.token_id: Logprob(sampled.logprob, ranks.get(sampled.token_id), self._decode(sampled.token_id))
-        }
+        rank = sampled.rank or ranks.get(sampled.token_id)
+        found = {sampled.token_id: Logprob(sampled.logprob, rank, self._decode(sampled.token_id))}
         for token_id, logprob in zip(sampled.top_ids, sampled.top_logprobs, strict=True):
             found.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
         return found

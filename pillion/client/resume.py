@@ -56,6 +56,8 @@ class StreamProgress:
         # By index of the answer.
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._reasons: dict[int, FinishReason] = {}
+        # Log probabilities of the prompt.
+        self._scored = 0
         self._request_id = request.request_id
         # Whether the next message is the first one of its call.
         self._opening = True
@@ -74,7 +76,9 @@ class StreamProgress:
             return self._request
         count = self._request.sampling.n or 1
         answers = (AnswerSoFar(tuple(self._token_ids[n]), self._reasons.get(n)) for n in range(count))
-        return replace(self._request, request_id=self._request_id, resume=Resume(self._origin, tuple(answers)))
+        return replace(
+            self._request, request_id=self._request_id, resume=Resume(self._origin, tuple(answers), self._scored)
+        )
 
     def timeout_s(self, now_s: float) -> float | None:
         """Time that the next call may take; None for no limit. Raises DeadlineExceeded where none is left."""
@@ -90,8 +94,9 @@ class StreamProgress:
         delta = delta_from_pb(message)
         if self._opening:
             self._opens(message)
-        if delta.token_ids or delta.finish_reason is not None:
+        if delta.token_ids or delta.finish_reason is not None or delta.prompt_logprobs:
             self._attempts, self._broke_s = 0, None
+            self._scored += len(delta.prompt_logprobs)
             self._token_ids[delta.index] += delta.token_ids
         if delta.finish_reason is not None:
             self._reasons[delta.index] = delta.finish_reason

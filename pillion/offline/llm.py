@@ -209,7 +209,9 @@ async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestO
     try:
         ids = list(generation.job.prompt)
         text = request.text or (cluster.prompt_text(ids) if request.messages else None)
-        collector = OutputCollector(text, ids, request.sampling.logprobs is not None, cluster.token_text)
+        sampling = request.sampling
+        scored = sampling.prompt_logprobs is not None
+        collector = OutputCollector(text, ids, sampling.logprobs is not None, cluster.token_text, scored)
         async for delta in generation:
             collector.add(delta)
         return collector.output()

@@ -50,6 +50,8 @@ def check_files(flags: Any) -> None:
             tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca)
     if getattr(flags, "disk_path", ""):
         _check_folder("disk_path", flags.disk_path)
+    if getattr(flags, "batch_path", ""):
+        _check_folder("batch_path", flags.batch_path)
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class Submit(_message.Message):
     FORKS_FIELD_NUMBER: _builtins.int
     AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    SCORED_TOKENS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -83,7 +84,7 @@ class Submit(_message.Message):
     prompt_tokens: _builtins.int
     """How many of token_ids are prompt; the rest counts against max_tokens."""
     max_tokens: _builtins.int
-    """Most tokens to generate, over all attempts."""
+    """Most tokens to generate, over all attempts. 0: the stream ends when its prompt is computed."""
     timeout_ms: _builtins.int
     """Time the request still has. 0: no deadline."""
     traceparent: _builtins.str
@@ -97,6 +98,10 @@ class Submit(_message.Message):
     grammar: _builtins.str
     """A grammar that the answer follows, from its first token on, as the gateway has compiled and checked it: the text of
     a grammar of llguidance. Empty: none.
+    """
+    scored_tokens: _builtins.int
+    """With sampling.prompt_logprobs: how many tokens of the prompt behind its first one the gateway wants no log
+    probability of, because it has them. The ticket's chain must end before the next of them.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -135,10 +140,11 @@ class Submit(_message.Message):
         forks: _abc.Iterable[Global___Fork] | None = ...,
         awaited_blocks: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        scored_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,6 +230,7 @@ class DecodeDelta(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set once, in the last delta of a stream that ended by itself."""
@@ -247,6 +254,12 @@ class DecodeDelta(_message.Message):
     def queued(self) -> _common_pb2.Queued:
         """Sent again and again, by itself, as long as the stream has not begun or is preempted."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """The next tokens of the prompt with their log probabilities, if requested: those behind Submit.scored_tokens, in
+        order, and all of them before the first of token_ids.
+        """
+
     def __init__(
         self,
         *,
@@ -257,10 +270,11 @@ class DecodeDelta(_message.Message):
         timings: Global___DecodeTimings | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         queued: _common_pb2.Queued | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "queued", b"queued", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ class DecodeDelta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     # Set in a sign of life of a stream that waits: its place in line.
     queued: int | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
@@ -51,4 +52,5 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         timings=message.timings if message.HasField("timings") else None,
         logprobs=tuple(map(logprob_from_pb, message.logprobs)),
         queued=message.queued.position if message.HasField("queued") else None,
+        prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
     )

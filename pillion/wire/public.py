@@ -104,13 +104,18 @@ def _shape_to_pb(shape: StructuredOutputs) -> common_pb2.StructuredOutputs:
 
 def logprob_from_pb(message: common_pb2.TokenLogprob) -> TokenLogprob:
     """Reads a token's log probability and those of its alternatives."""
-    return TokenLogprob(message.token_id, message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+    top_ids, top_logprobs = tuple(message.top_ids), tuple(message.top_logprobs)
+    return TokenLogprob(message.token_id, message.logprob, top_ids, top_logprobs, message.rank)
 
 
 def logprob_to_pb(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     """Writes a token's log probability and those of its alternatives."""
     return common_pb2.TokenLogprob(
-        token_id=logprob.token_id, logprob=logprob.logprob, top_ids=logprob.top_ids, top_logprobs=logprob.top_logprobs
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        top_ids=logprob.top_ids,
+        top_logprobs=logprob.top_logprobs,
+        rank=logprob.rank,
     )
 
 
@@ -168,7 +173,7 @@ def _tools_from_pb(message: gateway_pb2.ToolOptions) -> ToolOptions:
 
 def _resume_from_pb(message: gateway_pb2.Resume) -> Resume:
     answers = (AnswerSoFar(tuple(one.token_ids), finish_from_pb(one.finish_reason)) for one in message.answers)
-    return Resume(origin_from_pb(message.origin), tuple(answers))
+    return Resume(origin_from_pb(message.origin), tuple(answers), message.scored_tokens)
 
 
 def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
@@ -176,7 +181,7 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
         gateway_pb2.AnswerSoFar(token_ids=one.token_ids, finish_reason=finish_to_pb(one.finish_reason))
         for one in resume.answers
     )
-    return gateway_pb2.Resume(origin=origin_to_pb(resume.origin), answers=answers)
+    return gateway_pb2.Resume(origin=origin_to_pb(resume.origin), answers=answers, scored_tokens=resume.scored_tokens)
 
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
@@ -203,6 +208,7 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
         reasoning=delta.reasoning,
         tool_calls=[gateway_pb2.ToolCallDelta(**asdict(part)) for part in delta.tool_calls],
         stop_string=delta.stop_string,
+        prompt_logprobs=[logprob_to_pb(logprob) for logprob in delta.prompt_logprobs],
     )
 
 
@@ -221,7 +227,7 @@ class DeltaWriter:
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
         """The message of :func:`delta_to_pb`, valid until the next call."""
         rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
-        if rare or delta.tool_calls:
+        if rare or delta.tool_calls or delta.prompt_logprobs:
             return delta_to_pb(delta)
         plain = self._plain
         plain.text = delta.text
@@ -246,6 +252,7 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
         reasoning=message.reasoning,
         tool_calls=tuple(ToolCallDelta(**_named(ToolCallDelta, part)) for part in message.tool_calls),
         stop_string=message.stop_string,
+        prompt_logprobs=tuple(logprob_from_pb(logprob) for logprob in message.prompt_logprobs),
     )
 
 

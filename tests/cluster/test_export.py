@@ -22,7 +22,7 @@ from testbed.conditions import wait_for
 from testbed.otlp import Receiver, collecting
 from testbed.tiny_model import save_model
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

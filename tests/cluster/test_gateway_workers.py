@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,16 +22,17 @@ from pillion import Client
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import ServedCluster, alive, free_port, served
-from testbed.conditions import wait_for
+from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served
+from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late")}
 TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
+FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, TOKENS = 8, 2000
 
@@ -68,7 +70,7 @@ def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
 
 def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str = "/tokenize") -> tuple[int, Reply]:
     """Send a request on a connection of its own; return the answering process by the kernel, and the reply."""
-    with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=WITHIN_S) as connection:
         # After the reply the connection is closed, so its owner is read before.
         pid = owner(cluster, connection)
         connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
@@ -140,10 +142,11 @@ def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
 
 
 def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
-    """A quota of 12 in a minute admits 12 requests, not 24, and one or two more in the seconds of the test."""
+    """A quota of 12 in a minute admits 12 requests, not 24, and one more for each 5 s that the test takes."""
+    begun_s = time.monotonic()
     replies = [ask(cluster, {"prompt": "x"}, KEYS["bound"]) for _ in range(40)]
     allowed = [pid for pid, reply in replies if reply.status == 200]
-    assert 12 <= len(allowed) <= 16
+    assert 12 <= len(allowed) <= 14 + (time.monotonic() - begun_s) / 5
     assert len(set(allowed)) == 2
     refused = next(reply for _, reply in replies if reply.status == 429)
     assert refused.error["message"] == "requests_per_minute of tenant 'bound' (12) is used up"
@@ -178,17 +181,17 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     with Client(cluster.target) as client, ThreadPoolExecutor(STREAMS) as pool:
         begun = threading.Semaphore(0)
         wanted = [pool.submit(read, client, n, "undisturbed", begun) for n in range(STREAMS)]
-        wanted = [replace(work.result(120), timings=None) for work in wanted]
+        wanted = [replace(work.result(300), timings=None) for work in wanted]
         begun = threading.Semaphore(0)
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
         for _ in range(STREAMS):
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=200)
         connections = psutil.Process().net_connections("tcp")
         own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
         killed = [process for process in gateways(cluster).values() if own & peers(process)]
         for process in killed:
             process.send_signal(signal.SIGKILL)
-        found = [work.result(120) for work in reading]
+        found = [work.result(300) for work in reading]
     assert killed
     assert [replace(output, timings=None) for output in found] == wanted
     assert min(output.timings.replays for output in found if output.timings) > 0
@@ -212,7 +215,7 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
     begun, pids = threading.Semaphore(0), set()
 
     def read() -> Reply:
-        with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=120) as connection:
+        with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=300) as connection:
             pids.add(owner(cluster, connection))
             asked = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEYS['free']}"})
             connection.sendall(asked)
@@ -225,13 +228,13 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
     with ThreadPoolExecutor(STREAMS) as pool:
         reading = [pool.submit(read) for _ in range(STREAMS)]
         for _ in range(STREAMS):
-            assert begun.acquire(timeout=60)
+            assert begun.acquire(timeout=200)
         cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
-            reply = work.result(120)
+            reply = work.result(300)
             assert reply.status == 200
             assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
     assert len(pids) == 2
-    assert cluster.process.wait(60) == 0
+    assert cluster.process.wait(STOP_TIMEOUT_S) == 0
     wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.ever_seen.values()))
     assert cluster.left_behind() == []

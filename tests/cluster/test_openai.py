@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+import torch
+import transformers
 
 from pillion.errors import InvalidRequest
 from testbed.conditions import until
@@ -20,6 +22,7 @@ from tests.support.http import call
 
 PROMPT = list(range(2, 91))
 ASKED: dict[str, Any] = {"max_tokens": 8, "seed": 11, "extra_body": {"ignore_eos": True}}
+WRONG_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}
 MESSAGES: Any = [
     {"role": "system", "content": "Answer."},
     {"role": "user", "content": "What is the capital of France?"},
@@ -33,7 +36,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
             # A gateway knows the workers a moment after they are ready.
-            await until("the gateway to know the worker's model", running.client.models, 10)
+            await until("the gateway to know the worker's model", running.client.models)
             yield running
 
 
@@ -42,7 +45,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
     url = f"http://{components.gateway.http_address}/v1"
-    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60, **options)
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=200, **options)
 
 
 async def proven(components: Components) -> None:
@@ -102,10 +105,97 @@ async def test_a_stream_is_the_whole_answer(components: Components) -> None:
     await proven(components)
 
 
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What transformers says of each token of a prompt but the first: log probabilities of all tokens in its place."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        save_model(tmp_path_factory.mktemp("oracle") / "tiny"), dtype=torch.float32
+    )
+
+    @torch.inference_mode()
+    def score(prompt: list[int]) -> list[tuple[int, torch.Tensor]]:
+        rows = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
+        return list(zip(prompt[1:], rows[:-1], strict=True))
+
+    return score
+
+
+async def test_log_probabilities_of_a_prompt(components: Components, scores: Any) -> None:
+    asked: Any = {"max_tokens": 4, "ignore_eos": True, "seed": 11, "logprobs": 1}
+    plain = [delta async for delta in components.client.generate(PROMPT, **asked, n=3)]
+    # The prompt is cached now, and a scored one uses nothing of it, whatever it is split into.
+    (output,) = await components.client.batch([PROMPT], **asked, n=3, prompt_logprobs=3)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    assert (output.usage.prompt_tokens, output.usage.cached_tokens, output.usage.completion_tokens) == (89, 0, 12)
+    assert output.timings.prefilled_tokens == 0
+    for found, (token, row) in zip(output.prompt_logprobs[1:], scores(PROMPT), strict=True):
+        top = row.topk(3)
+        assert next(iter(found)) == token
+        assert found[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert found[token].rank == int((row > row[token]).sum()) + 1
+        alternatives = sorted((one.rank, one.logprob) for one in found.values() if one.rank <= 3)
+        assert [logprob for _, logprob in alternatives] == pytest.approx(top.values.tolist(), abs=1e-4)
+    for answer in output.outputs:
+        tokens = [token for delta in plain if delta.index == answer.index for token in delta.token_ids]
+        assert (answer.token_ids, len(answer.logprobs)) == (tokens, 4)
+    await proven(components)
+
+
+async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores: Any) -> None:
+    async with client_of(components) as client:
+        # Its older form asks for no token, its newer one for one, which it drops.
+        for tokens in (0, 1):
+            asked: Any = {"prompt": [PROMPT, PROMPT[::-1]], "max_tokens": tokens, "logprobs": 1, "temperature": 0}
+            whole = await client.completions.create(model="tiny", echo=True, seed=1234, **asked)
+            assert whole.usage.completion_tokens == 2 * tokens
+            for choice, prompt in zip(whole.choices, (PROMPT, PROMPT[::-1]), strict=True):
+                shown = choice.logprobs
+                assert choice.finish_reason == "length"
+                assert shown.token_logprobs[0] is shown.top_logprobs[0] is None
+                assert len(shown.tokens) == len(shown.text_offset) == len(prompt) + tokens
+                for found, top, (token, row) in zip(
+                    shown.token_logprobs[1:], shown.top_logprobs[1:], scores(prompt), strict=not tokens
+                ):
+                    assert found == pytest.approx(float(row[token]), abs=1e-4)
+                    assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+            stream = await client.completions.create(model="tiny", echo=True, seed=1234, stream=True, **asked)
+            texts, columns = ["", ""], [[], []]
+            async for event in stream:
+                (choice,) = event.choices
+                texts[choice.index] += choice.text
+                columns[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+            assert texts == [choice.text for choice in whole.choices]
+            assert columns == [choice.logprobs.token_logprobs for choice in whole.choices]
+        silent = await client.completions.create(model="tiny", prompt="one", echo=True, max_tokens=0, n=2)
+        assert [(one.text, one.finish_reason) for one in silent.choices] == [("one", "length")] * 2
+    await proven(components)
+
+
+async def test_prompt_logprobs_as_vllm_gives_them(components: Components) -> None:
+    async with client_of(components) as client:
+        asked: Any = {"model": "tiny", "max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 2}}
+        whole = await client.completions.create(prompt=PROMPT, **asked)
+        one, other = (choice.prompt_logprobs for choice in whole.choices)
+        assert one == other
+        assert (one[0], len(one)) == (None, len(PROMPT))
+        for token, found in zip(PROMPT[1:], one[1:], strict=True):
+            assert next(iter(found)) == str(token)
+            assert set(found[str(token)]) == {"logprob", "rank", "decoded_token"}
+            assert sorted(entry["rank"] for entry in found.values())[:2] == [1, 2]
+        chat = await client.chat.completions.create(messages=MESSAGES, **asked)
+        assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+        with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
+            await client.completions.create(prompt=PROMPT, **asked, stream=True)
+        with pytest.raises(openai.BadRequestError, match=r"logprobs: 21 is not in \[0, 20\]"):
+            await client.completions.create(model="tiny", prompt=PROMPT, echo=True, logprobs=21)
+    await proven(components)
+
+
 async def test_the_blocking_client(components: Components) -> None:
     def ask() -> None:
         url = f"http://{components.gateway.http_address}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=200) as client:
             assert [model.id for model in client.models.list()] == ["tiny"]
             assert client.models.retrieve("tiny").object == "model"
             whole = client.completions.create(model="tiny", prompt=["one", "two"], echo=True, temperature=0, **ASKED)
@@ -200,7 +290,7 @@ async def test_error_classes(components: Components) -> None:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-            (openai.BadRequestError, "response_format", {"response_format": {"type": "json_object"}}),
+            (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
             (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": 0}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
             (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),

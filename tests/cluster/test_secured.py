@@ -22,7 +22,7 @@ from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from testbed.cluster import ServedCluster, free_port
+from testbed.cluster import READY_TIMEOUT_S, ServedCluster, free_port
 from testbed.conditions import until, wait_for
 from testbed.redis import running_redis
 from testbed.tiny_model import save_model
@@ -30,7 +30,6 @@ from testbed.tiny_model import save_model
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
 PROMPT = list(range(2, 91))
-READY_TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference
 from tests.support.two_nodes import Hosts, hosts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 # Both models have the same shape and tokenizer, but different weights.
 SEEDS = {"alpha": 1, "beta": 2}

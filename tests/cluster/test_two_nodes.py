@@ -48,7 +48,6 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
 
 @pytest.mark.model
 @pytest.mark.cluster
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
     flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
@@ -91,7 +90,6 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> None:
     model = ("--model", str(save_model(folder / "tiny")), "--dtype", "float32", "--max-model-len", "4096")

@@ -16,7 +16,7 @@ from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -29,7 +29,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 async def over(answer: Answer) -> None:
-    await asyncio.wait_for(answer.over.wait(), 20)
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
 
 
 async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], count: int = 8) -> Answer:
@@ -190,7 +190,7 @@ BAD: dict[str, dict[str, Any]] = {
     "huge id": {"token_ids": (1, 2**32 - 1), "prompt_tokens": 2},
     "prompt_tokens": {"prompt_tokens": 50},
     "root_hash": {"root_hash": b"short"},
-    "max_tokens": {"max_tokens": 0},
+    "max_tokens": {"max_tokens": 1, "prompt_tokens": 8},
     "sampling": {"sampling": SamplingParams()},
     "temperature": {"sampling": SamplingParams(temperature=float("nan"), top_p=1.0, top_k=0, seed=0)},
     "top_p": {"sampling": SamplingParams(temperature=1.0, top_p=0.0, top_k=0, seed=0)},
@@ -328,7 +328,7 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         assert [len(one.queued) for one in others] == told
         backend.gate.set()
         for answer in (first, *others):
-            await asyncio.wait_for(answer.over.wait(), 30)
+            await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert [len(answer.token_ids) for answer in (first, *others)] == [400, 2, 2]
         await workers.release(*tickets)
         await workers.quiet()

@@ -10,7 +10,7 @@ from pillion.engine.worker import tickets
 from pillion.errors import Cancelled, NotFound, Overloaded
 from pillion.kvstore.node import pool
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
@@ -32,13 +32,13 @@ async def awaiting(
 
 async def run_span(workers: Workers, ticket: OpenTicketReply) -> None:
     span = workers.span(ticket, TOKENS, (16, 16, 8))
-    acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
+    acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)]
     assert acks[-1].end_tokens == AWAITED * 4
 
 
 async def end_of(answer: Answer) -> int:
     """The code of its error; 0 where it ended well."""
-    await asyncio.wait_for(answer.over.wait(), 20)
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
     assert answer.last is not None
     return answer.last.error.code if answer.last.error else 0
 

@@ -26,7 +26,7 @@ from tests.support.compose_run import ComposeRun
 
 TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
 UP_TIMEOUT_S = 300.0
-SEEN_TIMEOUT_S = 30.0
+SEEN_TIMEOUT_S = 120.0
 REQUESTS = 8
 
 

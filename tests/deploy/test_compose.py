@@ -33,7 +33,7 @@ from tests.support.compose_run import ComposeRun, UnhealthyError
 GPU_COMPONENTS = {"kvnode-gpu", "prefill-gpu", "decode-gpu"}
 COMPONENTS = {"kvnode", "prefill", "decode", "gateway", *GPU_COMPONENTS}
 SCALE = {"prefill": 2, "decode": 2}
-UP_TIMEOUT_S = 150.0
+UP_TIMEOUT_S = 300.0
 # Metrics that deploy/helm/pillion/templates/autoscaling.yaml queries.
 SCALED_BY = {
     "prefill-1": "pillion_queued_tokens",

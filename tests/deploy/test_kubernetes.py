@@ -39,6 +39,7 @@ SECURED = {
     "gateway": {
         "tls": {"existingSecret": "edge", "clientCertificates": True},
         "apiKeys": {"existingSecret": "keys"},
+        "batches": {"existingClaim": "batches"},
         "allowFrom": [{"namespaceSelector": {}}],
     },
 }
@@ -191,6 +192,18 @@ def test_secrets_are_files() -> None:
                 assert "secretKeyRef" in env["PILLION_REDIS_URL"]
     edge = pod_of(of_kind(render({"gateway": {"tls": {"existingSecret": "edge"}}}), "Deployment", "gateway"))
     assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_batches_are_kept_in_a_claim() -> None:
+    def gateway(values: dict[str, Any]) -> Any:
+        return pod_of(of_kind(render(values), "Deployment", "gateway"))
+
+    pod = gateway({"gateway": {"batches": {"existingClaim": "mine"}}})
+    (container,) = pod["containers"]
+    path = next(one["value"] for one in container["env"] if one["name"] == "PILLION_BATCH_PATH")
+    (name,) = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == path]
+    assert next(one for one in pod["volumes"] if one["name"] == name)["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert "PILLION_BATCH_PATH" not in str(gateway({}))
 
 
 def test_scaling() -> None:

@@ -19,6 +19,7 @@ from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import running_redis
 from tests.support.fake_components import running_fake_cluster, short_folder, toy_model
+from tests.support.redis_nodes import patient
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ async def test_it_starts_without_redis_and_registers_later(tmp_path: pathlib.Pat
         component = await start_gateway(flags, prepared=toy_model(tmp_path))
         try:
             redis.start()
-            registry = Registry(redis.url, 5000)
+            registry = patient(Registry(redis.url, 5000))
             found = await until("the gateway's record", registry.components)
             assert [(p.component_id, p.role, p.address) for p in found] == [
                 (component.component_id, "gateway", component.grpc_address)

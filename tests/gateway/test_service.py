@@ -223,7 +223,7 @@ async def test_limits_and_stop_ids() -> None:
 async def test_bad_requests_reach_no_part() -> None:
     async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as failure:
-            await read(fakes.client.generate("", temperature=-1, max_tokens=0, model="toy"))
+            await read(fakes.client.generate("", temperature=-1, max_tokens=-1, model="toy"))
         assert [v.field for v in failure.value.violations] == ["prompt", "sampling.temperature", "sampling.max_tokens"]
         with pytest.raises(NotFound, match="'other' is not served here; known: toy"):
             await read(fakes.client.generate("x", model="other"))

@@ -13,11 +13,13 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import RowEdit, SamplingRows
+from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRows
 from pillion.errors import ConfigError, Internal
 from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
+from tests.support.sampling import GivenMasks
+from tests.support.scored_prompts import check_scores, run_scored
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
 # float32 products are cuBLAS's, in another order.
@@ -82,6 +84,7 @@ def rows_of(positions, **overrides):
         positions=np.array(positions, np.int64),
         logprobs=np.full(count, drawn["logprobs"], np.int64),
         edits=overrides.get("edits", ()),
+        masks=overrides.get("masks"),
     )
 
 
@@ -107,6 +110,37 @@ def test_tokens_are_those_of_the_hosts_sampler(prepared, overrides):
     for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
         assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "late"), [(0.0, ()), (0.9, (1,)), (0.0, (0, 1))])
+def test_masked_rows_choose_what_the_hosts_sampler_chooses(prepared, temperature, late):
+    """One row follows a grammar and another does not; a mask that is late leaves its row without a token."""
+    driver = GpuDriver(prepared)
+    a, b, c = driver.sequences.add(3)
+    batch = driver.sequences.step([(a, tokens_of(9, 0)), (b, tokens_of(5, 2)), (c, tokens_of(7, 1))])
+    allowed = np.random.default_rng(1).random((2, driver.backend.vocab_size)) < 0.02
+    edits = (RowEdit(row=2, banned=np.flatnonzero(allowed[1])), RowEdit(row=0, banned=np.flatnonzero(allowed[0])[:1]))
+    masks = GivenMasks(np.array([0, 2]), allowed, late)
+    rows = rows_of([9, 5, 7], temperature=temperature, logprobs=2, edits=edits, masks=masks)
+    wanted = sample(driver.backend.forward(batch).clone(), rows)
+    found = driver.backend.launch(batch, (), rows).wait()
+    assert found.token_ids == wanted.token_ids
+    assert [token == MASK_LATE for token in found.token_ids] == [0 in late, False, 1 in late]
+    for row, place in ((0, 0), (2, 1)):
+        if place not in late:
+            assert allowed[place, found.token_ids[row]], "a ban of all that is allowed is none"
+            assert found.logprobs[row].logprob == pytest.approx(wanted.logprobs[row].logprob, abs=1e-4)
+            assert found.logprobs[row].top_ids == wanted.logprobs[row].top_ids
+
+
+def test_log_probabilities_of_prompts(tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES["qwen3-qk-norm"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    texts = [tokens_of(PROMPT_TOKENS, 2)[:22], tokens_of(PROMPT_TOKENS, 3)[:9]]
+    driver = GpuDriver(prepare(flags), num_slots=40)
+    for text, found in zip(texts, run_scored(driver.backend, texts, [7]), strict=True):
+        with torch.inference_mode():
+            check_scores(found, text, model(torch.tensor([text])).logits[0].float())
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):

@@ -18,7 +18,7 @@ from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
 from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 from tests.support.gpu_sampling import nearly_tie
-from tests.support.sampling import RowParameters, rows_of
+from tests.support.sampling import RowParameters, packed_bits, rows_of
 
 # numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -27,10 +27,8 @@ VOCABULARIES = (300, 5001)
 
 
 def words_of(allowed: np.ndarray) -> torch.Tensor:
-    """Packs bool [M, V] as the kernel reads it: int32 [M, ceil(V / 32)], the lowest bit first."""
-    padded = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), np.uint8)
-    padded[:, : allowed.shape[1]] = allowed
-    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
+    """Packs bool [M, V] as the kernel reads it: int32 [M, ceil(V / 32)]."""
+    return torch.from_numpy(packed_bits(allowed).view(np.int32))
 
 
 @settings(max_examples=100 if NATIVE else 15, deadline=None)

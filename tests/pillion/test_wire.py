@@ -102,9 +102,10 @@ SAMPLING = st.builds(
     n=st.none() | I32,
     best_of=st.none() | I32,
     structured_outputs=st.none() | SHAPES,
+    prompt_logprobs=st.none() | I32,
 )
 LOGPROBS = st.lists(
-    st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple)), max_size=3
+    st.builds(TokenLogprob, U32, FLOAT32, IDS, st.lists(FLOAT32, max_size=3).map(tuple), U32), max_size=3
 ).map(tuple)
 CALLS = st.lists(built(ToolCall), max_size=2).map(tuple)
 MESSAGES = st.lists(built(ChatMessage, tool_calls=CALLS), max_size=3).map(tuple)
@@ -119,6 +120,7 @@ RESUMES = st.builds(
     Resume,
     st.builds(StreamOrigin, st.integers(-(2**63), 2**63 - 1), st.binary(max_size=3), U32),
     st.lists(st.builds(AnswerSoFar, IDS, REASON), max_size=3).map(tuple),
+    U32,
 )
 REQUESTS = built(
     GenerateRequest,
@@ -138,6 +140,7 @@ DELTAS = built(
     timings=st.none() | built(Timings),
     logprobs=LOGPROBS,
     tool_calls=st.lists(built(ToolCallDelta), max_size=2).map(tuple),
+    prompt_logprobs=LOGPROBS,
 )
 ERRORS = st.builds(decode_pb2.DecodeError, code=st.integers(0, 16), message=TEXT, retryable=st.booleans())
 TIMINGS = st.builds(
@@ -152,8 +155,12 @@ DECODE_DELTAS = st.builds(
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
     queued=st.none() | U32,
-    # A delta with tokens says by them that the stream goes on.
+    prompt_logprobs=LOGPROBS,
+    # A delta with tokens says by them that the stream goes on, and by timings that a prompt was computed.
 ).map(lambda delta: delta._replace(queued=None) if delta.token_ids else delta)
+DECODE_DELTAS = DECODE_DELTAS.map(
+    lambda delta: delta._replace(prompt_logprobs=()) if delta.token_ids and not delta.timings else delta
+)
 
 
 @given(REQUESTS)

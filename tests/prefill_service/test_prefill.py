@@ -16,7 +16,7 @@ from pillion.engine.worker import worker_epoch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Workers, connected, running_workers, submit_of
 
@@ -26,7 +26,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def call_of(workers: Workers, span: RunSpanRequest) -> Any:
-    return workers.prefill_stub.RunSpan(span, timeout=20)
+    return workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)
 
 
 async def acks_of(workers: Workers, span: RunSpanRequest) -> list[ChunkAck]:
@@ -47,7 +47,7 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert [(ack.chunk_index, ack.end_tokens) for ack in acks] == [(0, 16), (1, 32), (2, 40)]
         assert all(ack.queue_ms >= 0 and ack.compute_ms >= 0 for ack in acks)
         answer = await connection.submit(submit_of(1, ticket, tokens, 9))
-        await asyncio.wait_for(answer.over.wait(), 20)
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert answer.token_ids == greedy(tokens, 9)
         assert answer.last is not None
         assert answer.last.finish_reason is FinishReason.LENGTH
@@ -71,7 +71,7 @@ async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_o
         ticket = await workers.ticket(tokens)
         await acks_of(workers, workers.span(ticket, tokens, (16, 16), text_tokens=text_tokens))
         answer = await connection.submit(submit_of(1, ticket, tokens, text_tokens - 50 if text_tokens else 100))
-        await asyncio.wait_for(answer.over.wait(), 20)
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert sum(batch.num_tokens for batch in seen) >= 50
         assert all((batch.table_rows - batch.positions == shift).all() for batch in seen)
         await workers.release(ticket)
@@ -108,11 +108,11 @@ async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.
         tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
         spans = [workers.span(t, prompt(seed, 17), (16,)) for seed, t in enumerate(tickets)]
         running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
-        done, waiting = await asyncio.wait(running, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(running, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         assert len(done) == 1
         assert [ack.end_tokens for ack in done.pop().result()] == [16]
         backend.gate.set()
-        assert [ack.end_tokens for ack in await asyncio.wait_for(waiting.pop(), 10)] == [16]
+        assert [ack.end_tokens for ack in await asyncio.wait_for(waiting.pop(), WITHIN_S)] == [16]
         await workers.release(*tickets)
         backend.gate.set()
         await workers.quiet()

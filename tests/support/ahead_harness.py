@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
-from tests.support.scheduler_harness import BLOCK, RowChoice, SchedulerHarness, choices_of, chosen
+from tests.support.scheduler_harness import BLOCK, RowChoice, SchedulerHarness, choices_of, chosen, scored
 
 BROKEN = "broken"
 
@@ -39,6 +39,7 @@ class _Step:
     slots: set[int]
     # None until the step's choices are begun.
     choices: list[RowChoice] | None
+    scored: list[int]
     sampled: Sampled | None = None
 
 
@@ -58,7 +59,7 @@ class SimulatedDevice:
         batch = build_batch(plan, BLOCK)
         batch = replace(batch, block_tables=batch.block_tables.copy())
         early = None if plan.awaits_tokens else choices_of(plan)
-        self._in_flight.append(_Step(batch, plan.copies, slots_of(batch, plan.copies), early))
+        self._in_flight.append(_Step(batch, plan.copies, slots_of(batch, plan.copies), early, scored(plan)))
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
@@ -88,7 +89,7 @@ class SimulatedDevice:
                 unknown = np.flatnonzero(ids < 0)
                 self.resolved += len(unknown)
                 ids[unknown] = [self._before.token_ids[-1 - token] for token in ids[unknown]]
-                self._before = step.sampled = chosen(run(self._pool, step.batch), step.choices)
+                self._before = step.sampled = chosen(run(self._pool, step.batch), step.choices, step.scored)
 
 
 class AheadHarness(SchedulerHarness):

@@ -97,7 +97,7 @@ class FakeBackend(HostBackend):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if not self.gate.is_set():
             self.waiting.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         self.waiting.clear()
         self.before_step(batch)
         self.steps.append(batch.num_tokens)

@@ -36,6 +36,7 @@ from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
+from tests.support.redis_nodes import patient
 
 BLOCK = 4
 NAMESPACE = "ab" * 32
@@ -389,7 +390,7 @@ async def running_fake_cluster(
         folder = stack.enter_context(short_folder())
         redis = stack.enter_context(running_redis())
         url = redis.url
-        registry = Registry(url, 600_000)
+        registry = patient(Registry(url, 600_000))
         stack.push_async_callback(registry.aclose)
         servers = {}
         for role in roles.split():

@@ -61,11 +61,8 @@ class NumberMatcher:
     def forced(self) -> list[int]:
         return place(self.kind, self.answer)[0]
 
-    def count_valid(self, tokens: Sequence[int]) -> int:
-        for count, token in enumerate(tokens):
-            if token not in place(self.kind, [*self.answer, *tokens[:count]])[1]:
-                return count
-        return len(tokens)
+    def allows(self, token: int) -> bool:
+        return token in place(self.kind, self.answer)[1]
 
     def rollback(self, count: int) -> None:
         del self.answer[len(self.answer) - count :]

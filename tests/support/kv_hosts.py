@@ -18,13 +18,13 @@ from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
+from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192
 NUM_SLOTS = 40
-WITHIN_S = 10.0
 NAMESPACE = "ab" * HASH_BYTES
 ROOT = bytes(HASH_BYTES)
 
@@ -68,13 +68,17 @@ class KVHost:
                 heartbeat_ms=50,
                 # Its workers do not beat: no silence of theirs means anything.
                 heartbeat_timeout_ms=60_000,
-                **self.flags,
+                # A fetch that is over brings less, which is what most tests count.
+                **{"fetch_timeout_ms": 60_000, **self.flags},
             )
         )
+        assert self.node._registry is not None
+        # A fetch asks it where the sources are.
+        patient(self.node._registry)
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
         # A connection to the same path, which just failed, is tried again only after a moment.
-        self.session = await until("a session at the node", self._open_session, WITHIN_S)
+        self.session = await until("a session at the node", self._open_session)
 
     async def make_plane(self) -> None:
         """Makes the node's data plane, which takes a second or two with NIXL."""
@@ -103,7 +107,7 @@ class KVHost:
             component_id=f"worker at {self.name}",
             role="decode",
             block_bytes=BLOCK_BYTES,
-            timeout_s=5,
+            timeout_s=WITHIN_S,
             namespace=NAMESPACE,
         )
 
@@ -126,11 +130,11 @@ class KVHost:
     async def open(self, hashes: bytes, expected_blocks: int = 0) -> OpenTicketReply:
         total = len(hashes) // HASH_BYTES + 1
         return await self.client.open_ticket(
-            self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=5
+            self.session.epoch, hashes, total, expected_blocks=expected_blocks, timeout_s=WITHIN_S
         )
 
     async def fetch(
-        self, ticket: OpenTicketReply, hashes: bytes, *sources: str, timeout_s: float = 5.0
+        self, ticket: OpenTicketReply, hashes: bytes, *sources: str, timeout_s: float = WITHIN_S
     ) -> PrefetchReply:
         return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
 
@@ -192,7 +196,7 @@ class KVHost:
             status = await self.client.status()
             return status if condition(status) else None
 
-        fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked, WITHIN_S)
+        fitting: NodeStatus = await until(f"{self.name} to have the wanted status", asked)
         return fitting
 
     async def idle(self) -> None:

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from testbed.conditions import WITHIN_S
+
 # Seconds after which a program that waits to be ended ends by itself, should a test run be killed before it does that.
 LIFE_S = 60
 # The last statement of such a program.
@@ -29,4 +31,4 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
-        process.wait(30)
+        process.wait(WITHIN_S)

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 
 from pillion.engine.sampling.cuts import cuts, group_maxima
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
-from pillion.engine.sampling.sampling_rows import NO_IDS, RowEdit, SamplingRows
+from pillion.engine.sampling.sampling_rows import NO_IDS, Bool, Int64, RowEdit, SamplingRows, UInt32
 
 # The probability with which a right sampler fails one chi-square test. The draws are fixed by their seeds, so a test
 # that passes once passes always.
@@ -68,6 +68,28 @@ def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
         logprobs=np.array([params.logprobs for params in all_params], np.int64),
         edits=edits,
     )
+
+
+def packed_bits(allowed: np.ndarray) -> UInt32:
+    """Packs bool [M, V] as masks are packed: uint32 [M, ceil(V / 32)], the lowest bit first."""
+    padded = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), np.uint8)
+    padded[:, : allowed.shape[1]] = allowed
+    words: UInt32 = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    return words
+
+
+@dataclass(frozen=True)
+class GivenMasks:
+    """Masks that are there at once, but for those of ``late``, places among ``rows``."""
+
+    rows: Int64
+    allowed: np.ndarray
+    late: Sequence[int] = ()
+
+    def take(self) -> tuple[UInt32, Bool]:
+        there = np.ones(len(self.rows), np.bool_)
+        there[list(self.late)] = False
+        return packed_bits(self.allowed), there
 
 
 def draws_of(params: RowParameters, count: int) -> SamplingRows:

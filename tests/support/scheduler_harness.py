@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.batching import build_batch
+from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.drafts import Drafter
@@ -27,9 +27,9 @@ from pillion.errors import PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.types import FinishReason, SamplingParams
+from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
-from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, run
+from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
 from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
 
 BLOCK = 4
@@ -54,6 +54,8 @@ class SequenceRecord:
     grammar: int | None = None
     # Of a further answer, the stream whose prompt it shares.
     parent: int = 0
+    scored: bool = False
+    scores: list[TokenLogprob] = field(default_factory=list)
 
 
 class SchedulerHarness:
@@ -108,10 +110,12 @@ class SchedulerHarness:
         fork_seeds: tuple[int, ...] = (),
         penalty: float = 0.0,
         grammar: int | None = None,
+        scored: bool = False,
     ) -> int | None:
         """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
-        ids behind the stream's. With a penalty each choice depends on the whole answer so far."""
-        last = (len(prompt) if chunks else len(prompt) - 1) // BLOCK
+        ids behind the stream's. With a penalty each choice depends on the whole answer so far. The prompt may be
+        ``scored``, and then nothing of it is found."""
+        last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
@@ -127,7 +131,9 @@ class SchedulerHarness:
             token_ids=np.array(prompt, dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=len(prompt),
-            sampling=None if chunks else replace(GREEDY, seed=seed, frequency_penalty=penalty),
+            sampling=None
+            if chunks
+            else replace(GREEDY, seed=seed, frequency_penalty=penalty, prompt_logprobs=0 if scored else None),
             stop_token_ids=stop,
             max_tokens=max_tokens,
             max_model_len=0 if chunks else 10_000,
@@ -146,6 +152,7 @@ class SchedulerHarness:
                 penalized=penalty != 0,
                 parent=parent,
                 grammar=grammar,
+                scored=scored and not parent,
             )
         state = None if grammar is None else self.grammars.start(grammar)
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now, grammar=state), self.now)
@@ -185,7 +192,7 @@ class SchedulerHarness:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
         if not plan.pieces:
             return Sampled()
-        return chosen(run(self.pool, build_batch(plan, BLOCK)), choices_of(plan))
+        return chosen(run(self.pool, build_batch(plan, BLOCK)), choices_of(plan), scored(plan))
 
     def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
@@ -193,6 +200,8 @@ class SchedulerHarness:
             record = self.records[update.seq_id]
             assert not record.cancelled, "news of a cancelled sequence"
             assert record.end is None, "news after the end"
+            assert not (update.prompt_logprobs and record.token_ids), "a score behind a token"
+            record.scores.extend(update.prompt_logprobs)
             record.token_ids.extend(update.token_ids)
             if update.ending is not None:
                 record.end = update
@@ -335,7 +344,7 @@ class SchedulerHarness:
             assert ending is not None
             assert ending.error is None, ending.error
             self.check_answer(record)
-            stopped = bool(record.stop) and record.token_ids[-1] in record.stop
+            stopped = bool(record.stop) and record.token_ids[-1:] != [] and record.token_ids[-1] in record.stop
             if record.grammar is not None:
                 stopped = stopped or not choices(record.grammar, record.token_ids)
             assert ending.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
@@ -345,6 +354,13 @@ class SchedulerHarness:
         """The tokens so far are those of the model, and none stands behind a stop id."""
         count = len(record.token_ids)
         assert record.token_ids == answer(record.prompt, record.seed, count, record.penalized, record.grammar)
+        prompt, known = record.prompt, len(record.scores)
+        whole = not record.cancelled and record.end is not None and record.end.ending.error is None
+        assert known == (len(prompt) - 1 if record.scored and whole else known)
+        assert record.scored or not known
+        assert record.scores == [
+            score_of(prompt[end], logits_of(kv_of(prompt[:end], np.arange(end)))) for end in range(1, known + 1)
+        ]
         assert len(record.token_ids) <= record.max_tokens
         assert not record.stop.intersection(record.token_ids[:-1])
 
@@ -412,9 +428,25 @@ def choices_of(plan: StepPlan) -> list[RowChoice]:
     return found
 
 
-def chosen(logits: npt.NDArray[np.float32], rows: Seq[RowChoice]) -> Sampled:
+def scored(plan: StepPlan) -> list[int]:
+    """Return the tokens that the last rows of the plan's batch score."""
+    rows = build_sampling(replace(plan, unknown=())).scored if any(piece.scores for piece in plan.pieces) else None
+    return [] if rows is None else rows.token_ids.tolist()
+
+
+def score_of(token: int, row: npt.NDArray[np.float32]) -> TokenLogprob:
+    """The token's own logit stands for its log probability."""
+    return TokenLogprob(token, float(row[token]))
+
+
+def chosen(logits: npt.NDArray[np.float32], rows: Seq[RowChoice], scored: Seq[int] = ()) -> Sampled:
     """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
-    return Sampled(tuple(row.of(token) for row, token in zip(rows, logits.argmax(axis=1).tolist(), strict=True)))
+    assert len(logits) == len(rows) + len(scored)
+    likeliest = logits[: len(rows)].argmax(axis=1).tolist()
+    return Sampled(
+        tuple(row.of(token) for row, token in zip(rows, likeliest, strict=True)),
+        scored=tuple(score_of(token, row) for token, row in zip(scored, logits[len(rows) :], strict=True)),
+    )
 
 
 def states(harness: SchedulerHarness) -> Seq[SequenceState]:

@@ -17,7 +17,7 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import READY_TIMEOUT_S, free_port
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
 from testbed.redis import running_redis
 
 
@@ -84,7 +84,7 @@ class Hosts:
         """End a process as a supervisor does, or at once."""
         process = self.processes.pop(name)
         (process.kill if kill else process.terminate)()
-        process.wait(30)
+        process.wait(WITHIN_S)
 
     def stop_all(self) -> None:
         """Gateways and workers first, for they end when their node does."""

@@ -26,7 +26,7 @@ from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import FakeBackend, factory
 
 BLOCK = 4
@@ -49,10 +49,10 @@ class Workers:
     prefill_stub: Any
     folder: pathlib.Path
 
-    async def ticket(self, tokens: Sequence[int]) -> OpenTicketReply:
-        """A ticket for a prompt, as a gateway opens it."""
-        hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
-        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=10)
+    async def ticket(self, tokens: Sequence[int], *, hits: bool = True) -> OpenTicketReply:
+        """A ticket for a prompt, as a gateway opens it; without ``hits`` it pins nothing."""
+        hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32 * hits]
+        return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=WITHIN_S)
 
     async def release(self, *tickets: OpenTicketReply) -> None:
         """The gateway's hold."""
@@ -117,6 +117,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
     # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
@@ -169,6 +170,7 @@ class Connection:
                 assert answer.last is None, "a delta after the end"
                 answer.token_ids.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
+                answer.prompt_logprobs.extend(delta.prompt_logprobs)
                 answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta

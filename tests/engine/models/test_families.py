@@ -17,6 +17,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
+from tests.support.scored_prompts import check_scores, run_scored
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
@@ -69,6 +70,14 @@ def case(request, on_torch):
 
 def close(got, wanted):
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_log_probabilities_of_prompts(case):
+    """Two prompts side by side in chunks, of which the second one is shorter."""
+    texts = [tokens_of(PROMPT_TOKENS, 2), tokens_of(PROMPT_TOKENS, 3)[:29]]
+    driver = case.driver(num_slots=64)
+    for text, found in zip(texts, run_scored(driver.backend, texts, [7, 1, 20]), strict=True):
+        check_scores(found, text, case.logits(text))
 
 
 def test_every_split_point(case):

@@ -283,13 +283,14 @@ ARRIVE = st.tuples(
     st.just("arrive"),
     st.integers(0, 3),
     st.integers(1, 40),
-    st.integers(1, 24),
+    st.integers(0, 24),
     st.integers(-1, 1),
     st.integers(0, 5),
     st.sampled_from([0, 0, 0, 1, 3]),
     st.sampled_from([0, 0, 0, 5, 40]),
     st.sampled_from([0, 0, 1]),
     st.sampled_from([-1, -1, 0, 1, 2]),
+    st.sampled_from([0, 0, 1]),
 )
 SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5))
 TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
@@ -299,16 +300,17 @@ EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSW
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, forks, stops, penalized, grammar = numbers
+        text, length, most, priority, seed, forks, stops, penalized, grammar, scored = numbers
         harness.submit(
             prompt(text, length),
             most,
             stop=frozenset(range(stops)),
             priority=priority,
             seed=seed,
-            fork_seeds=tuple(seed + 1 + number for number in range(forks)),
+            fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
             penalty=float(penalized),
             grammar=None if grammar < 0 else grammar,
+            scored=bool(scored),
         )
     elif kind == "span":
         text, first, second = numbers

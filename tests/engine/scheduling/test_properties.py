@@ -16,12 +16,13 @@ ARRIVE = st.tuples(
     st.just("arrive"),
     st.integers(0, 3),
     st.integers(1, 40),
-    st.integers(1, 24),
+    st.integers(0, 24),
     st.integers(-1, 1),
     st.integers(0, 5),
     st.sampled_from([0, 0, 0, 1, 3]),
     # The number of its grammar; with -1 it has none.
     st.sampled_from([-1, -1, 0, 1, 2]),
+    st.sampled_from([0, 0, 1]),
 )
 PUNCTUAL = st.sampled_from([1.0, 0.7])
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
@@ -34,14 +35,15 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, forks, grammar = numbers
+            kind_of_text, length, most, priority, seed, forks, grammar, scored = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
                 priority=priority,
                 seed=seed,
-                fork_seeds=tuple(seed + 1 + number for number in range(forks)),
                 grammar=None if grammar < 0 else grammar,
+                fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
+                scored=bool(scored),
             )
         elif kind == "cancel" and harness.records:
             line_up = [i for i, s in harness.records.items() if s.end is None and not s.cancelled]

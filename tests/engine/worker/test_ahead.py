@@ -16,7 +16,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -52,7 +52,7 @@ async def start(workers: Workers, connection: Connection, key: int, tokens: list
 
 
 async def over(answer: Answer) -> None:
-    await asyncio.wait_for(answer.over.wait(), 30)
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
     assert answer.last is not None
 
 
@@ -64,7 +64,7 @@ async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_t
         tokens = prompt(1, 45)
         ticket = await workers.ticket(tokens)
         span = workers.span(ticket, tokens, (16, 28))
-        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)]
         assert [ack.end_tokens for ack in acks] == [16, 44]
         answer = await connection.submit(submit_of(1, ticket, tokens, 60))
         await over(answer)
@@ -189,7 +189,7 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
 
         def hang(batch: StepBatch) -> None:
             stuck.set()
-            assert go.wait(30)
+            assert go.wait(WITHIN_S)
 
         decode.before_step = hang
         await until("a step ahead of one that does not end", lambda: stuck.is_set() and len(decode.under_way) == 2)
@@ -204,7 +204,7 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
         assert len(decode.under_way) == 2
         assert pool.ledger.holders[old].leased
         go.set()
-        await asyncio.wait_for(left, 20)
+        await asyncio.wait_for(left, WITHIN_S)
         assert not decode.under_way
         if gone == "fenced":
             await returned(worker, old)

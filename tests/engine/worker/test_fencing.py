@@ -19,9 +19,10 @@ from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
 from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
+from tests.support.redis_nodes import patient
 from tests.support.workers import Answer, Workers, connected, running_workers, submit_of
 
 UNAVAILABLE = 14
@@ -47,7 +48,7 @@ async def returned(worker: Worker, old: int) -> None:
 
 async def lost(answer: Answer) -> None:
     """Its end says: try elsewhere."""
-    await asyncio.wait_for(answer.over.wait(), 10)
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
     assert answer.last is not None
     assert answer.last.error is not None
     assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
@@ -75,7 +76,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         other = await workers.ticket(PROMPT)
         assert other.pinned_blocks == 4, "what it had committed is found"
         again = await connection.submit(submit_of(2, other, PROMPT, 30))
-        await asyncio.wait_for(again.over.wait(), 10)
+        await asyncio.wait_for(again.over.wait(), WITHIN_S)
         assert again.token_ids == greedy(PROMPT, 30)
         assert answer.token_ids == received, "an old epoch's stream emitted again"
         await workers.release(ticket, other)
@@ -93,7 +94,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=20)
+        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=WITHIN_S)
         await until("the span", lambda: workers.prefill.worker.epoch.listeners)
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -102,7 +103,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         workers.prefill_backend.gate.set()
         await returned(workers.prefill.worker, old)
         span = workers.span(ticket, tokens, (16, 24))
-        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=20)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)]
         assert [ack.end_tokens for ack in acks] == [16, 40]
         await workers.release(ticket)
         await workers.quiet()
@@ -132,7 +133,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
 
 async def test_it_leaves_the_registry_and_enters_it_again() -> None:
     with running_redis() as redis:
-        registry = Registry(redis.url, 5000)
+        registry = patient(Registry(redis.url, 5000))
         # What it does not take out itself would stay for a minute.
         flags = {"redis_url": redis.url, "heartbeat_timeout_ms": 60_000}
         async with running_workers(decode=flags) as workers:
@@ -182,7 +183,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         await loop_turns()
         assert len(answer.token_ids) == received
         asking.set()
-        await asyncio.wait_for(answer.over.wait(), 20)
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or sent twice"
         await workers.release(ticket)
         await workers.quiet()
@@ -253,7 +254,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
         go_on.set()
         await lost(answer)
         again = await connection.submit(submit_of(2, ticket, PROMPT[:3], 10))
-        await asyncio.wait_for(again.over.wait(), 10)
+        await asyncio.wait_for(again.over.wait(), WITHIN_S)
         assert again.token_ids == greedy(PROMPT[:3], 10)
         await workers.release(ticket)
         await workers.quiet()
@@ -279,7 +280,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
         other = await workers.ticket(PROMPT)
         again = await connection.submit(submit_of(2, other, PROMPT))
-        await asyncio.wait_for(again.over.wait(), 10)
+        await asyncio.wait_for(again.over.wait(), WITHIN_S)
         assert again.token_ids == greedy(PROMPT, 8)
         await workers.release(ticket, other)
         await workers.quiet()
@@ -296,7 +297,7 @@ async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: py
 
         monkeypatch.setattr(workers.decode.worker.node, "reattach", refused)
         old = fence(workers, workers.decode.worker)
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
         assert "no new epoch" in reason
         assert asked == [old] * worker_epoch.MAX_REATTACH_TRIES
         with pytest.raises(Unavailable):
@@ -313,7 +314,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
         await until("the fence to be noticed", lambda: worker.epoch.over)
-        await asyncio.wait_for(workers.decode.stop(0.0), 5)
+        await asyncio.wait_for(workers.decode.stop(0.0), WITHIN_S)
         await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
         await workers.node.check_integrity()
 

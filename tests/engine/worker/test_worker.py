@@ -10,9 +10,10 @@ from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.errors import ConfigError
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
+from tests.support.redis_nodes import patient
 from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 UNAVAILABLE = 14
@@ -25,10 +26,10 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
         await until("a token", lambda: answer.token_ids)
         await workers.kvnode.stop(0.0)
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), 10)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
         assert "KV node" in reason
-        assert "KV node" in await asyncio.wait_for(workers.prefill.wait_failed(), 10)
-        await asyncio.wait_for(answer.over.wait(), 10)
+        assert "KV node" in await asyncio.wait_for(workers.prefill.wait_failed(), WITHIN_S)
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert answer.last is not None
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
@@ -43,7 +44,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         stopping = asyncio.create_task(workers.decode.stop(10.0))
         await until("the stop to be noticed", lambda: workers.decode.worker.draining)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))
-        await asyncio.wait_for(late.over.wait(), 10)
+        await asyncio.wait_for(late.over.wait(), WITHIN_S)
         assert late.last is not None
         assert late.last.error is not None
         assert late.last.error.code == UNAVAILABLE
@@ -60,7 +61,7 @@ async def test_the_registry_shows_the_worker_until_it_leaves() -> None:
     with running_redis() as redis:
         url = redis.url
         async with running_workers(decode={"redis_url": url, "served_model_name": "shown"}) as workers:
-            registry = Registry(url, 5000)
+            registry = patient(Registry(url, 5000))
             (record,) = await until("the worker's record", registry.components)
             assert record.component_id == "decode-0"
             assert (record.role, record.model, record.address) == ("decode", "shown", workers.decode.address)

@@ -14,7 +14,7 @@ from pillion.gateway.admission.admission import Admission, AdmissionPermit
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import loop_turns
+from testbed.conditions import WITHIN_S, loop_turns
 
 A, B = Tenant(name="a", max_inflight_requests=4), Tenant(name="b", max_inflight_requests=10)
 
@@ -38,7 +38,7 @@ async def test_a_crowded_model_does_not_hold_up_another() -> None:
     await loop_turns(1)
     assert admission.waiting == 1
     other = entered(admission, B)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await turn(admission, other, "idle")
     assert not waiting.done()
     admission.leave(first, 5)

@@ -29,7 +29,7 @@ def takes(grammar: str, text: str) -> bool:
 
 
 def grammar_of(**shape: Any) -> str:
-    return join([shape_piece(StructuredOutputs(**shape))])
+    return join([shape_piece(StructuredOutputs(**shape))]).text
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
@@ -64,20 +64,105 @@ def test_an_expression_cannot_end_within_an_escape() -> None:
 def test_the_names_of_a_clients_grammar_are_its_own() -> None:
     clients = shape_piece(StructuredOutputs(grammar='start: answer\nanswer: "a" | "b" answer'))
     ours = Piece("answer", rules=('answer: "<" /[0-9]+/ ">"',))
-    grammar = join([ours, clients])
+    grammar = join([ours, clients]).text
     assert takes(grammar, "<12>bba")
     assert not takes(grammar, "bba")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1}', '{"a":1,"b":[null]}'])
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1, "b": [null, -1.5]}'])
 def test_a_json_schema_and_any_object(text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert takes(grammar_of(json=json.dumps(schema)), text)
     assert takes(grammar_of(json_object=True), text)
-    assert not takes(grammar_of(json=json.dumps(schema)), text.replace("1", '"1"'))
+    assert not takes(grammar_of(json=json.dumps(schema)), text.replace("1", '"1"', 1))
     assert not takes(grammar_of(json_object=True), f"[{text}]")
 
 
 def test_a_schema_is_json() -> None:
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: not JSON"):
         grammar_of(json="{")
+
+
+LEGACY = {
+    "structures": [
+        {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"},
+        {"begin": "<f=b>", "schema": {"type": "null"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+NUMBER = {"type": "regex", "pattern": "[0-9]+"}
+TAGGED: dict[str, tuple[Any, list[str], list[str]]] = {
+    "legacy": (LEGACY, ["x", "", "a <f=a>12</f> b <f=b>null</f>!"], ["<f=a>x</f>", "<f=c>", "<f=a>1"]),
+    "a sequence": (
+        {"format": {"type": "sequence", "elements": [{"type": "const_string", "value": "a/"}, NUMBER]}},
+        ["a/12"],
+        ["a/", "12"],
+    ),
+    "either": (
+        {"format": {"type": "or", "elements": [NUMBER, {"type": "json_schema", "json_schema": {"type": "boolean"}}]}},
+        ["12", "true"],
+        ["null"],
+    ),
+    "a tag of any text": (
+        {"format": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+        ["<t></t>", "<t>a < b\n</t>"],
+        ["<t>a", "<t></t>a"],
+    ),
+    "one call at least": (
+        {
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<"],
+                "tags": [{"begin": "<n>", "content": NUMBER, "end": ["</n>", "."]}],
+                "at_least_one": True,
+                "stop_after_first": True,
+            }
+        },
+        ["so <n>1</n>", "<n>1."],
+        ["so", "<n>1</n> more"],
+    ),
+    "separated": (
+        {
+            "format": {
+                "type": "tags_with_separator",
+                "separator": ", ",
+                "tags": [{"begin": "(", "content": NUMBER, "end": ")"}],
+            }
+        },
+        ["", "(1)", "(1), (22)"],
+        ["(1),(2)", "(1), "],
+    ),
+    "a grammar": (
+        {"format": {"type": "grammar", "grammar": 'start: x\nx: "a" x "b" | "c"'}},
+        ["c", "aacbb"],
+        ["ac"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_structural_tags(name: str) -> None:
+    tag, good, bad = TAGGED[name]
+    grammar = grammar_of(structural_tag=json.dumps(tag))
+    assert [text for text in good if not takes(grammar, text)] == []
+    assert [text for text in bad if takes(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "field"),
+    [
+        ({}, "format"),
+        ({"structures": [], "triggers": ["a"]}, "structures"),
+        ({"structures": [1], "triggers": ["a"]}, "structures.tags[0].begin"),
+        (LEGACY | {"triggers": ["<x"]}, "structures.tags[0].begin"),
+        (LEGACY | {"triggers": [""]}, "structures.triggers"),
+        ({"format": {"type": "qwen_xml_parameter"}}, "format.type"),
+        ({"format": {"type": "sequence", "elements": [NUMBER, {"type": "regex"}]}}, "format.elements[1].pattern"),
+        ({"format": {"type": "json_schema", "json_schema": {"not": {}}}}, "format.json_schema"),
+        ({"format": {"type": "tag", "begin": "a", "content": NUMBER}}, "format.end"),
+    ],
+)
+def test_a_wrong_structural_tag_names_the_place(tag: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_of(structural_tag=json.dumps(tag))
+    assert caught.value.violations[0].field == f"sampling.structured_outputs.structural_tag.{field}"

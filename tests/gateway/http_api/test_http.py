@@ -51,6 +51,10 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
         for path in ("/", "/v1", "/v1/completions/", "/v1/embeddings", "/%00"):
             reply = await call(address, path)
             assert (reply.status, reply.error["code"]) == (404, "not_found")
+        for path in ("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/pooling"):
+            refused = await call(address, path, {"model": "toy", "input": "x"})
+            message = f"{path} is not offered: the models here generate text"
+            assert (refused.status, refused.error["message"]) == (404, message)
         for path, method in (("/v1/completions", "GET"), ("/v1/chat/completions", "PUT"), ("/health", "DELETE")):
             reply = await call(address, path, method=method)
             assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")

@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
 AT_ONCE = 8
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/messages")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "toy",
@@ -42,6 +42,23 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {"model": "toy", "prompt": "hello", "return_token_strs": True},
     "/detokenize": {"model": "toy", "tokens": [1, 2, 3]},
+    "/v1/messages": {
+        "model": "toy",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": "x", "is_error": True}],
+            },
+        ],
+        "stop_sequences": ["x"],
+        "stream": True,
+        "thinking": {"type": "enabled"},
+        "metadata": {"user_id": "u"},
+    },
 }
 STRANGE = (
     None,
@@ -137,12 +154,12 @@ async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
             # Some are requests after all.
             assert reply.status in (200, 400, 404), (reply, body)
             if reply.status != 200:
-                assert reply.error["message"], body
+                assert reply.json["error"]["message"], body
             statuses[reply.status] = statuses.get(reply.status, 0) + 1
 
         async def several(count: int) -> None:
             for _ in range(count):
-                await asyncio.wait_for(one(), 30)
+                await asyncio.wait_for(one(), WITHIN_S)
 
         await asyncio.gather(*(several(COUNT // AT_ONCE) for _ in range(AT_ONCE)))
         assert statuses[400] > COUNT // 2
@@ -197,7 +214,7 @@ async def test_what_is_hardly_http_does_no_harm() -> None:
                     with contextlib.suppress(ConnectionError):
                         writer.write(a_broken_request(draw))
                         writer.write_eof()
-                        received = await asyncio.wait_for(reader.read(), 30)
+                        received = await asyncio.wait_for(reader.read(), WITHIN_S)
                         assert not received or received.startswith(b"HTTP/1.1 "), received
                         assert b" 500 " not in received[:20], received
                         answered += bool(received)

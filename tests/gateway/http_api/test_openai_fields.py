@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pillion.gateway.http_api.http_errors import ApiError
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, ChatBody, CompletionBody, unsupported_fields
 from pillion.gateway.http_api.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
@@ -16,7 +17,7 @@ from pillion.gateway.http_api.openai_requests import (
     completion_request,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
-from pillion.types import ChatMessage, ChatOptions, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = {
@@ -129,7 +130,14 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
 def test_echo_and_logprobs_of_a_completion() -> None:
     assert complete(logprobs=3).requests[0].sampling.logprobs == 3
     assert complete(echo=True).echo
-    assert refusal(complete, echo=True, logprobs=1).param == "logprobs"
+    scored = complete(echo=True, logprobs=1, max_tokens=0)
+    assert (scored.requests[0].sampling.prompt_logprobs, scored.prompt_logprobs) == (1, None)
+    assert scored.names[0]["sampling.prompt_logprobs"] == "logprobs"
+    both = complete(echo=True, logprobs=1, prompt_logprobs=4)
+    assert (both.requests[0].sampling.prompt_logprobs, both.prompt_logprobs) == (4, 4)
+    assert "sampling.prompt_logprobs" not in both.names[0]
+    assert complete(echo=True, prompt_logprobs=0).requests[0].sampling.prompt_logprobs == 0
+    assert refusal(complete, prompt_logprobs=0, stream=True).param == "prompt_logprobs"
     assert refusal(complete, logprobs=True).param == "logprobs"
     assert refusal(complete, suffix="tail").param == "suffix"
 
@@ -256,3 +264,72 @@ def test_a_field_that_is_missing_is_named() -> None:
         with pytest.raises(ApiError) as caught:
             read(b"{}", "r")
         assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
+
+
+# ---- the shape of the answer -------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": [1.5, None]}}}
+FORMATS: dict[str, tuple[Any, StructuredOutputs | None]] = {
+    "text": ({"type": "text"}, None),
+    "null": (None, None),
+    "json_object": ({"type": "json_object"}, StructuredOutputs(json_object=True)),
+    "json_schema": (
+        {"type": "json_schema", "json_schema": {"name": "n", "description": "d", "strict": True, "schema": SCHEMA}},
+        StructuredOutputs(json=json.dumps(SCHEMA, separators=(",", ":"))),
+    ),
+    "no schema": ({"type": "json_schema", "json_schema": {"name": "n"}}, StructuredOutputs(json_object=True)),
+    "structural_tag": (
+        {"type": "structural_tag", "triggers": ["<"], "structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}]},
+        StructuredOutputs(structural_tag='{"structures":[{"begin":"<a>","schema":{},"end":"</a>"}],"triggers":["<"]}'),
+    ),
+}
+SHAPES: dict[str, tuple[Any, StructuredOutputs]] = {
+    "json": ({"json": SCHEMA}, StructuredOutputs(json=json.dumps(SCHEMA, separators=(",", ":")))),
+    "json as text": ({"json": '{"a": 1}'}, StructuredOutputs(json='{"a": 1}')),
+    "regex": ({"regex": "a+", "disable_any_whitespace": False}, StructuredOutputs(regex="a+")),
+    "choice": ({"choice": ["a", "b"]}, StructuredOutputs(choice=("a", "b"))),
+    "grammar": ({"grammar": "root ::= x"}, StructuredOutputs(grammar="root ::= x")),
+    "json_object": ({"json_object": True}, StructuredOutputs(json_object=True)),
+    "structural_tag": ({"structural_tag": "{}"}, StructuredOutputs(structural_tag="{}")),
+}
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_shapes_arrive(read) -> None:
+    for sent, shape in FORMATS.values():
+        assert read(response_format=sent).requests[0].sampling.structured_outputs == shape
+    for sent, shape in SHAPES.values():
+        assert read(structured_outputs=sent).requests[0].sampling.structured_outputs == shape
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_wrong_shapes_are_refused_by_name(read) -> None:
+    both = refusal(read, response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    assert both.param == "structured_outputs"
+    assert refusal(read, response_format={"type": "xml"}).param == "response_format.type"
+    assert refusal(read, response_format={"type": "json_schema"}).param == "response_format.json_schema"
+    assert refusal(read, structured_outputs={"jsn": {}}).param == "structured_outputs.jsn"
+    assert refusal(read, structured_outputs={"choice": [1]}).param == "structured_outputs.choice[0]"
+    pattern = refusal(read, structured_outputs={"json": {}, "whitespace_pattern": " "})
+    assert pattern.param == "structured_outputs.whitespace_pattern"
+    assert refusal(read, structured_outputs={"regex": "a" * 10**6}).param == "structured_outputs"
+    for name in ("json", "regex", "choice", "grammar"):
+        old = refusal(read, **{f"guided_{name}": "x"})
+        assert (old.param, f"structured_outputs.{name}" in old.message) == (f"guided_{name}", True)
+
+
+def test_a_gateways_error_names_the_clients_field() -> None:
+    field = "sampling.structured_outputs"
+    (format_names,) = chat(response_format={"type": "json_object"}).names
+    (shape_names,) = chat(structured_outputs={"json_object": True}).names
+    spelled = {
+        f"{field}.json": ("response_format.json_schema.schema", "structured_outputs.json"),
+        f"{field}.structural_tag.format.tags[3]": (
+            "response_format.format.tags[3]",
+            "structured_outputs.structural_tag.format.tags[3]",
+        ),
+        field: ("response_format", "structured_outputs"),
+    }
+    for ours, theirs in spelled.items():
+        error = InvalidRequest.of(FieldViolation(ours, "wrong"))
+        assert (from_pillion(error, format_names).param, from_pillion(error, shape_names).param) == theirs

@@ -11,6 +11,9 @@ import msgspec
 import pytest
 from starlette.routing import Route
 
+from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
+from pillion.gateway.http_api.anthropic_requests import messages_request
+from pillion.gateway.http_api.batches_api import BatchBody
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_fields import (
@@ -28,7 +31,9 @@ from pillion.types import GenerateRequest
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
-BODIES: list[Any] = [ChatBody, CompletionBody, TokenizeBody, DetokenizeBody]
+BODIES: list[Any] = [
+    *(ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountTokensBody, BatchBody)
+]
 MESSAGES = [{"role": "user", "content": "hi"}]
 EXAMPLES: dict[str, Any] = {
     "stop": ["a", "b"],
@@ -40,6 +45,16 @@ EXAMPLES: dict[str, Any] = {
     "stream_options": {"include_usage": True},
     "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
     "prompt": [[1, 2], [3]],
+}
+ANTHROPIC: dict[str, Any] = {
+    "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": True}],
+    "tool_choice": {"type": "tool", "name": "f"},
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+    "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    "cache_control": {"type": "ephemeral"},
+    "stop_sequences": ["x"],
+    "metadata": {"user_id": "u"},
 }
 
 
@@ -65,15 +80,21 @@ def test_each_accepted_field_is_described(kind: type[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "read", "least"),
-    [("ChatBody", chat_request, {"messages": MESSAGES}), ("CompletionBody", completion_request, {"prompt": "x"})],
+    ("kind", "read", "least", "examples"),
+    [
+        ("ChatBody", chat_request, {"messages": MESSAGES}, {}),
+        ("CompletionBody", completion_request, {"prompt": "x"}, {}),
+        ("MessagesBody", messages_request, {"messages": MESSAGES, "max_tokens": 2000}, ANTHROPIC),
+    ],
 )
-def test_what_is_described_is_what_is_read(kind: str, read: Any, least: dict[str, Any]) -> None:
+def test_what_is_described_is_what_is_read(
+    kind: str, read: Any, least: dict[str, Any], examples: dict[str, Any]
+) -> None:
     """Each described field, with a value of its type, is read, and what the description forbids is refused."""
     values: dict[str, Any] = {"boolean": True, "integer": 1, "number": 0.5, "string": "x"}
     for name, schema in DOCUMENT["components"]["schemas"][kind]["properties"].items():
         types = [one.get("type") for one in schema.get("anyOf", [schema])]
-        value = schema["enum"][0] if "enum" in schema else EXAMPLES.get(name, values.get(types[0]))
+        value = schema["enum"][0] if "enum" in schema else (EXAMPLES | examples).get(name, values.get(types[0]))
         needed = {"stream": True} if name == "stream_options" else {"logprobs": True} if name == "top_logprobs" else {}
         body = {**least, **needed, name: value}
         assert valid(body, kind), name
@@ -97,6 +118,8 @@ async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
         address = fakes.gateway.http_address
         document = (await call(address, "/openapi.json")).json
         assert set(document["paths"]) >= {"/v1/chat/completions", "/tokenize", "/health", "/v1/models/{name}", "/docs"}
+        assert set(document["paths"]["/v1/files"]) == {"get", "post"}
+        assert set(document["paths"]["/v1/files"]["post"]["requestBody"]["content"]) == {"multipart/form-data"}
         for operations in document["paths"].values():
             assert all(operation["summary"].endswith(".") for operation in operations.values())
         shown = await call(address, "/docs")

@@ -23,7 +23,7 @@ from pillion.v1.decode_pb2 import Submit
 from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import FakeDecode
 
 SPAN = RunSpanRequest(
@@ -106,11 +106,11 @@ async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: 
             raise AssertionError("it never says anything")
 
     running = asyncio.create_task(run())
-    await asyncio.wait_for(silent.asked.wait(), 10)
+    await asyncio.wait_for(silent.asked.wait(), WITHIN_S)
     assert link.alive
     await link.aclose()
     with pytest.raises(Unavailable):
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, WITHIN_S)
     assert not link.alive
     await server.stop(0)
 

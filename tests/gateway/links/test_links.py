@@ -13,8 +13,8 @@ from pillion.gateway.links.cluster import Served
 from pillion.net import rpc
 from pillion.v1 import common_pb2, decode_pb2, kvnode_pb2_grpc
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
-from tests.gateway.request.test_faults import start_decode_again
+from testbed.conditions import WITHIN_S, until
+from tests.gateway.request.test_faults import start_again
 from tests.support.fake_components import FakeCluster, record, running_fake_cluster
 
 PROMPT = "What is the capital of France?"
@@ -42,7 +42,7 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
 
         monkeypatch.setattr(decode_link, "hello_to_pb", hasty)
         await fakes.servers["decode"].stop(0)
-        await start_decode_again(fakes)
+        await start_again(fakes, "decode")
         await until("the third connection", lambda: link.alive and calls >= 3)
         assert await replays(fakes) == 0
         await fakes.settled()
@@ -63,7 +63,7 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
         await fakes.registry.heartbeat(msgspec.structs.replace(moved, address=elsewhere))
         await until("the call to end", lambda: not (fakes.node.waiting or fakes.prefill.running))
         peer.gate.set()
-        assert await asyncio.wait_for(reading, 10) == 1
+        assert await asyncio.wait_for(reading, WITHIN_S) == 1
         await fakes.settled()
 
 
@@ -140,7 +140,7 @@ async def test_a_defect_ends_no_link_for_good(
         monkeypatch.setattr(decode_link, "hello_to_pb", defective_now)
         monkeypatch.setattr(node.client, "open_session", defective)
         await fakes.servers["decode"].stop(0)
-        await start_decode_again(fakes)
+        await start_again(fakes, "decode")
         await fakes.servers["kvnode"].stop(0)
         await until("both links to be down and tried again", lambda: not (link.alive or node.alive) and calls >= 4)
         monkeypatch.undo()
@@ -190,7 +190,7 @@ async def test_an_outage_costs_one_look_at_a_time_however_many_wait(monkeypatch:
         await until("further looks", lambda: looks["registry"] >= 10)
         for task in reading[: many // 2]:
             task.cancel()
-        await start_decode_again(fakes)
+        await start_again(fakes, "decode")
         assert await asyncio.gather(*reading[many // 2 :]) == [0] * (many // 2)
         # The poll of the registry, and the search; it begins anew where nobody waited for a moment.
         assert len(lookers) < 10

@@ -206,9 +206,8 @@ class AnswersWorld:
                 if name == "finished":
                     event = ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
             case _:
-                lost = {"planfailed": ev.PlanFailed(attempt, error), "ticketlost": ev.TicketLost(attempt, error, True),
-                        "spanlost": ev.SpanLost(attempt, error, True)}  # fmt: skip
-                event = lost[name]
+                lost = {"planfailed": ev.PlanFailed, "ticketlost": ev.TicketLost, "spanlost": ev.SpanLost}
+                event = lost[name](attempt, error, name != "planfailed" or draw(st.booleans()))
         self.perform(self.choices.handle(index, event, 1.0))
 
 

@@ -18,6 +18,7 @@ from pillion.gateway.request import request_machine as machine
 from pillion.gateway.request import runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.runner import Generation
+from pillion.kvstore.index.index import PrefixHit
 from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, FakeDecode, FakePrefill, record, running_fake_cluster
 
@@ -93,21 +94,57 @@ async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatc
         monkeypatch.setattr(fakes.gateway.cluster, "served", counted)
         await until("three looks for a worker", lambda: looks >= 3)
         assert not reading.done()
-        await start_decode_again(fakes)
+        await start_again(fakes, "decode")
         whole(fakes, await reading, replays=1)
         await fakes.settled()
 
 
-async def start_decode_again(fakes: FakeCluster) -> None:
+async def start_again(fakes: FakeCluster, role: str) -> None:
+    """Start the KV node or the decode worker at its old address."""
     from pillion.net import rpc
-    from pillion.v1 import decode_pb2_grpc
+    from pillion.v1 import decode_pb2_grpc, kvnode_pb2_grpc
 
-    def add(server) -> None:
+    def add_decode(server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(fakes.decode, server)
 
-    fakes.servers["decode"].server = (
-        await rpc.start_server(f"unix:{fakes.folder}/decode.sock", [("pillion.v1.Decode", add)])
-    ).server
+    def add_node(server) -> None:
+        kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)
+
+    name, add = {"decode": ("Decode", add_decode), "kvnode": ("KVNode", add_node)}[role]
+    again = await rpc.start_server(f"unix:{fakes.folder}/{role}.sock", [(f"pillion.v1.{name}", add)])
+    fakes.servers[role].server = again.server
+
+
+@pytest.mark.parametrize("role", ["kvnode", "decode"])
+async def test_a_part_lost_while_a_new_request_is_planned_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """The part still lives when the request looks for it, and is gone when the index has answered."""
+    async with running_fake_cluster(SCRIPT) as fakes:
+        cluster = fakes.gateway.cluster
+        link = cluster.node("kv-0") if role == "kvnode" else cluster.decode("decode-0")
+        answers, served, looks = cluster.index.longest_prefix, cluster.served, 0
+
+        def counted(*model: str) -> Served:
+            nonlocal looks
+            looks += 1
+            return served(*model)
+
+        async def lost_meanwhile(hashes: bytes) -> list[PrefixHit]:
+            if link.alive:
+                await fakes.servers[role].stop(0)
+                await until("the broken connection to be noticed", lambda: not link.alive)
+                monkeypatch.setattr(cluster, "served", counted)
+            return await answers(hashes)
+
+        monkeypatch.setattr(cluster.index, "longest_prefix", lost_meanwhile)
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("three looks for the part", lambda: looks >= 3 or reading.done())
+        assert not reading.done()
+        monkeypatch.setattr(cluster.index, "longest_prefix", answers)
+        await start_again(fakes, role)
+        whole(fakes, await reading, replays=1)
+        await fakes.settled()
 
 
 async def test_a_request_waits_for_workers_whose_records_are_gone() -> None:
@@ -254,21 +291,13 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_node_that_restarts_gets_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pillion.net import rpc
-    from pillion.v1 import kvnode_pb2_grpc
-
     monkeypatch.setattr(links, "RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         await fakes.servers["kvnode"].stop(0)
         with pytest.raises(Unavailable, match="no KV node lives"):
             await read(fakes.client.generate(PROMPT))
-
-        def add(server) -> None:
-            kvnode_pb2_grpc.add_KVNodeServicer_to_server(fakes.node, server)
-
-        again = await rpc.start_server(f"unix:{fakes.folder}/kvnode.sock", [("pillion.v1.KVNode", add)])
-        fakes.servers["kvnode"].server = again.server
+        await start_again(fakes, "kvnode")
         await until("a model to be served", fakes.client.models)
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         assert len({opened.epoch for opened in fakes.node.opened}) == 2

@@ -237,15 +237,27 @@ def test_what_cannot_help_is_not_tried_again(error: PillionError) -> None:
 def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     fresh = machine()
     fresh.start()
-    assert fresh.handle(ev.PlanFailed(1, GONE), 0.0) == [ev.StopWork(1), ev.Fail(GONE)]
+    assert fresh.handle(ev.PlanFailed(1, GONE, False), 0.0) == [ev.StopWork(1), ev.Fail(GONE)]
     m = machine()
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
-    (again,) = m.handle(ev.PlanFailed(2, GONE), 20.0)
+    (again,) = m.handle(ev.PlanFailed(2, GONE, False), 20.0)
     assert isinstance(again, ev.LookUp)
     assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
-    last = m.handle(ev.PlanFailed(2, GONE), 10.0 + module.MAX_COMPONENT_WAIT_S)
+    last = m.handle(ev.PlanFailed(2, GONE, False), 10.0 + module.MAX_COMPONENT_WAIT_S)
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
+
+
+def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> None:
+    m = machine()
+    m.start()
+    leaving, again = m.handle(ev.PlanFailed(1, GONE, True), 10.0)
+    assert (leaving, again) == (
+        ev.StopWork(1),
+        ev.LookUp(2, m.prompt, frozenset(), module.FIRST_RETRY_DELAY_MS),
+    )
+    (again,) = m.handle(ev.PlanFailed(2, GONE, False), 20.0)
+    assert again == ev.LookUp(2, m.prompt, frozenset(), module.COMPONENT_POLL_MS)
 
 
 def test_silence_counts_as_loss() -> None:

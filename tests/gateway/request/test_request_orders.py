@@ -74,8 +74,6 @@ class RequestWorld:
                 return ev.TokensSampled(attempt, tuple(token_at(p) for p in range(at, at + count)))
             case "adopted":
                 return ev.TicketAdopted(attempt)
-            case "planfailed":
-                return ev.PlanFailed(attempt, error)
             case "finished":
                 return ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
             case "stop":
@@ -88,8 +86,13 @@ class RequestWorld:
                 return ev.AttemptSilent(attempt)
             case "spanended":
                 return ev.SpanEnded(attempt, draw(st.integers(0, 40)))
-        lost = {"ticketlost": ev.TicketLost, "spanlost": ev.SpanLost, "decodelost": ev.DecodeLost}[choice]
-        return lost(attempt, error, draw(st.booleans()))
+        lost = {
+            "planfailed": ev.PlanFailed,
+            "ticketlost": ev.TicketLost,
+            "spanlost": ev.SpanLost,
+            "decodelost": ev.DecodeLost,
+        }
+        return lost[choice](attempt, error, draw(st.booleans()))
 
 
 COMMON = [

@@ -116,7 +116,7 @@ BAD = {
     "min_tokens context": (sampled(min_tokens=65), ["sampling.min_tokens"]),
     "priority": (replace(GOOD, priority=101), ["priority"]),
     "priority low": (replace(GOOD, priority=-101), ["priority"]),
-    "no tokens": (sampled(max_tokens=0), ["sampling.max_tokens"]),
+    "no tokens": (sampled(max_tokens=-1), ["sampling.max_tokens"]),
     "negative tokens": (sampled(max_tokens=-5), ["sampling.max_tokens"]),
     "absurd tokens": (sampled(max_tokens=10**9), ["sampling.max_tokens"]),
     "empty stop": (sampled(stop=("a", "")), ["sampling.stop[1]"]),
@@ -165,7 +165,7 @@ def test_bad_requests(request_: GenerateRequest, fields: list[str]) -> None:
 
 
 def test_all_violations_at_once_and_not_without_end() -> None:
-    request = replace(sampled(temperature=-1, top_p=2, max_tokens=0), token_ids=(999,), request_id=" ")
+    request = replace(sampled(temperature=-1, top_p=2, max_tokens=-1), token_ids=(999,), request_id=" ")
     assert fields_of(request) == [
         "text", "token_ids", "token_ids[0]",
         "sampling.temperature", "sampling.top_p", "sampling.max_tokens", "request_id",

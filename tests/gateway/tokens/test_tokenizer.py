@@ -13,7 +13,7 @@ import pytest
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.tokens import tokenizer as module
 from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
 BOS, EOS = 256, 257
@@ -110,7 +110,7 @@ async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypa
 
         def job() -> bool:
             running.release()
-            return gate.wait(10)
+            return gate.wait(WITHIN_S)
 
         first, second = (asyncio.create_task(pool.run(job)) for _ in range(2))
         for _ in range(2):

@@ -14,6 +14,7 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from testbed.conditions import WITHIN_S
 from tests.support.small_kernels import CONDITION, Halve, ProgramTable, Remember, Scale, Stray, WhoAmI, chain, step_with
 
 SPECS = [Scale(), Scale(3), WhoAmI(), Stray(), Stray(scratch=True), Remember(), Halve()]
@@ -129,7 +130,7 @@ def test_a_run_lasts_until_its_helpers_are_out(fast):
     assert thread.is_alive()
     assert not lines[(thread_pool_code.DOOR + thread_pool_code.OPEN) // 8]
     lines[active] = 0
-    thread.join(5)
+    thread.join(WITHIN_S)
     assert not thread.is_alive()
 
 

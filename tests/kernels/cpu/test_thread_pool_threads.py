@@ -10,6 +10,7 @@ import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from pillion.cores import MAX_CPU_THREADS
@@ -51,7 +52,7 @@ def test_threads_are_bound_and_named_and_leave_signals_alone(fast):
         (helper,) = {task for task in os.listdir("/proc/self/task") if name_of(task).startswith("pillion-")} - before
         found["helper"] = os.sched_getaffinity(int(helper))
         # A thread begins with all of them blocked.
-        wait_for("SIGSEGV to be let through", lambda: signal.SIGSEGV not in blocked_signals(helper), 10)
+        wait_for("SIGSEGV to be let through", lambda: signal.SIGSEGV not in blocked_signals(helper))
         found["blocked"] = blocked_signals(helper)
         pool.close()
 
@@ -92,7 +93,7 @@ def helpers():
 
 def assert_helpers(expected):
     """Waits for this number of helpers: the system lists a thread that was joined a moment longer."""
-    wait_for(f"{expected} helpers", lambda: helpers() == expected, 10)
+    wait_for(f"{expected} helpers", lambda: helpers() == expected)
 
 
 def test_close_joins_and_may_be_repeated(fast):
@@ -148,9 +149,22 @@ def test_an_idle_pool_burns_nothing(fast):
     table, _, _ = chain(fast)
     for _ in range(20):
         pool.run(table.program, step_with())
-    before = time.process_time()
-    time.sleep(IDLE_S)
-    assert time.process_time() - before < 0.02
+
+    def burned_s():
+        """What the system charges to the helpers. Other tests of this process may have left threads behind."""
+        return sum(
+            thread.user_time + thread.system_time
+            for thread in psutil.Process().threads()
+            if name_of(thread.id).startswith("pillion-")
+        )
+
+    def idle():
+        before = burned_s()
+        time.sleep(IDLE_S)
+        return burned_s() - before < 0.02
+
+    # On a loaded machine a helper may end its last spin only now.
+    wait_for("a second in which nothing is burned", idle)
     pool.close()
 
 
@@ -192,7 +206,7 @@ def test_many_more_threads_than_cores_never_hang(fast):
     for _ in range(2):
         process = child(CROWD)
         try:
-            assert process.communicate(timeout=40)[0] == "done\n"
+            assert process.communicate(timeout=200)[0] == "done\n"
         finally:
             process.kill()
 
@@ -243,7 +257,7 @@ def test_two_processes_with_pools_on_the_same_cores_both_get_on(fast):
     """Both leave their pool open: the interpreter's exit ends it."""
     workers = [child(WORKER, 4000), child(WORKER, 4000)]
     for process in workers:
-        assert process.communicate(timeout=60)[0] == "done\n"
+        assert process.communicate(timeout=200)[0] == "done\n"
         assert process.returncode == 0
 
 
@@ -260,5 +274,5 @@ def test_a_worker_can_be_killed_in_the_middle(fast):
     process = child(ENDLESS)
     assert process.stdout.readline() == "running\n"
     process.terminate()
-    assert process.wait(timeout=10) == -15
+    assert process.wait(timeout=200) == -15
     process.stdout.close()

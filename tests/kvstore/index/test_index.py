@@ -182,7 +182,7 @@ async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
     async def only_d() -> bool:
         return [component.component_id for component in await registry.components()] == ["d"]
 
-    await until("the silent component to be lost", only_d, timeout_s=5.0)
+    await until("the silent component to be lost", only_d)
     assert not (await short.heartbeat(ComponentRecord(component_id="p", role="prefill", address="y"))).known, (
         "it was lost meanwhile"
     )

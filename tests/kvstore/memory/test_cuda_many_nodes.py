@@ -26,7 +26,7 @@ from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import MeetRequest
 from pillion.wire.common import hello_to_pb
 from testbed import fake_cuda
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NAMESPACE, NUM_SLOTS, KVHost, content, hosts, prompt
@@ -278,7 +278,7 @@ async def test_a_cancelled_writer_writes_nothing_later() -> None:
     assert raw.read(BLOCK_BYTES, BLOCK_BYTES) == bytes(BLOCK_BYTES)
     # All stages are free again.
     for _ in range(2 * STAGES):
-        assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+        assert await asyncio.wait_for(memory.checksums(range(4)), WITHIN_S)
     memory.close()
     segment.close()
 
@@ -292,8 +292,8 @@ async def test_slow_sources_hold_nobody_up() -> None:
 
     writers = [asyncio.create_task(write()) for _ in range(3 * STAGES)]
     reads = [memory.pieces([0, 1], 5000) for _ in range(2 * STAGES)]
-    assert await asyncio.wait_for(asyncio.gather(*reads), 10)
-    assert await asyncio.wait_for(memory.checksums(range(4)), 10)
+    assert await asyncio.wait_for(asyncio.gather(*reads), WITHIN_S)
+    assert await asyncio.wait_for(memory.checksums(range(4)), WITHIN_S)
     for writer in writers:
         writer.cancel()
     await asyncio.gather(*writers, return_exceptions=True)

@@ -19,7 +19,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from testbed import fake_cuda
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
@@ -34,7 +34,7 @@ from testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.client.attachment import attach
 from testbed.fake_cuda import DeviceBytes
 path, what, slot = sys.argv[1:4]
-a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=10)
+a = attach(path, component_id=what, role="decode", block_bytes=65536, timeout_s=60)
 assert len(a.memory) == 0
 device = DeviceBytes(a.device_memory)
 if what == "writer":
@@ -81,7 +81,7 @@ async def running(folder: str, **more: object) -> AsyncIterator[KVNode]:
 
 async def attached(folder: str, block_bytes: int = BLOCK_BYTES) -> Attachment:
     return await asyncio.to_thread(
-        attach, f"{folder}/attach.sock", component_id="w", role="decode", block_bytes=block_bytes, timeout_s=10
+        attach, f"{folder}/attach.sock", component_id="w", role="decode", block_bytes=block_bytes, timeout_s=WITHIN_S
     )
 
 
@@ -124,7 +124,7 @@ async def test_one_process_writes_and_another_reads(short_folder: str) -> None:
 DYING = """
 import os, sys
 from pillion.kvstore.client.attachment import attach
-a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=10)
+a = attach(sys.argv[1], component_id="dying", role="decode", block_bytes=65536, timeout_s=60)
 print(a.epoch, flush=True)
 sys.stdin.readline()
 os.close(a.fileno())
@@ -191,7 +191,7 @@ async def test_a_mapping_outlives_a_killed_node(short_folder: str) -> None:
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(mine.fileno(), ended.set)
         os.kill(node.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             await ended.wait()
         await asyncio.to_thread(node.wait)
         asyncio.get_running_loop().remove_reader(mine.fileno())

@@ -23,7 +23,7 @@ from pillion.kvstore.node import attach_server
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
 from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 
 BLOCK_BYTES = 4096
 POOL_BYTES = 64 * BLOCK_BYTES
@@ -32,7 +32,7 @@ POOL_BYTES = 64 * BLOCK_BYTES
 CHILD = """
 import sys
 from pillion.kvstore.client.attachment import attach
-a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=5)
+a = attach(sys.argv[1], component_id="child", role="decode", block_bytes=4096, timeout_s=60)
 a.memory[3 * 4096 : 3 * 4096 + 5] = b"hello"
 print(a.epoch, a.num_slots, a.node_id, flush=True)
 sys.stdin.readline()
@@ -174,14 +174,14 @@ def unknown_process(pid: int) -> int:
 
 async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
-        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=WITHIN_S
     )
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(attachment.fileno(), ended.set)
     await loop_turns()
     assert not ended.is_set()
     await node.server.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await ended.wait()
     asyncio.get_running_loop().remove_reader(attachment.fileno())
     attachment.memory[0] = 1  # still mapped: no crash in the middle of a step
@@ -191,7 +191,7 @@ async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
 
 async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
-        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+        attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=WITHIN_S
     )
     assert (attachment.num_slots, len(attachment.memory)) == (64, POOL_BYTES)
     node.pool.lease(attachment.epoch, 3)
@@ -210,7 +210,7 @@ async def test_refusals_are_one_line(node: AttachNode, block_bytes: int, why: st
         node.pool.attach(AttachHello(component_id="first", role="prefill", block_bytes=BLOCK_BYTES))
     with pytest.raises(ConfigError, match=why) as caught:
         await asyncio.to_thread(
-            attach, node.path, component_id="w", role="decode", block_bytes=block_bytes, timeout_s=5
+            attach, node.path, component_id="w", role="decode", block_bytes=block_bytes, timeout_s=WITHIN_S
         )
     assert "\n" not in caught.value.message
 

@@ -20,8 +20,9 @@ from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer
+from tests.support.redis_nodes import patient
 
 SLOTS = 20
 BLOCK_BYTES = 4096
@@ -50,7 +51,7 @@ class Fixture:
             component_id=name,
             role=role,
             block_bytes=BLOCK_BYTES,
-            timeout_s=5,
+            timeout_s=WITHIN_S,
         )
         self.attachments.append(made)
         return made.epoch
@@ -270,7 +271,7 @@ async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisSe
     async with running(short_folder, redis_url=redis.url, heartbeat_ms=20) as line:
         old = await line.worker()
         line.fence(old)
-        registry = Registry(redis.url, 5000)
+        registry = patient(Registry(redis.url, 5000))
 
         async def fenced_workers() -> list[tuple[str, ...]]:
             return [

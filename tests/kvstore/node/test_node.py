@@ -32,7 +32,7 @@ from pillion.net.rpc import open_channel
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from pillion.wire.attach import AttachHello
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 
 NUM_SLOTS = 20
 BLOCK_BYTES = 4096
@@ -68,7 +68,7 @@ class NodeHarness:
             component_id=role,
             role=role,
             block_bytes=BLOCK_BYTES,
-            timeout_s=5,
+            timeout_s=WITHIN_S,
         )
 
     async def until_waiting(self, count: int) -> None:
@@ -215,7 +215,7 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     waiter.cancel()
     if first == "cancelled":
         pool.release(epoch, [ticket.ticket_id], [])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         with pytest.raises(asyncio.CancelledError):
             await waiter
         assert pool.ledger.tickets.keys() == {(await behind).ticket_id}, "the next in line got the place"
@@ -365,7 +365,7 @@ async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
     assert not closed.done()
     await node.stop(0.1)
     await node.stop(0.1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         await closed
     with pytest.raises(Unavailable):
         await client.status()
@@ -386,7 +386,12 @@ async def test_checksums_are_not_optional_where_nothing_else_tells(short_folder:
 async def test_without_checksums_auto_is_the_transport_that_needs_none(short_folder: str) -> None:
     node = await start_kvnode(flags_in(short_folder, verify_blocks=False))
     worker = await asyncio.to_thread(
-        attach, f"{short_folder}/attach.sock", component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=5
+        attach,
+        f"{short_folder}/attach.sock",
+        component_id="w",
+        role="decode",
+        block_bytes=BLOCK_BYTES,
+        timeout_s=WITHIN_S,
     )
     assert node.status().kv_transport == "grpc"
     worker.close()
@@ -414,5 +419,5 @@ async def test_a_task_that_dies_is_reported(cluster: NodeHarness, monkeypatch: p
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(cluster.node.pool, "judge_silence", broken)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WITHIN_S):
         assert "a defect" in await failed

@@ -31,7 +31,7 @@ from pillion.wire.attach import (
     region_reply_from_line,
 )
 from testbed import fake_cuda
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
@@ -279,7 +279,7 @@ async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str)
             node.regions.regions.check_integrity()
             assert not any(task.done() for task in waiting)
             first.kill()
-            done, left = await asyncio.wait(waiting, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            done, left = await asyncio.wait(waiting, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
             (second,) = [task.result() for task in done]
             assert (second.must_fill, second.size_bytes) == (True, SIZE)
             assert second.address

@@ -12,6 +12,7 @@ from pillion.wire.registry import ComponentRecord
 from testbed.cluster import free_port
 from testbed.conditions import until
 from testbed.redis import RedisServer
+from tests.support.redis_nodes import patient
 
 
 def flags_of(folder: str, redis: RedisServer, node_id: str, host: str) -> KVNodeFlags:
@@ -29,7 +30,7 @@ def flags_of(folder: str, redis: RedisServer, node_id: str, host: str) -> KVNode
 async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
     short_folder: str, redis: RedisServer
 ) -> None:
-    registry = Registry(redis.url, 600_000)
+    registry = patient(Registry(redis.url, 600_000))
     first = await start_kvnode(flags_of(short_folder, redis, "kv-a", "one"))
     try:
         await until("its record", registry.components)
@@ -45,7 +46,7 @@ async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
 
 async def test_the_record_of_a_node_that_crashed_hinders_no_restart(short_folder: str, redis: RedisServer) -> None:
     """Its address does not answer any more, or another node answers there."""
-    registry = Registry(redis.url, 600_000)
+    registry = patient(Registry(redis.url, 600_000))
     other = await start_kvnode(flags_of(short_folder, redis, "kv-b", "other"))
     try:
         for left in (f"127.0.0.1:{free_port()}", other.address):

@@ -20,13 +20,12 @@ from pillion.kvstore.tiers.disk import open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.kvstore.ledger.test_eviction import LedgerDriver, prompt
 
 BLOCK_BYTES = 256
 NUM_SLOTS = 20
 LOW, HIGH = 20, 40
-DEADLINE_S = 10.0
 
 
 class ScriptedTier:
@@ -89,7 +88,7 @@ class ScriptedMemory(HostMemory):
     def block(self, slot: int) -> memoryview:
         if threading.current_thread() is not threading.main_thread():
             self.read.set()
-            assert self.go_on.wait(DEADLINE_S)
+            assert self.go_on.wait(WITHIN_S)
         return super().block(slot)
 
 
@@ -142,7 +141,7 @@ def content(block_hash: bytes) -> bytes:
 
 async def until_free(host: SpillHost, free: int = 8, *, stored: bool = False) -> None:
     """Waits for free slots, and with ``stored`` until no evicted block is on its way any more."""
-    await until(f"{free} free slots", lambda: host.free == free and not (stored and host.spiller.busy), DEADLINE_S)
+    await until(f"{free} free slots", lambda: host.free == free and not (stored and host.spiller.busy))
 
 
 async def begin_copy(host: SpillHost) -> None:
@@ -151,7 +150,7 @@ async def begin_copy(host: SpillHost) -> None:
         host.serve(token)
     host.go_on.clear()
     host.serve(16)
-    await until("a copy to begin", host.read.is_set, DEADLINE_S)
+    await until("a copy to begin", host.read.is_set)
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +206,7 @@ async def test_victims_are_kept_below(policy: str) -> None:
     async with running(tier, policy=policy) as host:
         host.serve(*range(9))
         host.serve(*range(9, 17))
-        await until("five blocks below", lambda: len(tier) == 5 and not host.spiller.busy, DEADLINE_S)
+        await until("five blocks below", lambda: len(tier) == 5 and not host.spiller.busy)
         assert host.free == 8
         assert list(tier.kept) == prompt(*range(9))[:3:-1]
         assert all(data == content(block_hash) for block_hash, data in tier.kept.items())
@@ -352,7 +351,7 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
     host.go_on.clear()
     for token in range(17):
         host.serve(token)
-    await until("a copy to begin", host.read.is_set, DEADLINE_S)
+    await until("a copy to begin", host.read.is_set)
     task.cancel()
     closing = asyncio.create_task(host.spiller.close())
     await loop_turns()

@@ -19,10 +19,10 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_writer import IndexWriter
 from pillion.kvstore.index.registry import Registry
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import BLOCK_BYTES, EAGER, NUM_SLOTS, KVHost, hosts, prompt
-from tests.support.redis_nodes import Chain
+from tests.support.redis_nodes import Chain, patient
 
 
 @pytest.fixture(params=["grpc", "nixl"])
@@ -70,7 +70,7 @@ async def test_a_pin_takes_what_is_not_there_out_of_the_index(short_folder: str,
         await a.until(spilled)
         await until_indexed(redis, held, {"a": 20})
         # What a lost "gone" leaves behind: Redis believes in blocks that went.
-        writer, registry = IndexWriter(redis.url), Registry(redis.url, 60_000)
+        writer, registry = patient(IndexWriter(redis.url)), patient(Registry(redis.url, 60_000))
         (entry,) = (await registry.nodes()).entries()
         await writer.announce(entry, chain.events(20, 30))
         await until_indexed(redis, chain.packed, {"a": 30})
@@ -162,7 +162,7 @@ async def test_other_namespaces_share_nothing(short_folder: str, redis: RedisSer
                 component_id="foreign",
                 role="decode",
                 block_bytes=BLOCK_BYTES,
-                timeout_s=5,
+                timeout_s=WITHIN_S,
                 namespace="cd" * HASH_BYTES,
             )
 
@@ -218,7 +218,6 @@ async def test_another_node_gets_what_is_only_on_a_disk(
             await a.stop()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_random_lives(
     short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, transport: str, seed: int

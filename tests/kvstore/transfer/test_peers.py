@@ -19,7 +19,7 @@ from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.kvstore.transfer.peers import Peer, Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_servicer import MAX_PIN_BLOCKS, MAX_READ_SLOTS
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 4096
@@ -84,7 +84,7 @@ async def test_a_source_node_pins_reads_and_releases(source: SourceProcess) -> N
     async with reading(Directory(source=source.address)) as (peers, _, memory):
         node = peers.source("source")
         assert node.node_id == "source"
-        pinned = await node.pin(CHAIN, 2, timeout_s=5.0)
+        pinned = await node.pin(CHAIN, 2, timeout_s=WITHIN_S)
         assert await tickets_at(source) == before + 1
         assert tuple(pinned.slots) == tuple(chain_of(NUM_SLOTS)[1][2:])
         await node.read(pinned.ticket_id, pinned.slots[:3], (7, 5, 6))
@@ -180,7 +180,7 @@ async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
 ) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         node = peers.source("source")
-        await node.pin(CHAIN, 0, timeout_s=5.0)
+        await node.pin(CHAIN, 0, timeout_s=WITHIN_S)
         source.signal(signal.SIGSTOP)
         try:
             # Too little time proves nothing.
@@ -194,7 +194,7 @@ async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
         finally:
             source.signal(signal.SIGCONT)
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + peers_module.AVOID_S)
-        await peers.source("source").pin(CHAIN, 0, timeout_s=5.0)
+        await peers.source("source").pin(CHAIN, 0, timeout_s=WITHIN_S)
 
 
 async def test_a_dead_source_is_dropped_and_forgotten() -> None:
@@ -203,7 +203,7 @@ async def test_a_dead_source_is_dropped_and_forgotten() -> None:
             forgotten: list[str] = []
             plane.forget = forgotten.append  # type: ignore[method-assign]
             node = peers.source("source")
-            pinned = await node.pin(CHAIN, 0, timeout_s=5.0)
+            pinned = await node.pin(CHAIN, 0, timeout_s=WITHIN_S)
             await node.read(pinned.ticket_id, pinned.slots[:1], (0,))
             peer = await peers.get("source")
             mortal.kill()

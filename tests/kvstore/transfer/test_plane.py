@@ -20,7 +20,7 @@ from pillion.kvstore.transfer.peers import Peer, Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from pillion.kvstore.transfer.plane_factory import choose_transport
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source, start_source
 
 BLOCK_BYTES = 65536
@@ -201,7 +201,7 @@ async def test_a_source_that_is_stopped_while_it_is_read(transport: str, mortal:
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots[:1], (0,))
         mortal.signal(signal.SIGSTOP)
         read = asyncio.create_task(peer.read(reader.plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS))))
-        await asyncio.wait([read], timeout=20)
+        await asyncio.wait([read], timeout=WITHIN_S)
         assert read.done(), "a read ends by itself"
         assert read.exception() is None or isinstance(read.exception(), Unavailable)
         reader.memory[BLOCK_BYTES:] = bytes(len(reader.memory) - BLOCK_BYTES)
@@ -292,7 +292,7 @@ def test_checksums_are_never_zero_and_differ_by_a_bit() -> None:
 
 async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: PinBlocksReply) -> None:
     """The read ends; either all came, and rightly, or Unavailable says that not. Nobody writes afterwards."""
-    await asyncio.wait([read], timeout=20)
+    await asyncio.wait([read], timeout=WITHIN_S)
     assert read.done(), "a read ends by itself"
     if read.exception() is None:
         wanted = [block_of(1, slot, reader.block_bytes) for slot in pinned.slots]

@@ -20,6 +20,7 @@ from pillion.kvstore.transfer.nixl_agent import nixl_trouble
 from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
+from testbed.conditions import WITHIN_S
 from testbed.plane_source import NAMESPACE, block_of, chain_of, running_source
 from tests.support.processes import started
 
@@ -128,7 +129,7 @@ async def test_a_source_that_is_stopped_before_its_first_read(
             pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
             source.signal(signal.SIGSTOP)
             reading = asyncio.create_task(peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS))))
-            await asyncio.wait([reading], timeout=20)
+            await asyncio.wait([reading], timeout=WITHIN_S)
             assert reading.done()
             assert reading.exception() is not None
             assert "by gRPC" in caplog.text

@@ -33,7 +33,7 @@ def pillion(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env=clean | {"COLUMNS": "200"} | environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
         cwd=ROOT,
     )

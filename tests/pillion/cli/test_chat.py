@@ -20,6 +20,7 @@ import pytest
 from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
 from pillion.errors import ConfigError, Overloaded
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from testbed.conditions import WITHIN_S
 from tests.pillion.client.test_connection import serving
 from tests.support.processes import started
 
@@ -116,14 +117,14 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
                     terminal.shown = "you> "
             terminal.expect("you> ")
             terminal.type("\x04")
-            assert process.wait(30) == 0
+            assert process.wait(WITHIN_S) == 0
         with chatting(address, tmp_path, "--no-history") as (terminal, process):
             terminal.expect("you> ")
             terminal.type("unkept\n")
             terminal.expect("1: unkept!")
             terminal.expect("you> ")
             terminal.type("/exit\n")
-            assert process.wait(30) == 0
+            assert process.wait(WITHIN_S) == 0
 
     async with serving(parrot) as address:
         await asyncio.to_thread(converse, address)

@@ -209,7 +209,7 @@ async def test_a_commands_spans_leave_before_it_ends_and_a_dead_receiver_does_no
     def generate(address: str, variables: dict[str, str]) -> int:
         command = [sys.executable, "-m", "pillion", "generate", "Once", "--target", address]
         environ = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "3600000", **variables}
-        return subprocess.run(command, env=environ, capture_output=True, timeout=60, check=False).returncode
+        return subprocess.run(command, env=environ, capture_output=True, timeout=200, check=False).returncode
 
     async with serving(Scripted()) as address:
         with collecting() as receiver:

@@ -34,7 +34,7 @@ async def run(folder: pathlib.Path, *words: str, asked: str = "") -> str:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, *words]
         return subprocess.run(
-            command, cwd=folder, env=environ, input=asked, capture_output=True, text=True, timeout=100, check=False
+            command, cwd=folder, env=environ, input=asked, capture_output=True, text=True, timeout=200, check=False
         )
 
     done = await asyncio.to_thread(work)

@@ -148,6 +148,6 @@ from pillion.loadgen import load, openai_target, run, report, plots
 from pillion.cli.app import main
 main(["bench", "--rate", "1", "--target", "127.0.0.1:1"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert "127.0.0.1:1" in done.stderr
     assert "imports" not in done.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded, PillionError, QuotaViolation, Unavailable
 from pillion.net.rpc import RunningServer, from_rpc_error, open_channel, start_server
-from testbed.conditions import loop_turns
+from testbed.conditions import WITHIN_S, loop_turns
 
 
 class Echo:
@@ -108,7 +108,7 @@ async def test_a_cancelled_call_ends_its_handler() -> None:
         assert stream.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stream.read()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WITHIN_S):
             await echo.both_ended.wait()
         assert echo.ended == ["one", "many"]
         with pytest.raises(asyncio.InvalidStateError):

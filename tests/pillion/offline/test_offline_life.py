@@ -49,7 +49,7 @@ def run(model: pathlib.Path, body: str, code: int = 0) -> tuple[str, str]:
         command, environ = [sys.executable, "-c", HEAD + body, str(model)], {**os.environ, "TMPDIR": folder}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with started(command, cwd=ROOT, env=environ, start_new_session=True, **pipes) as process:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=200)
         assert process.returncode == code, err
         assert os.listdir(folder) == []
     with pytest.raises(ProcessLookupError):

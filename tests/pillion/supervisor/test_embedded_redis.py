@@ -15,10 +15,8 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.processes import STAY, started
-
-ANSWERS_WITHIN_S = 10.0
 
 
 async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
@@ -27,7 +25,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
     socket = folder / "redis.sock"
     assert not await redis.answers(socket)
     with started(redis.command(redis.find_redis(), socket), stdout=subprocess.DEVNULL) as process:
-        await until("Redis to answer", lambda: redis.answers(socket), ANSWERS_WITHIN_S)
+        await until("Redis to answer", lambda: redis.answers(socket))
         assert stat.S_IMODE(socket.stat().st_mode) == 0o700
         async with client.Redis(unix_socket_path=str(socket)) as server:
             await server.set("a", "b")
@@ -37,7 +35,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
         # The role is visible to `ps`.
         assert "redis-server" in " ".join(psutil.Process(process.pid).cmdline())
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(WITHIN_S) == 0
     assert [path.name for path in folder.iterdir()] == []
 
 
@@ -51,7 +49,7 @@ async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        await until("Redis to answer", lambda: redis.answers(socket), ANSWERS_WITHIN_S)
+        await until("Redis to answer", lambda: redis.answers(socket))
     gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 10)
     assert gone == [child]
 

@@ -19,7 +19,7 @@ from pillion.supervisor import fence_watch as fences
 from pillion.supervisor.fence_watch import FenceWatch, watch_fences
 from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY
 
@@ -69,7 +69,9 @@ async def test_a_stopped_component_is_killed_and_started_again(
     monkeypatch.setattr(fences, "FenceWatch", SeenWatch)
     node = await start_kvnode(KVNodeFlags(node_listen=f"unix:{folder}/k.sock", attach_socket=f"{folder}/a.sock"))
     socket = f"{folder}/a.sock"
-    attached = await asyncio.to_thread(attach, socket, component_id="w", role="decode", block_bytes=4096, timeout_s=5.0)
+    attached = await asyncio.to_thread(
+        attach, socket, component_id="w", role="decode", block_bytes=4096, timeout_s=WITHIN_S
+    )
     epoch = attached.epoch
 
     async def probe() -> bool:
@@ -89,7 +91,7 @@ async def test_a_stopped_component_is_killed_and_started_again(
         await patience_is_over()
         assert process.status() == psutil.STATUS_STOPPED, "nobody called it fenced"
         node.pool.ledger.fence(epoch)
-        await until("another process", lambda: supervisor.pid_of("w") not in (first, None), 10.0)
+        await until("another process", lambda: supervisor.pid_of("w") not in (first, None))
         attached.close()
         assert not process.is_running()
         assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for 0.")]

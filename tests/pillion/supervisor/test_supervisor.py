@@ -19,7 +19,7 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
-from testbed.conditions import until, wait_for
+from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY, started
 
@@ -128,7 +128,7 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     for count in (1, 2, 3):
         await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
         os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-    assert await asyncio.wait_for(failed, 10) == "a died 3 times within 60 s"
+    assert await asyncio.wait_for(failed, WITHIN_S) == "a died 3 times within 60 s"
     await supervisor.stop()
     assert supervisor.living() == []
 

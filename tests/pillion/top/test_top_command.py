@@ -30,6 +30,7 @@ from pillion.top.top_figures import ClusterReading
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
+from testbed.conditions import WITHIN_S
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -133,12 +134,12 @@ def command(*argv: str) -> list[str]:
 def test_one_frame_for_scripts(target: str, unused_tcp_port: int) -> None:
     with serving_pages({"/metrics": (200, good_page())}) as (port, _):
         argv = command("--once", "--target", target, "--pages", f"127.0.0.1:{port}")
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "tokens/s generated 0, prompts 0" in done.stdout
     argv = command("--once", "--target", f"127.0.0.1:{unused_tcp_port}")
-    silent = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    silent = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert (silent.returncode, silent.stdout, len(silent.stderr.splitlines())) == (1, "", 1)
 
 
@@ -150,7 +151,7 @@ def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
             lines.append(process.stdout.readline())
             assert lines[-1], "it ended"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(WITHIN_S) == 0
     assert "\x1b" not in "".join(lines)
     assert sum(line.startswith("pillion 1 ") for line in lines) == 2
 
@@ -184,7 +185,7 @@ def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> 
                 asked.set()
 
         out = read_until_closed(ours, ask)
-        assert process.wait(30) == 0
+        assert process.wait(WITHIN_S) == 0
     assert b"Traceback" not in out
     for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
         assert out.count(on) == out.count(off) == 1

@@ -1,0 +1,67 @@
+"""How likely tokens were that are known already, which are those of a prompt: log-softmax of unedited logits.
+
+The same operators run on the host and on a GPU. Rows are taken a few at a time, so that a step needs little memory
+beside its logits. Never raises.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from pillion.engine.sampling.logprobs import MIN_LOGPROB
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
+from pillion.types import TokenLogprob
+
+# Rows of one round, whose temporary values are as large as their logits.
+ROUND_ROWS = 32
+
+
+def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """Chooses a token for the first rows of logits [R + Q, V] on the host as :func:`sample` does, and scores the
+    others."""
+    if rows.scored is None:
+        return sample(logits, rows)
+    count, tokens = len(rows), torch.from_numpy(rows.scored.token_ids)
+    found = score(logits[count:], tokens, most_alternatives(rows.scored, logits.shape[1]))
+    return replace(sample(logits[:count], rows), scored=entries(found, rows.scored))
+
+
+def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Tensor:
+    """Scores tokens [Q] int64 by logits [Q, V] float32 on their device, with the ``most`` likeliest ones beside them.
+
+    Returns float32 [Q, 2 + 2 * most]: each token's log probability and its rank, from 1; the likeliest tokens' log
+    probabilities, falling, and their ids, which are exact below 2**24. The log probability is NaN where a row's logits
+    are no numbers.
+    """
+    found = torch.empty((len(logits), 2 + 2 * most), dtype=torch.float32, device=logits.device)
+    for begin in range(0, len(logits), ROUND_ROWS):
+        rows, ids = logits[begin : begin + ROUND_ROWS], token_ids[begin : begin + ROUND_ROWS, None]
+        out = found[begin : begin + ROUND_ROWS]
+        own, total = rows.gather(1, ids), rows.logsumexp(1, keepdim=True)
+        likeliest, top_ids = rows.topk(most, dim=1)
+        out[:, :1] = torch.where(total.isfinite(), (own - total).clamp(min=MIN_LOGPROB), math.nan)
+        out[:, 1] = (rows > own).sum(1) + 1
+        out[:, 2 : 2 + most] = (likeliest - total).clamp(min=MIN_LOGPROB)
+        out[:, 2 + most :] = top_ids
+    return found
+
+
+def most_alternatives(rows: ScoredRows, vocab_size: int) -> int:
+    """The ``most`` of :func:`score` that holds what every row reports."""
+    return int(min(rows.alternatives.max(initial=0), vocab_size))
+
+
+def entries(found: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
+    """An entry for each row of what :func:`score` returned, on the host."""
+    most = (found.shape[1] - 2) // 2
+    ids = found[:, 2 + most :].to(torch.int64).tolist()
+    return tuple(
+        TokenLogprob(token, own, tuple(top_ids[:count]), tuple(values[:count]), int(rank))
+        for token, count, (own, rank, *values), top_ids in zip(
+            rows.token_ids.tolist(), rows.alternatives.tolist(), found[:, : 2 + most].tolist(), ids, strict=True
+        )
+    )

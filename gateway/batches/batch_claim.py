@@ -1,0 +1,175 @@
+"""One batch in this process's hands, from its lock to its outputs. All functions here block.
+
+    lock --> input read and judged --> journal read, its torn end cut --> results appended --> outputs --> journal gone
+
+The process may be killed at any moment. A result is a whole entry of the journal or it is not there; outputs are made
+of the journal, under names that are the batch's own, so that whoever writes them again writes the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from io import BufferedReader
+
+import msgspec
+
+from pillion.gateway.batches.batch_folder import (
+    ERRORS,
+    OUTPUT,
+    OUTPUT_PURPOSE,
+    BatchFolder,
+    open_new,
+    replace_file,
+    told_if_full,
+    write_all,
+)
+from pillion.gateway.batches.batch_lines import BatchLine, InputCheck, JournalEntry, read_request, whole_entries
+from pillion.gateway.batches.batch_records import BatchRecord
+
+# Of the input, read and judged at once: between two pieces other work has its turn.
+PIECE_BYTES = 256 * 2**10
+
+
+class BatchClaim:
+    """A batch that this process alone runs, until ``close``. Made by :func:`claim`."""
+
+    def __init__(self, folder: BatchFolder, record: BatchRecord, lock: int) -> None:
+        self.record = record
+        self._folder = folder
+        self._place = folder.of_batch(record.id)
+        self._lock = lock
+        self._input: BufferedReader | None = None
+        self._journal = -1
+        self._offsets: dict[int, int] = {}
+
+    def judge(self, check: InputCheck, max_line_bytes: int) -> bool:
+        """Reads one more piece of the input; returns whether there is more. Raises FileNotFoundError where it is
+        gone."""
+        if self._input is None:
+            self._input = self._folder.content(self.record.input_file_id).open("rb")
+        end = self._input.tell() + PIECE_BYTES
+        while self._input.tell() < end:
+            # One byte more than a line may have shows that it is too long.
+            line = self._input.readline(max_line_bytes + 2)
+            if line:
+                check.add(line)
+            if not line or check.hopeless or len(line) > max_line_bytes + 1:
+                self._offsets = dict(zip(check.numbers, check.offsets, strict=True))
+                return False
+        return True
+
+    def replay(self) -> list[tuple[int, bool]]:
+        """The numbers of lines that have a result, and whether that is an error. Results may be appended then."""
+        done, size = [], 0
+        with told_if_full():
+            self._journal = os.open(self._place / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with self._entries() as entries:
+            for entry, length in whole_entries(entries):
+                done.append((entry.number, entry.failed))
+                size += length
+        os.ftruncate(self._journal, size)
+        return done
+
+    def line(self, number: int) -> BatchLine:
+        """A line of the input, which was judged good."""
+        assert self._input is not None
+        at, raw = self._offsets[number], b""
+        while not raw.endswith(b"\n"):
+            more = os.pread(self._input.fileno(), PIECE_BYTES, at + len(raw))
+            if not more:
+                break
+            raw += more[: more.find(b"\n") + 1 or len(more)]
+        return read_request(raw)
+
+    def append(self, entries: Sequence[JournalEntry]) -> None:
+        """Keeps results. They outlive this process; :meth:`save` makes them outlive the machine's power. Raises
+        FolderFull; then the claim is to be given up, because the journal's end may be torn."""
+        with told_if_full():
+            write_all(self._journal, b"".join(entry.packed() for entry in entries))
+
+    def save(self, record: BatchRecord) -> None:
+        """Keeps the batch's record: on the disk, with all results before it, where its status is another one."""
+        if record == self.record:
+            return
+        moved = record.status != self.record.status
+        with told_if_full():
+            if self._journal >= 0:
+                os.fdatasync(self._journal)
+            replace_file(self._place / "batch.json", msgspec.json.encode(record), sync=moved)
+        self.record = record
+
+    def cancel_asked(self) -> bool:
+        """Whether a client has asked for the end of the batch."""
+        return (self._place / "cancel").exists()
+
+    def write_outputs(self, unserved: Iterator[bytes]) -> tuple[str | None, str | None]:
+        """Writes the files of answers and of errors, the lines of ``unserved`` behind the others; returns their ids,
+        None for one that would be empty. Raises FolderFull."""
+
+        def lines(failed: bool) -> Iterator[bytes]:
+            with self._entries() as entries:
+                for entry, _ in whole_entries(entries):
+                    if entry.failed is failed:
+                        yield entry.line
+            if failed:
+                yield from unserved
+
+        return self._write_output(OUTPUT, lines(failed=False)), self._write_output(ERRORS, lines(failed=True))
+
+    def finish(self, record: BatchRecord) -> None:
+        """Keeps the record of a batch that has ended, and removes its journal."""
+        self.save(record)
+        (self._place / "journal").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the batch up, as it is. Idempotent."""
+        if self._input is not None:
+            self._input.close()
+        for file in (self._journal, self._lock):
+            if file >= 0:
+                os.close(file)
+        self._journal = self._lock = -1
+
+    @contextlib.contextmanager
+    def _entries(self) -> Iterator[Iterator[bytes]]:
+        with contextlib.ExitStack() as stack:
+            try:
+                yield stack.enter_context((self._place / "journal").open("rb"))
+            except FileNotFoundError:
+                # The batch never ran a line.
+                yield iter(())
+
+    def _write_output(self, kind: str, lines: Iterator[bytes]) -> str | None:
+        name = f"file-{self.record.id.removeprefix('batch_')}{kind}"
+        part = self._folder.content(name).with_suffix(".part")
+        first = next(lines, None)
+        if first is None:
+            return None
+        with told_if_full():
+            file = open_new(part)
+            try:
+                with open(file, "wb", buffering=PIECE_BYTES, closefd=False) as out:
+                    out.write(first + b"\n")
+                    out.writelines(line + b"\n" for line in lines)
+                self._folder.keep_file(
+                    file, part, name, self.record.tenant, f"{self.record.id}{kind}.jsonl", OUTPUT_PURPOSE
+                )
+            finally:
+                os.close(file)
+                part.unlink(missing_ok=True)
+        return name
+
+
+def claim(folder: BatchFolder, name: str) -> BatchClaim | None:
+    """Claims a batch; None where another process has it, or it has ended. Raises OSError."""
+    lock = folder.lock(name)
+    if lock is None:
+        return None
+    # Read once the lock is held: until then another process may have written it.
+    record = folder.known_batch(name)
+    if record is None or record.over:
+        os.close(lock)
+        return None
+    return BatchClaim(folder, record, lock)

@@ -1,0 +1,410 @@
+"""The folder of --batch-path: files, batches, their bounds and their ages. Several gateways may share it.
+
+    FOLDER/files/ID.part                 a file that is being written; ID.jsonl once it is whole and on the disk
+    FOLDER/files/ID.json                 its record; a file without one is not there
+    FOLDER/batches/ID/batch.json         the batch's record; who holds the lock writes it, and nobody else
+    FOLDER/batches/ID/lock               locked (flock) by the one gateway that runs the batch
+    FOLDER/batches/ID/cancel             made by whichever gateway was asked to cancel it
+    FOLDER/batches/ID/journal            a result for each line that has one; gone once the outputs are written
+
+Records replace each other whole, by renames. A tenant sees what is its own; anything else is not found. All functions
+here block. They raise NotFound for an id that is not the tenant's, and FolderFull where the disk or a bound is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pillion.errors import ConfigError, Conflict, FieldViolation, InvalidRequest, NotFound, Overloaded
+from pillion.gateway.batches.batch_lines import whole_entries
+from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_WINDOW_S, BatchRecord, FileRecord
+
+INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+# Records of all tenants; looking through them is what a list costs.
+MAX_FILES = 8192
+MAX_BATCHES = 4096
+# Batches of one tenant that have not come to their end.
+MAX_OPEN_BATCHES = 100
+MAX_FILENAME_CHARS = 256
+# An unfinished file that has not changed for so long has lost its writer.
+PART_AGE_S = 3600
+# Time after which a client may try again where a bound of the folder is met: files go when they are old or deleted.
+FULL_RETRY_MS = 60_000
+# The names of a batch's outputs begin alike, so that a gateway that writes them again replaces them.
+OUTPUT, ERRORS = "-output", "-errors"
+
+_FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
+_BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
+_OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+T = TypeVar("T")
+
+
+class FolderFull(Overloaded):
+    """Neither a file nor a result can be kept now."""
+
+
+class FileTooLarge(InvalidRequest):
+    """The file is larger than --batch-file-bytes."""
+
+
+@contextlib.contextmanager
+def told_if_full() -> Iterator[None]:
+    """Raises FolderFull for an OSError that says that the disk is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise FolderFull(f"the disk of --batch-path is full: {error.strerror}", FULL_RETRY_MS) from None
+
+
+class Upload:
+    """A file that is being written. It is there for its tenant once it is whole, or never."""
+
+    def __init__(self, folder: BatchFolder, tenant: str) -> None:
+        self._folder = folder
+        self._tenant = tenant
+        self._id = f"file-{secrets.token_hex(12)}"
+        self._path = folder.content(self._id).with_suffix(".part")
+        self.size = 0
+        self._file = open_new(self._path)
+
+    def write(self, data: bytes) -> None:
+        """Adds to the file. Raises FileTooLarge."""
+        self.size += len(data)
+        if self.size > self._folder.file_bytes:
+            text = f"larger than {self._folder.file_bytes} bytes (--batch-file-bytes)"
+            raise FileTooLarge.of(FieldViolation("file", text))
+        with told_if_full():
+            write_all(self._file, data)
+
+    def keep(self, filename: str, purpose: str) -> FileRecord:
+        """Ends the file; from now on it is its tenant's. Raises InvalidRequest for an empty one."""
+        if not self.size:
+            raise InvalidRequest.of(FieldViolation("file", "it is empty"))
+        return self._folder.keep_file(self._file, self._path, self._id, self._tenant, filename, purpose)
+
+    def close(self) -> None:
+        """Ends writing. What was not kept is removed."""
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+
+class BatchFolder:
+    """The folder. Raises ConfigError where it cannot be made or used.
+
+    Args:
+        max_bytes: most bytes in it before uploads are refused and batches stand still.
+        file_bytes: the largest file that clients may bring.
+        keep_s: age at which files, and batches that have ended, are removed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int, file_bytes: int, keep_s: int) -> None:
+        self.path = Path(path)
+        self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
+        self._files, self._batches = self.path / "files", self.path / "batches"
+        try:
+            for folder in (self.path, self._files, self._batches):
+                folder.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+            probe = self._files / f"{secrets.token_hex(8)}.part"
+            os.close(open_new(probe))
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"--batch-path {self.path}: {error.strerror}") from None
+
+    # Files.
+
+    def upload(self, tenant: str, size_bytes: int = 0) -> Upload:
+        """Begins a file of about so many bytes. Raises FolderFull, and FileTooLarge."""
+        if size_bytes > self.file_bytes + 2**20:
+            raise FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
+        if self.used_bytes() + size_bytes > self.max_bytes:
+            raise FolderFull(f"the folder of --batch-path holds --batch-bytes ({self.max_bytes}) bytes", FULL_RETRY_MS)
+        if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
+            raise FolderFull(f"the folder of --batch-path holds {MAX_FILES} files", FULL_RETRY_MS)
+        with told_if_full():
+            return Upload(self, tenant)
+
+    def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
+        """Puts a whole file, written as ``part``, into its place, with its record; both are on the disk then."""
+        now = int(time.time())
+        record = FileRecord(
+            id=name,
+            tenant=tenant,
+            filename=filename[:MAX_FILENAME_CHARS],
+            purpose=purpose,
+            bytes=os.fstat(file).st_size,
+            created_at=now,
+            expires_at=now + self.keep_s,
+        )
+        with told_if_full():
+            os.fsync(file)
+            part.replace(self.content(name))
+            replace_file(self._files / f"{name}.json", msgspec.json.encode(record))
+        return record
+
+    def file(self, tenant: str, name: str) -> FileRecord:
+        """The record of a tenant's file."""
+        known = _read(self._files / f"{name}.json", FileRecord) if _FILE_ID.fullmatch(name) else None
+        if known is None or known.tenant != tenant:
+            raise NotFound(f"there is no file {name[:100]!r}")
+        return known
+
+    def open_file(self, tenant: str, name: str) -> tuple[FileRecord, FileIO]:
+        """A tenant's file, to be read and closed by the caller; it can be read to its end also if it is removed."""
+        known = self.file(tenant, name)
+        try:
+            return known, FileIO(self.content(name))
+        except FileNotFoundError:
+            raise NotFound(f"there is no file {name!r}") from None
+
+    def files(self, tenant: str, purpose: str = "") -> list[FileRecord]:
+        """A tenant's files, the newest first."""
+        known = (_read(path, FileRecord) for path in self._files.glob("*.json"))
+        mine = [one for one in known if one and one.tenant == tenant and purpose in ("", one.purpose)]
+        return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
+
+    def content(self, name: str) -> Path:
+        """Where a file's content is."""
+        return self._files / f"{name}.jsonl"
+
+    def delete_file(self, tenant: str, name: str) -> None:
+        """Removes a tenant's file. Raises Conflict where a batch reads it."""
+        known = self.file(tenant, name)
+        for batch in self.open_batches():
+            if batch.input_file_id == known.id:
+                raise Conflict(f"batch {batch.id} reads {known.id}: cancel it, or wait for its end")
+        self._remove_file(known.id)
+
+    # Batches.
+
+    def create(self, tenant: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
+        """A new batch, on the disk. Raises InvalidRequest, naming ``input_file_id``, and Overloaded."""
+        try:
+            known = self.file(tenant, file_id)
+        except NotFound as error:
+            raise InvalidRequest.of(FieldViolation("input_file_id", error.message)) from None
+        if known.purpose != INPUT_PURPOSE:
+            text = f"a file of purpose {known.purpose!r} is no input; purpose={INPUT_PURPOSE} is"
+            raise InvalidRequest.of(FieldViolation("input_file_id", text))
+        if len(self.batch_ids()) >= MAX_BATCHES:
+            raise FolderFull(f"the folder of --batch-path holds {MAX_BATCHES} batches", FULL_RETRY_MS)
+        if sum(batch.tenant == tenant for batch in self.open_batches()) >= MAX_OPEN_BATCHES:
+            raise Overloaded(f"{MAX_OPEN_BATCHES} batches have not ended yet", FULL_RETRY_MS)
+        now = int(time.time())
+        record = BatchRecord(
+            id=f"batch_{secrets.token_hex(12)}",
+            tenant=tenant,
+            endpoint=endpoint,
+            input_file_id=file_id,
+            created_at=now,
+            expires_at=now + COMPLETION_WINDOW_S,
+            completion_window=COMPLETION_WINDOW,
+            metadata=metadata,
+        )
+        with told_if_full():
+            self.of_batch(record.id).mkdir(mode=_OWNER_ONLY_FOLDER)
+            replace_file(self.of_batch(record.id) / "batch.json", msgspec.json.encode(record))
+            sync_folder(self._batches)
+        return record
+
+    def batch(self, tenant: str, name: str) -> BatchRecord:
+        """A tenant's batch as it is now."""
+        known = self.known_batch(name) if _BATCH_ID.fullmatch(name) else None
+        if known is None or known.tenant != tenant:
+            raise NotFound(f"there is no batch {name[:100]!r}")
+        return known
+
+    def batches(self, tenant: str) -> list[BatchRecord]:
+        """A tenant's batches, the newest first."""
+        known = map(self.known_batch, self.batch_ids())
+        mine = [one for one in known if one is not None and one.tenant == tenant]
+        return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
+
+    def cancel(self, tenant: str, name: str) -> BatchRecord:
+        """Asks whoever runs a batch to end it. Raises Conflict where it has ended."""
+        known = self.batch(tenant, name)
+        if known.over:
+            raise Conflict(f"batch {known.id} is {known.status}, so it cannot be cancelled")
+        with told_if_full():
+            (self.of_batch(name) / "cancel").touch(mode=_OWNER_ONLY_FILE)
+            sync_folder(self.of_batch(name))
+        return self.batch(tenant, name)
+
+    def of_batch(self, name: str) -> Path:
+        """The folder of a batch."""
+        return self._batches / name
+
+    def batch_ids(self) -> list[str]:
+        """All batches."""
+        return [entry.name for entry in os.scandir(self._batches) if _BATCH_ID.fullmatch(entry.name)]
+
+    def known_batch(self, name: str) -> BatchRecord | None:
+        """Any tenant's batch; None where there is none. One that is asked to end is shown as being cancelled."""
+        known = _read(self.of_batch(name) / "batch.json", BatchRecord)
+        if known is None or known.over:
+            return known
+        with contextlib.suppress(OSError):
+            return known.moved("cancelling", (self.of_batch(name) / "cancel").stat().st_mtime)
+        return known
+
+    def open_batches(self) -> list[BatchRecord]:
+        """All batches that have not come to their end, the oldest first."""
+        known = filter(None, map(self.known_batch, self.batch_ids()))
+        return sorted((one for one in known if not one.over), key=lambda one: (one.created_at, one.id))
+
+    # The folder as a whole.
+
+    def used_bytes(self) -> int:
+        """Bytes of all files and journals."""
+        return sum(_size(path) for path in (*self._files.iterdir(), *self._batches.glob("*/journal")))
+
+    def full(self) -> bool:
+        """Whether --batch-bytes is used up."""
+        return self.used_bytes() >= self.max_bytes
+
+    def sweep(self, now_s: float) -> None:
+        """Removes what is older than it is kept, and what writers that died have left."""
+        in_use = {batch.input_file_id for batch in self.open_batches()}
+        for path in self._files.iterdir():
+            known = _read(path, FileRecord) if path.suffix == ".json" else None
+            if known is not None:
+                if known.expires_at <= now_s and known.id not in in_use:
+                    self._remove_file(known.id)
+            elif not path.with_suffix(".json").exists() and _age_s(path, now_s) > PART_AGE_S:
+                path.unlink(missing_ok=True)
+        for name in self.batch_ids():
+            batch, place = self.known_batch(name), self.of_batch(name)
+            if batch is not None and batch.over:
+                # Who ended it was killed before it could.
+                (place / "journal").unlink(missing_ok=True)
+            old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
+            if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):
+                lock = self.lock(name)
+                if lock is not None:
+                    shutil.rmtree(place, ignore_errors=True)
+                    os.close(lock)
+
+    def lock(self, name: str) -> int | None:
+        """Takes the lock of a batch; None where another has it, or the batch is gone. Closing gives it back, and so
+        does the end of the process."""
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(self.of_batch(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+            else:
+                return lock
+        return None
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where records, files, journals and outputs do not fit each other."""
+        known = {path.stem: _read(path, FileRecord) for path in self._files.glob("*.json")}
+        for name, file in known.items():
+            assert file is not None, f"the record of {name} cannot be read"
+            assert file.id == name, f"the record of {name} is of {file.id}"
+            assert _size(self.content(name)) == file.bytes, f"{name} has another size than its record says"
+        for name in self.batch_ids():
+            batch = self.known_batch(name)
+            assert batch is not None, f"the record of {name} cannot be read"
+            assert batch.completed + batch.failed <= max(batch.total, 0), f"{name} counts more lines than it has"
+            journal = self.of_batch(name) / "journal"
+            if batch.over:
+                for output, lines in ((batch.output_file_id, batch.completed), (batch.error_file_id, batch.failed)):
+                    if output in known:
+                        found = self.content(output).read_bytes().count(b"\n")
+                        assert found == lines, f"{output} has {found} lines, not {lines}"
+            elif journal.exists():
+                with journal.open("rb") as entries:
+                    numbers = [entry.number for entry, _ in whole_entries(entries)]
+                assert len(numbers) == len(set(numbers)), f"the journal of {name} has a line twice"
+
+    def _remove_file(self, name: str) -> None:
+        # The record first: content without one is no file.
+        (self._files / f"{name}.json").unlink(missing_ok=True)
+        self.content(name).unlink(missing_ok=True)
+
+
+def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) -> tuple[Sequence[T], bool]:
+    """So many records behind the one called ``after``, and whether there are more. Raises NotFound."""
+    begin = 0
+    if after:
+        if after not in ids:
+            raise NotFound(f"after: there is no {after[:100]!r}")
+        begin = ids.index(after) + 1
+    return records[begin : begin + limit], len(records) > begin + limit
+
+
+def open_new(path: Path) -> int:
+    """A new file of its owner's alone, to be written; an older one of this name goes."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Writes all of ``data``, or raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Puts a small file in the place of another, whole; with ``sync`` it is on the disk then. Raises OSError."""
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")
+    file = open_new(part)
+    try:
+        write_all(file, data)
+        if sync:
+            os.fsync(file)
+        part.replace(path)
+    finally:
+        os.close(file)
+        part.unlink(missing_ok=True)
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder to the disk. Raises OSError."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """A record, None where there is none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, ValueError):
+        return None
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _age_s(path: Path, now_s: float) -> float:
+    try:
+        return now_s - path.stat().st_mtime
+    except OSError:
+        return 0.0

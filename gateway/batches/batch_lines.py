@@ -1,0 +1,167 @@
+"""The lines of a batch: a request in its input, an entry of its journal, an answer in its output. Sans-IO (I9).
+
+input   {"custom_id", "method", "url", "body"}
+journal CRC32, 8 digits | number of the input's line | 1: an error, 0: an answer | the line of the output
+output  {"id", "custom_id", "response": {"status_code", "request_id", "body"} | null, "error": null | {...}}
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.batches.batch_records import BatchError
+
+# OpenAI's bound.
+MAX_BATCH_LINES = 50_000
+MAX_CUSTOM_ID_CHARS = 512
+# What a failed batch says about its input.
+MAX_INPUT_ERRORS = 100
+# Characters of the parser's message, which may repeat what the client sent.
+_MAX_REASON_CHARS = 500
+
+_encode = msgspec.json.Encoder().encode
+
+
+class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A request in the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Raw
+
+
+_read_line = msgspec.json.Decoder(BatchLine).decode
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """The result of one line. ``number`` is the line's in the input, from 1; ``line`` is the output's, without its
+    end."""
+
+    number: int
+    failed: bool
+    line: bytes
+
+    def packed(self) -> bytes:
+        """The entry as it stands in the journal."""
+        rest = b"%d %d %s\n" % (self.number, self.failed, self.line)
+        return b"%08x %s" % (zlib.crc32(rest), rest)
+
+
+def read_entry(packed: bytes) -> JournalEntry | None:
+    """Reads an entry with its line's end; None where it is not whole."""
+    check, _, rest = packed.partition(b" ")
+    if not packed.endswith(b"\n") or check != b"%08x" % zlib.crc32(rest):
+        return None
+    number, failed, line = rest[:-1].split(b" ", 2)
+    return JournalEntry(int(number), failed == b"1", line)
+
+
+def whole_entries(lines: Iterable[bytes]) -> Iterator[tuple[JournalEntry, int]]:
+    """The entries of a journal up to the first that is not whole, each with the bytes it takes: what is behind that one
+    was being written when the machine stopped."""
+    for packed in lines:
+        entry = read_entry(packed)
+        if entry is None:
+            return
+        yield entry, len(packed)
+
+
+class InputCheck:
+    """Judges the lines of an input, one after another, as they are read.
+
+    Args:
+        endpoint: the batch's, which each line repeats as its url.
+        max_line_bytes: the longest line.
+    """
+
+    def __init__(self, endpoint: str, max_line_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._max_line_bytes = max_line_bytes
+        self._ids: set[str] = set()
+        self.number = 0
+        # Where each line with a request begins, and its number.
+        self.offsets: list[int] = []
+        self.numbers: list[int] = []
+        self.errors: list[BatchError] = []
+        self._offset = 0
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether reading on would say nothing new."""
+        return len(self.errors) >= MAX_INPUT_ERRORS or len(self.offsets) > MAX_BATCH_LINES
+
+    def add(self, raw: bytes) -> None:
+        """Judges the next line, with its end. An empty one counts as a line and is no request."""
+        self.number += 1
+        offset, self._offset = self._offset, self._offset + len(raw)
+        if not raw.strip():
+            return
+        self.offsets.append(offset)
+        self.numbers.append(self.number)
+        code, message, param = self._judged(raw)
+        if code:
+            self.errors.append(BatchError(code=code, message=message, line=self.number, param=param))
+
+    def end(self) -> tuple[BatchError, ...]:
+        """What is wrong with the input, once all lines are added; empty where it is good."""
+        if not self.offsets:
+            return (BatchError(code="empty_file", message="the input holds no request"),)
+        if len(self.offsets) > MAX_BATCH_LINES:
+            text = f"the input holds more than {MAX_BATCH_LINES} requests"
+            return (BatchError(code="too_many_requests", message=text), *self.errors)
+        self._ids.clear()
+        return tuple(self.errors)
+
+    def _judged(self, raw: bytes) -> tuple[str, str, str | None]:
+        """What is wrong with a line: code, message and field; the code is empty where nothing is."""
+        if len(raw) > self._max_line_bytes:
+            return "line_too_long", f"the line is longer than {self._max_line_bytes} bytes", None
+        try:
+            line = _read_line(raw)
+        except (ValueError, RecursionError) as error:
+            return "invalid_json_line", f"the line cannot be read: {str(error)[:_MAX_REASON_CHARS]}", None
+        if not line.custom_id or len(line.custom_id) > MAX_CUSTOM_ID_CHARS:
+            return "invalid_custom_id", f"custom_id has from 1 to {MAX_CUSTOM_ID_CHARS} characters", "custom_id"
+        if line.custom_id in self._ids:
+            return "duplicate_custom_id", f"the custom_id {line.custom_id!r} is used before", "custom_id"
+        self._ids.add(line.custom_id)
+        if line.method != "POST":
+            return "invalid_method", "method is POST", "method"
+        if line.url != self._endpoint:
+            return "mismatched_url", f"url is the batch's endpoint, {self._endpoint}", "url"
+        if not bytes(line.body).startswith(b"{"):
+            return "invalid_body", "body is a JSON object", "body"
+        return "", "", None
+
+
+def read_request(raw: bytes) -> BatchLine:
+    """Reads a line that has been judged as good."""
+    return _read_line(raw)
+
+
+def output_line(batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The line of an answer, or of the error that a call would have got."""
+    response = {"status_code": status, "request_id": request_id, "body": Raw(body)}
+    return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": response, "error": None})
+
+
+def unserved_line(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
+    """The line of a request that was never answered."""
+    error = {"code": code, "message": message}
+    return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error})
+
+
+def request_id(batch_id: str, number: int) -> str:
+    """The request id under which a line runs."""
+    return f"{batch_id}-{number}"
+
+
+def _line_id(batch_id: str, number: int) -> str:
+    return f"batch_req_{batch_id.removeprefix('batch_')}_{number}"

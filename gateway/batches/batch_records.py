@@ -1,0 +1,95 @@
+"""What is kept of a file and of a batch, as JSON in the folder, and how clients see it. Sans-IO (I9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# A batch in one of these has come to its end and changes no more.
+FINAL = ("completed", "failed", "expired", "cancelled")
+COMPLETION_WINDOW = "24h"
+COMPLETION_WINDOW_S = 24 * 3600
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a tenant. ``created_at`` and ``expires_at`` are Unix times, in seconds."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """The file as OpenAI's clients read it."""
+        known = msgspec.structs.asdict(self)
+        del known["tenant"]
+        return {"object": "file", "status": "processed", **known}
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a batch failed as a whole; ``line`` counts from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of a tenant. Times are Unix times, in seconds; None where that has not happened.
+
+    Attributes:
+        total, completed, failed: lines in all, and those with an answer or an error.
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    completion_window: str = COMPLETION_WINDOW
+    metadata: dict[str, str] | None = None
+    status: str = "validating"
+    errors: tuple[BatchError, ...] = ()
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it has come to its end."""
+        return self.status in FINAL
+
+    @property
+    def ended_at(self) -> int:
+        """When it came to its end; its creation while it has not."""
+        return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at or self.created_at
+
+    def moved(self, status: str, now_s: float, **more: Any) -> BatchRecord:
+        """The batch with another status, since ``now_s`` where it did not have that before."""
+        stamp = f"{status}_at"
+        since = {} if getattr(self, stamp) is not None else {stamp: int(now_s)}
+        return msgspec.structs.replace(self, status=status, **since, **more)
+
+    def shown(self) -> dict[str, Any]:
+        """The batch as OpenAI's clients read it."""
+        known = msgspec.structs.asdict(self)
+        for name in ("tenant", "total", "completed", "failed"):
+            del known[name]
+        counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
+        errors = {"object": "list", "data": self.errors} if self.errors else None
+        return {"object": "batch", **known, "errors": errors, "request_counts": counts}

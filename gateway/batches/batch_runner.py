@@ -1,0 +1,343 @@
+"""Runs batches: claims those that nobody has, and sends their lines through the gateway like calls, in the background.
+
+    look for a batch --lock--> judge its input, read its journal --> lines, so many at once --> outputs --> next look
+                                 | bad: failed                        | busy: again, later       | disk full: given up
+                                                                                                   and claimed again
+Each gateway runs batches of its own: which lines of which batch are next is decided by fairness between the tenants,
+and by each batch's machine. What is under way when the gateway ends has no result, so it runs again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pillion.errors import PillionError
+from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.batches.batch_claim import BatchClaim, claim
+from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.gateway.batches.batch_lines import (
+    InputCheck,
+    JournalEntry,
+    output_line,
+    request_id,
+    unserved_line,
+)
+from pillion.gateway.batches.batch_machine import BatchMachine
+from pillion.gateway.batches.batch_records import BatchError, BatchRecord
+from pillion.gateway.request.validation import MAX_REQUEST_BYTES
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Meters, Reading
+
+log = logging.getLogger("pillion.gateway.batches")
+
+# How often a gateway looks for batches, and for reasons to end one that it runs; its record is as old at most.
+LOOK_MS = 500
+# How often old files are looked for, and the folder's bytes are counted.
+SWEEP_MS = 30_000
+# Batches that one gateway runs at once, and those of one tenant among them.
+MAX_BATCHES_AT_ONCE = 64
+TENANT_BATCHES_AT_ONCE = 4
+# Pause before a batch that was given up, because of the disk or of a defect, is claimed again.
+GIVEN_UP_MS = 10_000
+# Threads that read and write the folder: a slow disk holds up batches and nothing else.
+DISK_THREADS = 4
+
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LineReply:
+    """What the call of a line would have answered: JSON, and when to try again (0: no word of that)."""
+
+    status: int
+    body: bytes
+    retry_after_s: float
+
+
+# Serves a line like a call: its url, its body, its tenant and its request id.
+ServeLine = Callable[[str, bytes, Tenant, str], Awaitable[LineReply]]
+
+
+@dataclass(eq=False, slots=True)
+class RunningBatch:
+    """A claimed batch while its lines run."""
+
+    claim: BatchClaim
+    machine: BatchMachine
+    lines: set[asyncio.Task[None]] = field(default_factory=set)
+    # Results that are not in the journal yet: at most one of each running line.
+    results: list[JournalEntry] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Why it has to be given up, where it has.
+    failure: Exception | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose batch it is."""
+        return self.machine.record.tenant
+
+
+class BatchRunner:
+    """Runs batches until ``stop``.
+
+    Args:
+        serve: serves a line.
+        tenant_named: the tenant of a name, None where the keys do not have it any more.
+        max_lines: lines that run or wait in the gateway at once.
+    """
+
+    def __init__(
+        self,
+        folder: BatchFolder,
+        serve: ServeLine,
+        tenant_named: Callable[[str], Tenant | None],
+        meters: Meters,
+        max_lines: int,
+    ) -> None:
+        self.folder = folder
+        self._serve = serve
+        self._tenant_named = tenant_named
+        self._meters = meters
+        self._max_lines = max_lines
+        self._disk = ThreadPoolExecutor(DISK_THREADS, "batches")
+        self._running: list[RunningBatch] = []
+        self._claimed: dict[str, BatchClaim] = {}
+        # Batches that have ended: they are not read again.
+        self._over: set[str] = set()
+        self._wake = asyncio.Event()
+        self._full = False
+        self._swept_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        meters.watch(self._readings)
+
+    def start(self) -> None:
+        """Begins to run batches."""
+        self._spawn(_for_ever(self._look, LOOK_MS / 1000), "batches")
+        self._spawn(_for_ever(self._feed, 0.0), "batch lines")
+
+    async def stop(self) -> None:
+        """Gives up all batches, as they are; others go on with them. Files are still served, until ``close``."""
+        await _cancelled(self._tasks)
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self._disk.shutdown(wait=False)
+
+    async def on_disk(self, job: Callable[..., T], *arguments: Any) -> T:
+        """Runs a job of the folder on a thread. Raises what it raises. It has ended when this returns, also where the
+        caller was cancelled: the job may use what the caller closes next."""
+        work = asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            raise
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Which batches.
+
+    async def _look(self) -> None:
+        """Claims what nobody has, and keeps the folder small."""
+        now_s = time.time()
+        if now_s - self._swept_s >= SWEEP_MS / 1000:
+            self._swept_s = now_s
+            await self.on_disk(self.folder.sweep, now_s)
+            full = await self.on_disk(self.folder.full)
+            if full and not self._full:
+                log.warning("batches stand still: the folder of --batch-path holds --batch-bytes bytes")
+            self._full = full
+        for record in await self.on_disk(self._unclaimed):
+            mine = sum(one.record.tenant == record.tenant for one in self._claimed.values())
+            if len(self._claimed) >= MAX_BATCHES_AT_ONCE or mine >= TENANT_BATCHES_AT_ONCE:
+                continue
+            held = await self.on_disk(claim, self.folder, record.id)
+            if held is not None:
+                self._claimed[record.id] = held
+                self._spawn(self._run(held), record.id)
+
+    def _unclaimed(self) -> list[BatchRecord]:
+        """The batches that might be claimed, the oldest first."""
+        ids, found = set(self.folder.batch_ids()), []
+        self._over &= ids
+        for name in ids - self._over - self._claimed.keys():
+            record = self.folder.known_batch(name)
+            if record is not None and not record.over:
+                found.append(record)
+            elif record is not None:
+                self._over.add(name)
+        return sorted(found, key=lambda one: (one.created_at, one.id))
+
+    # One batch.
+
+    async def _run(self, held: BatchClaim) -> None:
+        """Runs a claimed batch to its end, or gives it up for a while."""
+        pause_s = 0.0
+        try:
+            machine = await self._judged(held)
+            if machine is not None:
+                await self._run_lines(held, machine)
+                await self._write_outputs(held, machine)
+        except (OSError, PillionError) as error:
+            log.warning("batch %s is given up for a while: %s", held.record.id, error)
+            pause_s = GIVEN_UP_MS / 1000
+        except Exception:
+            log.exception("batch %s is given up for a while", held.record.id)
+            pause_s = GIVEN_UP_MS / 1000
+        finally:
+            held.close()
+            try:
+                await asyncio.sleep(pause_s)
+            finally:
+                del self._claimed[held.record.id]
+
+    async def _judged(self, held: BatchClaim) -> BatchMachine | None:
+        """A machine for the batch, where its input is good; else it has failed."""
+        check = InputCheck(held.record.endpoint, MAX_REQUEST_BYTES)
+        try:
+            while await self.on_disk(held.judge, check, MAX_REQUEST_BYTES):
+                pass
+            errors = check.end()
+        except FileNotFoundError:
+            errors = (BatchError(code="file_not_found", message=f"{held.record.input_file_id} is gone"),)
+        if errors:
+            await self.on_disk(held.finish, held.record.moved("failed", time.time(), errors=errors))
+            return None
+        machine = BatchMachine(held.record, check.numbers, await self.on_disk(held.replay))
+        machine.begin(time.time())
+        return machine
+
+    async def _run_lines(self, held: BatchClaim, machine: BatchMachine) -> None:
+        """Returns when the batch may be ended. Raises PillionError and OSError where it has to be given up."""
+        running, look_s = RunningBatch(held, machine), 0.0
+        self._running.append(running)
+        try:
+            while not machine.may_finish:
+                running.changed.clear()
+                now_s = time.time()
+                if now_s >= look_s:
+                    look_s = now_s + LOOK_MS / 1000
+                    cancel = await self.on_disk(held.cancel_asked)
+                    machine.tick(now_s, cancel=cancel, tenant_known=self._tenant_named(running.tenant) is not None)
+                    await self.on_disk(held.save, machine.record)
+                if machine.ending:
+                    await _cancelled(running.lines)
+                results, running.results = running.results, []
+                if results:
+                    await self.on_disk(held.append, results)
+                for result in results:
+                    machine.finished(result.number, result.failed)
+                    self._meters.counter(names.BATCH_LINES, "failed" if result.failed else "completed").add()
+                if running.failure is not None:
+                    raise running.failure
+                self._wake.set()
+                if not machine.may_finish:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_MS / 1000):
+                            await running.changed.wait()
+        finally:
+            self._running.remove(running)
+            await _cancelled(running.lines)
+
+    async def _write_outputs(self, held: BatchClaim, machine: BatchMachine) -> None:
+        machine.finalize(time.time())
+        await self.on_disk(held.save, machine.record)
+        left = (
+            unserved_line(held.record.id, number, held.line(number).custom_id, *EXPIRED)
+            for number in machine.unserved()
+        )
+        machine.end(*await self.on_disk(held.write_outputs, left), time.time())
+        await self.on_disk(held.finish, machine.record)
+
+    # Lines.
+
+    async def _feed(self) -> None:
+        """Starts lines as long as there are places for them, and waits until something has changed."""
+        self._wake.clear()
+        while self._lines_running() < self._max_lines and not self._full and (found := self._next()) is not None:
+            running, number, tenant = found
+            line = asyncio.create_task(self._run_line(running, number, tenant), name="batch line")
+            running.lines.add(line)
+            line.add_done_callback(running.lines.discard)
+        await self._wake.wait()
+
+    def _next(self) -> tuple[RunningBatch, int, Tenant] | None:
+        """The next line: of the tenant with the fewest lines for its weight, of its batch with the fewest."""
+        of_tenant: Counter[str] = Counter()
+        tenants = {one.tenant: self._tenant_named(one.tenant) for one in self._running}
+        for one in self._running:
+            of_tenant[one.tenant] += len(one.machine.running)
+
+        def load(one: RunningBatch) -> tuple[float, int, int]:
+            tenant = tenants[one.tenant]
+            weight = 1.0 if tenant is None else tenant.weight
+            return of_tenant[one.tenant] / weight, len(one.machine.running), one.machine.record.created_at
+
+        for running in sorted(self._running, key=load):
+            tenant = tenants[running.tenant]
+            number = None if tenant is None or running.failure else running.machine.next_line(time.time())
+            if number is not None and tenant is not None:
+                return running, number, tenant
+        return None
+
+    async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
+        """Serves one line; its result waits for the journal then, or it is given back."""
+        held, machine = running.claim, running.machine
+        name = request_id(held.record.id, number)
+        result: JournalEntry | None = None
+        try:
+            line = await self.on_disk(held.line, number)
+            reply = await self._serve(line.url, bytes(line.body), tenant.in_background(), name)
+            if machine.is_final(number, reply.status, reply.retry_after_s, time.time()):
+                answer = output_line(held.record.id, number, line.custom_id, reply.status, name, reply.body)
+                result = JournalEntry(number, reply.status != 200, answer)
+                running.results.append(result)
+            else:
+                self._meters.counter(names.BATCH_LINES, "retried").add()
+        except Exception as error:
+            log.exception("line %d of batch %s could not be served", number, held.record.id)
+            running.failure = error
+        finally:
+            if result is None:
+                machine.give_back(number)
+            running.changed.set()
+
+    def _lines_running(self) -> int:
+        return sum(len(one.machine.running) for one in self._running)
+
+    def _readings(self) -> Iterable[Reading]:
+        yield names.BATCH_LINES_NOW, ("running",), self._lines_running()
+        yield names.BATCH_LINES_NOW, ("queued",), sum(one.machine.queued for one in self._running)
+
+
+async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    """Repeats a step. A defect, or a folder that is away for a while, must not be the end of all batches."""
+    while True:
+        try:
+            await step()
+        except Exception:
+            log.exception("batches are disturbed")
+            await asyncio.sleep(LOOK_MS / 1000)
+        await asyncio.sleep(pause_s)
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels tasks, and waits for their end."""
+    waiting = tuple(tasks)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,148 @@
+"""A process that runs jobs of strangers' making, one at a time, and can be killed.
+
+no process --job--> idle --request--> busy --answer--> idle
+                      ^                 |
+                      |                 +-- out of time, memory or life --> killed, no process
+                      +-- the next job starts a fresh one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pillion.errors import Overloaded
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES
+
+T = TypeVar("T")
+
+# The variables that a Python with libraries of its own needs to start, and those of the local time.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
+_WORKER = Path(__file__).with_name("boxed_worker.py")
+
+
+class BoxFailure(Exception):  # noqa: N818
+    """A job has no answer; the message says why. ``its_own``: the same job would fail again."""
+
+    def __init__(self, reason: str, its_own: bool) -> None:
+        super().__init__(reason)
+        self.its_own = its_own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxLimits:
+    """What a job may take: computing time, wall-clock time (of a process's start too), and the process's memory.
+
+    ``max_waiting`` jobs are under way or wait; ``what`` they are, in words.
+    """
+
+    cpu_s: float
+    wall_s: float
+    memory_bytes: int
+    max_waiting: int
+    what: str
+
+
+class BoxedProcess:
+    """Runs jobs in a process of its own.
+
+    Args:
+        handler: a file with a function ``opened(setup)``, which returns what makes a job's answer of a job.
+        setup: what that function gets.
+    """
+
+    def __init__(self, handler: Path, setup: Mapping[str, Any], limits: BoxLimits) -> None:
+        self._setup = {
+            "handler": str(handler),
+            "own": setup,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+        }
+        self._limits = limits
+        self._process: Process | None = None
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def run(self, job: Any, size_bytes: int) -> dict[str, Any]:
+        """The answer to a job of about so many bytes. Raises BoxFailure, and Overloaded where too many jobs wait."""
+        limits = self._limits
+        if self._waiting >= limits.max_waiting:
+            raise Overloaded(f"{limits.max_waiting} {limits.what}", retry_after_ms=1000)
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return await self._run(job, size_bytes)
+        finally:
+            self._waiting -= 1
+
+    async def _run(self, job: Any, size_bytes: int) -> dict[str, Any]:
+        """Sends one job to the process, which is killed after a failure or where the caller was cancelled."""
+        answered = False
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                if self._process is None:
+                    self._process = await self._start()
+                answer = await _exchange(self._process, job, size_bytes)
+            answered = True
+        except TimeoutError:
+            raise BoxFailure(f"it took more than {self._limits.wall_s:g} s", its_own=False) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            assert self._process is not None
+            ended = await self._process.wait()
+            # Whoever kills the process from outside says nothing about the job.
+            reason = f"it took more than {self._limits.cpu_s:g} s of computing or too much memory"
+            raise BoxFailure(reason, its_own=ended != -signal.SIGKILL) from None
+        finally:
+            if not answered:
+                await self.aclose()
+        return answer
+
+    async def _start(self) -> Process:
+        # -I: the process sees the installed packages, not the folder it was started from. It inherits neither keys and
+        # addresses in the environment nor descriptors.
+        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
+        )
+        _send(process, msgspec.json.encode(self._setup))
+        return process
+
+    async def aclose(self) -> None:
+        """Ends the process; the next job would start another one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+
+
+def _send(process: Process, data: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(len(data).to_bytes(4, "big") + data)
+
+
+async def _exchange(process: Process, job: Any, size_bytes: int) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _send(process, await _off_loop(size_bytes, msgspec.json.encode, job))
+    await process.stdin.drain()
+    head = await process.stdout.readexactly(4)
+    answer = await process.stdout.readexactly(int.from_bytes(head, "big"))
+    return dict(await _off_loop(len(answer), msgspec.json.decode, answer))
+
+
+async def _off_loop(size_bytes: int, job: Callable[[Any], T], argument: Any) -> T:
+    return job(argument) if size_bytes <= LOOP_BYTES else await asyncio.to_thread(job, argument)

@@ -1,0 +1,121 @@
+"""Compiles the grammars of one model's requests before any worker gets them, in a process that can be killed.
+
+a text --known--> good, or refused
+       --new----> the process, one grammar at a time; requests with the same text wait together --> remembered
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.errors import FieldViolation, InvalidRequest, Unavailable
+from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar
+from pillion.grammar_limits import PARSER_LIMITS
+from pillion.types import StructuredOutputs
+
+# Computing time of one grammar; a schema of 80 KB takes 0.2 s.
+COMPILE_CPU_S = 2.0
+# Wall-clock time of one grammar, for a machine that is very busy, and of loading a large tokenizer.
+COMPILE_WALL_S = 60.0
+COMPILE_MEMORY_BYTES = 2 * 2**30
+MAX_WAITING_GRAMMARS = 64
+# What is remembered of a grammar is its hash, and why it was refused.
+MAX_KNOWN_GRAMMARS = 4096
+# A client may come again at once: the process is started anew.
+RETRY_AFTER_MS = 1000
+_HANDLER = Path(__file__).with_name("grammar_worker.py")
+
+
+class GrammarChecker:
+    """Checks grammars for one tokenizer. Its process is started by the first one.
+
+    Args:
+        tokenizer: the path of tokenizer.json.
+        vocab_size: of the model.
+        end_ids: the model's own ids that end an answer.
+    """
+
+    def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        setup = {
+            "tokenizer": str(tokenizer),
+            "vocab_size": vocab_size,
+            "end_ids": [end for end in end_ids if end < vocab_size],
+            "limits": PARSER_LIMITS,
+        }
+        limits = BoxLimits(
+            cpu_s=COMPILE_CPU_S,
+            wall_s=COMPILE_WALL_S,
+            memory_bytes=COMPILE_MEMORY_BYTES,
+            max_waiting=MAX_WAITING_GRAMMARS,
+            what="grammars wait to be compiled",
+        )
+        self._box = BoxedProcess(_HANDLER, setup, limits)
+        self._known: OrderedDict[bytes, tuple[FieldViolation, ...]] = OrderedDict()
+        self._running: dict[bytes, asyncio.Task[tuple[FieldViolation, ...]]] = {}
+
+    async def check(self, grammar: JoinedGrammar) -> None:
+        """Raises InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
+        in its schema; Overloaded where too many wait; Unavailable where it could not be found out."""
+        key = hashlib.sha256("\0".join((grammar.text, *grammar.sources)).encode()).digest()
+        if key in self._known:
+            self._known.move_to_end(key)
+            violations = self._known[key]
+        else:
+            task = self._running.get(key)
+            if task is None:
+                task = self._running[key] = asyncio.create_task(self._compile(key, grammar))
+                task.add_done_callback(lambda _: self._running.pop(key, None))
+            # A caller that leaves does not take it from the others, nor from the next one.
+            violations = await asyncio.shield(task)
+        if violations:
+            raise InvalidRequest.of(*violations)
+
+    async def lark(self, shape: StructuredOutputs) -> StructuredOutputs:
+        """The shape, with a grammar in GBNF as one in Lark. Raises what ``check`` raises."""
+        if shape.grammar is None or "::=" not in shape.grammar:
+            return shape
+        try:
+            answer = await self._box.run({"gbnf": shape.grammar}, len(shape.grammar))
+        except BoxFailure as failure:
+            answer = {"reason": str(failure)}
+        if "lark" not in answer:
+            reason = answer.get("reason") or answer["broken"]
+            raise InvalidRequest.of(FieldViolation("sampling.structured_outputs.grammar", f"not GBNF: {reason}"))
+        return replace(shape, grammar=answer["lark"])
+
+    async def _compile(self, key: bytes, grammar: JoinedGrammar) -> tuple[FieldViolation, ...]:
+        job = {"grammar": grammar.text, "sources": grammar.sources}
+        try:
+            answer = await self._box.run(job, len(grammar.text))
+        except BoxFailure as failure:
+            if not failure.its_own:
+                raise Unavailable(f"a grammar could not be compiled: {failure}", RETRY_AFTER_MS) from None
+            answer = {"field": next(iter(grammar.sources), ""), "path": "", "reason": str(failure)}
+        violations = _violations(answer)
+        self._known[key] = violations
+        while len(self._known) > MAX_KNOWN_GRAMMARS:
+            self._known.popitem(last=False)
+        return violations
+
+    async def aclose(self) -> None:
+        """Ends the process; the next grammar would start another one."""
+        for task in tuple(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._box.aclose()
+
+
+def _violations(answer: Mapping[str, Any]) -> tuple[FieldViolation, ...]:
+    if not answer:
+        return ()
+    if "broken" in answer:
+        answer = {"field": "sampling.structured_outputs", "path": "", "reason": answer["broken"]}
+    place = f"at {answer['path']}: " if answer["path"] else ""
+    return (FieldViolation(answer["field"], f"{place}{answer['reason']}"),)

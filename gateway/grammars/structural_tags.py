@@ -1,0 +1,155 @@
+"""Structural tags, in both notations that vLLM reads, as a piece of a grammar (I9).
+
+{"structures": [{"begin", "schema", "end"}...], "triggers": [...]}     free text; behind a trigger a whole structure
+{"format": {"type": "triggered_tags" | "tag" | "sequence" | ...}}      the same and more, nested
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+
+MAX_TAGS = 256
+MAX_TAG_DEPTH = 16
+_TEXT = "/(?s:.*)/"
+
+
+def tag_piece(parsed: Any, field: str, json_piece: Callable[[Any, str], Piece]) -> Piece:
+    """The piece of a parsed structural tag, which the client's ``field`` holds; ``json_piece`` makes those of schemas.
+    Raises InvalidRequest, naming the place."""
+    return _Tags(field, json_piece).piece(parsed)
+
+
+class _Tags:
+    """Writes the rules of one structural tag."""
+
+    def __init__(self, field: str, json_piece: Callable[[Any, str], Piece]) -> None:
+        self._field = field
+        self._json_piece = json_piece
+        self._rules: list[str] = [f"TAG_TEXT: {_TEXT}"]
+        self._sources: dict[str, Any] = {field: None}
+        self._grammars: dict[str, str] = {}
+        self._writers: dict[str, Callable[[dict[str, Any], str, int], str]] = {
+            "const_string": lambda one, at, _: literal(self._string(one, "value", at)),
+            "json_schema": lambda one, at, _: self._schema(self._value(one, "json_schema", at), f"{at}.json_schema"),
+            "regex": lambda one, at, _: self._expression(self._string(one, "pattern", at), f"{at}.pattern"),
+            "grammar": lambda one, at, _: self._grammar(self._string(one, "grammar", at)),
+            "sequence": lambda one, at, depth: " ".join(self._elements(one, at, depth)),
+            "or": lambda one, at, depth: " | ".join(self._elements(one, at, depth)),
+            "tag": self._tag,
+            "triggered_tags": self._triggered,
+            "tags_with_separator": self._separated,
+            "any_text": lambda _one, _at, _depth: "TAG_TEXT",
+        }
+
+    def piece(self, parsed: Any) -> Piece:
+        """The whole."""
+        if isinstance(parsed, dict) and "structures" in parsed:
+            tags = [
+                {
+                    "begin": one.get("begin"),
+                    "content": {"type": "json_schema", "json_schema": one.get("schema", True)},
+                    "end": one.get("end"),
+                }
+                if isinstance(one, dict)
+                else one
+                for one in self._list(parsed, "structures", "")
+            ]
+            body = self._triggered({"tags": tags, "triggers": parsed.get("triggers")}, "structures", 0)
+        else:
+            body = self._format(self._value(parsed, "format", ""), "format", 0)
+        return Piece(body, tuple(self._rules), self._grammars, self._sources)
+
+    def _format(self, one: Any, at: str, depth: int) -> str:
+        kind = one.get("type") if isinstance(one, dict) else None
+        if depth > MAX_TAG_DEPTH:
+            raise self._wrong(at, f"nested more than {MAX_TAG_DEPTH} deep")
+        if not isinstance(kind, str) or kind not in self._writers:
+            raise self._wrong(f"{at}.type", f"one of {', '.join(sorted(self._writers))}")
+        return f"({self._writers[kind](one, at, depth)})"
+
+    def _elements(self, one: dict[str, Any], at: str, depth: int) -> list[str]:
+        elements = self._list(one, "elements", at)
+        return [self._format(inner, f"{at}.elements[{n}]", depth + 1) for n, inner in enumerate(elements)]
+
+    def _tag(self, one: Any, at: str, depth: int, trigger: str = "") -> str:
+        """A begin, content and an end. ``trigger`` is what of the begin is there already."""
+        begin, content = self._string(one, "begin", at, empty=True), self._value(one, "content", at)
+        ends = one.get("end")
+        ends = [ends] if isinstance(ends, str) else ends
+        if not isinstance(ends, list) or not ends or not all(isinstance(end, str) for end in ends):
+            raise self._wrong(f"{at}.end", "a text, or texts of which one ends it")
+        end = "(" + " | ".join(map(literal, ends)) + ")"
+        head = literal(begin[len(trigger) :])
+        if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
+            # Text up to the first end: whatever else could follow would be text as well.
+            return f"{head} {self._rule(f'TAG_TEXT {end}', lazy=True)}"
+        return f"{head} {self._format(content, f'{at}.content', depth + 1)} {end}"
+
+    def _triggered(self, one: dict[str, Any], at: str, depth: int) -> str:
+        triggers = self._list(one, "triggers", at)
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise self._wrong(f"{at}.triggers", "texts, none of them empty")
+        tags = []
+        for n, tag in enumerate(self._list(one, "tags", at)):
+            place = f"{at}.tags[{n}]"
+            begin = self._string(tag, "begin", place)
+            trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+            if trigger is None:
+                raise self._wrong(f"{place}.begin", "it begins with none of the triggers")
+            lead = self._rule(f"TAG_TEXT {literal(trigger)}", lazy=True)
+            tags.append(f"{lead} {self._tag(tag, place, depth, trigger)}")
+        some = "(" + " | ".join(tags) + ")"
+        if one.get("stop_after_first"):
+            return some if one.get("at_least_one") else f"{some} | TAG_TEXT"
+        return f"{some}{'+' if one.get('at_least_one') else '*'} TAG_TEXT"
+
+    def _separated(self, one: dict[str, Any], at: str, depth: int) -> str:
+        tags = [self._tag(tag, f"{at}.tags[{n}]", depth) for n, tag in enumerate(self._list(one, "tags", at))]
+        some, between = "(" + " | ".join(tags) + ")", literal(self._string(one, "separator", at, empty=True))
+        several = some if one.get("stop_after_first") else f"{some} ({between} {some})*"
+        return several if one.get("at_least_one") else f"({several})?"
+
+    def _schema(self, schema: Any, at: str) -> str:
+        piece = self._json_piece(schema, f"{self._field}.{at}")
+        self._sources |= piece.sources
+        return piece.body
+
+    def _expression(self, pattern: str, at: str) -> str:
+        return expression(pattern, f"{self._field}.{at}")
+
+    def _grammar(self, text: str) -> str:
+        name = f"tag-grammar-{len(self._grammars)}"
+        self._grammars[name] = text
+        return f"@{name}"
+
+    def _rule(self, body: str, *, lazy: bool) -> str:
+        """A rule of its own for ``body``; equal ones are one."""
+        made = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
+        if body not in made:
+            made[body] = f"tag_rule_{len(self._rules)}"
+            self._rules.append(f"{made[body]}{'[lazy]' if lazy else ''}: {body}")
+        return made[body]
+
+    def _value(self, one: Any, name: str, at: str) -> Any:
+        if not isinstance(one, dict) or name not in one:
+            raise self._wrong(f"{at}.{name}" if at else name, "it is needed")
+        return one[name]
+
+    def _string(self, one: Any, name: str, at: str, *, empty: bool = False) -> str:
+        value = self._value(one, name, at)
+        if not isinstance(value, str) or not (value or empty):
+            raise self._wrong(f"{at}.{name}", "a text" if empty else "a text that is not empty")
+        return value
+
+    def _list(self, one: Any, name: str, at: str) -> Sequence[Any]:
+        value = self._value(one, name, at)
+        if not isinstance(value, list) or not 0 < len(value) <= MAX_TAGS:
+            raise self._wrong(f"{at}.{name}" if at else name, f"a list of 1 to {MAX_TAGS}")
+        return value
+
+    def _wrong(self, at: str, reason: str) -> InvalidRequest:
+        return InvalidRequest.of(FieldViolation(f"{self._field}.{at}", reason))

@@ -1,0 +1,157 @@
+"""Responses as Anthropic's clients read them: named server-sent events, or one message at the end.
+
+message_start  ping  (content_block_start  content_block_delta ...  content_block_stop) ...  message_delta  message_stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.delta_reader import DeltaBatch
+from pillion.gateway.http_api.model_calls import AnswerWriter
+from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
+from pillion.types import Delta, FinishReason, Usage
+
+_END = b"\n\n"
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_STOP_REASONS = {
+    None: None,
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+# The type of a delta of a part, and the field with its text.
+_DELTAS = {
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class MessageWriter(AnswerWriter):
+    """Writes the response to one call of /v1/messages.
+
+    Args:
+        head: the message's fields "id" and "model".
+        shows_thinking: whether thinking blocks have their text.
+    """
+
+    def __init__(self, head: Mapping[str, Any], shows_thinking: bool) -> None:
+        self._head = {**head, "type": "message", "role": "assistant"}
+        self._shows_thinking = shows_thinking
+        self._parts = OutputParts()
+        self._begun = False
+        # What stands before the text of the block that grows, in an event.
+        self._front = b""
+        self._finish_reason: FinishReason | None = None
+        self._stop_string = ""
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """The deltas as events of content blocks, after the message's start where they are the first ones."""
+        written = []
+        if not self._begun:
+            self._begun = True
+            written += [_event("message_start", {"message": self._message([], usage())}), _PING]
+        for _, delta in batch:
+            if self._parts.further_text(delta):
+                written.append(self._front + _encode(delta.text) + b"}}\n\n")
+            else:
+                written += self._delta_events(delta)
+        return b"".join(written)
+
+    def last_events(self, usage: Usage) -> bytes:
+        """The ends of the last block and of the message."""
+        stopped = _block_stop(len(self._parts.all) - 1) if self._parts.all else b""
+        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage)})
+        return stopped + ended + _event("message_stop", {})
+
+    def failed(self, error: bytes) -> bytes:
+        """The error as the last event of a stream; Anthropic's clients raise it."""
+        return b"event: error\ndata: " + error + _END
+
+    def keep(self, prompt: int, delta: Delta) -> None:
+        """Collects a delta for :meth:`whole`."""
+        for _, text, _ in self._parts.take(delta):
+            self.size_bytes += len(text)
+        self._note_end(delta)
+
+    def whole(self, usage: Usage) -> bytes:
+        """The message."""
+        return _encode(self._message([self._block(part) for part in self._parts.all], usage))
+
+    def _delta_events(self, delta: Delta) -> list[bytes]:
+        written = []
+        for part, text, begins in self._parts.take(delta):
+            if begins:
+                ended = _block_stop(part.index - 1) if part.index else b""
+                empty = self._block(replace(part, texts=[]))
+                written += [ended, _event("content_block_start", {"index": part.index, "content_block": empty})]
+                kind, field = _DELTAS[part.kind]
+                opened = _event("content_block_delta", {"index": part.index, "delta": {"type": kind, field: ""}})
+                self._front = opened.removesuffix(b'""}}\n\n')
+            if text and (self._shows_thinking or part.kind is not PartKind.REASONING):
+                written.append(self._front + _encode(text) + b"}}\n\n")
+        self._note_end(delta)
+        return written
+
+    def _note_end(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
+
+    def _message(self, content: list[Any], usage: Usage) -> dict[str, Any]:
+        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage)}
+
+    def _stop(self) -> dict[str, str | None]:
+        """Why the answer ended."""
+        reason = _STOP_REASONS[self._finish_reason]
+        if self._stop_string:
+            reason = "stop_sequence"
+        elif reason == "end_turn" and self._parts.has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": self._stop_string or None}
+
+    def _block(self, part: OutputPart) -> dict[str, Any]:
+        """A part as a content block."""
+        match part.kind:
+            case PartKind.REASONING:
+                return {"type": "thinking", "thinking": part.text if self._shows_thinking else "", "signature": ""}
+            case PartKind.TEXT:
+                return {"type": "text", "text": part.text, "citations": None}
+            case PartKind.CALL:
+                return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+
+
+def _input(arguments: str) -> Raw | dict[str, str]:
+    """A call's arguments as an object. Text that is none, as of a call that was cut short, stands in an object of
+    Anthropic's own making for that."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Raw])
+    except (ValueError, RecursionError):
+        return {"INVALID_JSON": arguments} if arguments else {}
+    return Raw(arguments.encode())
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Usage by Anthropic's names: input tokens are those whose KV was not found."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _block_stop(index: int) -> bytes:
+    return _event("content_block_stop", {"index": index})
+
+
+def _event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + _END

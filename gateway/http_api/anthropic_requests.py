@@ -1,0 +1,246 @@
+"""Turns Anthropic's bodies into requests of the gateway.
+
+One message of Anthropic's may become several: each result of a tool is a message of its own, and what a user says in
+messages that follow each other is one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.anthropic_fields import (
+    AnthropicMessage,
+    AnthropicTool,
+    CountTokensBody,
+    MessagesBody,
+    OutputConfig,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.openai_fields import parse, refuse_unsupported
+from pillion.gateway.http_api.openai_requests import check_label
+from pillion.gateway.request.validation import MAX_MESSAGES
+from pillion.types import (
+    ChatMessage,
+    ChatOptions,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolOptions,
+)
+
+# Anthropic's own bound.
+MIN_THINKING_TOKENS = 1024
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_NAMES: Mapping[str, str] = {
+    "sampling.stop": "stop_sequences",
+    "sampling.structured_outputs.json": "output_config.format.schema",
+    "sampling.structured_outputs": "output_config.format",
+    "chat.chat_template_kwargs": "output_config.effort",
+    "tools.choice": "tool_choice.type",
+    "tools.name": "tool_choice.name",
+    "tools.parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesRequest(AskedCall):
+    """A parsed call. ``shows_thinking``: whether thinking blocks have their text."""
+
+    shows_thinking: bool
+
+
+def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
+    """Reads the body of POST /v1/messages. Raises ApiError."""
+    body = parse(raw, MessagesBody)
+    if body.metadata is not None:
+        check_label(body.metadata.user_id, "metadata.user_id")
+    thinking = body.thinking or Thinking("adaptive")
+    budget = thinking.budget_tokens
+    if budget is not None and not MIN_THINKING_TOKENS <= budget < body.max_tokens:
+        raise refused("thinking.budget_tokens", f"{budget} is not in [{MIN_THINKING_TOKENS}, max_tokens)")
+    output = body.output_config or OutputConfig()
+    shape: StructuredOutputs | None = None
+    if output.format is not None:
+        shape = StructuredOutputs(json=json_object(output.format.schema, "output_config.format.schema"))
+    sampling = SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        ignore_eos=bool(body.ignore_eos),
+        structured_outputs=shape,
+    )
+    conversation = _Conversation(body)
+    request = GenerateRequest(
+        model=body.model,
+        messages=tuple(conversation.messages),
+        chat=conversation.options,
+        tools=conversation.tools,
+        sampling=sampling,
+        cache_salt=body.cache_salt or "",
+        request_id=request_id,
+        priority=body.priority or 0,
+    )
+    return MessagesRequest(
+        requests=(request,),
+        names=(conversation.names,),
+        stream=bool(body.stream),
+        shows_thinking=thinking.display != "omitted",
+    )
+
+
+def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]]:
+    """Reads the body of POST /v1/messages/count_tokens: the request, and the client's names of fields. Raises
+    ApiError."""
+    body = parse(raw, CountTokensBody)
+    conversation = _Conversation(body)
+    request = GenerateRequest(
+        model=body.model, messages=tuple(conversation.messages), chat=conversation.options, tools=conversation.tools
+    )
+    return request, conversation.names
+
+
+def json_object(raw: Raw, field: str) -> str:
+    """A JSON object as text. Raises ApiError where it is none."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise refused(field, "not valid UTF-8", "invalid_json") from None
+    if not text.startswith("{"):
+        raise refused(field, "a JSON object is needed", "invalid_type")
+    return text
+
+
+class _Conversation:
+    """What a body says, as the gateway has it. Raises ApiError.
+
+    Attributes:
+        messages, options, tools: the gateway's own.
+        names: the client's names of fields, by the gateway's.
+    """
+
+    def __init__(self, body: CountTokensBody) -> None:
+        refuse_unsupported(body, "")
+        if not body.messages:
+            raise refused("messages", "at least one message is needed")
+        self.messages: list[ChatMessage] = []
+        self.names = dict(_NAMES)
+        # The names of the tools that were called, by the ids of calls.
+        self._called: dict[str, str] = {}
+        if body.system:
+            self._add(ChatMessage("system", _text(body.system, "system")), "system")
+        for n, message in enumerate(body.messages):
+            for made in self._converted(message, f"messages[{n}]"):
+                self._add(made, f"messages[{n}]")
+        if len(self.messages) > MAX_MESSAGES:
+            raise refused("messages", f"more than {MAX_MESSAGES} messages, results of tools included")
+        self.options = _options(body)
+        self.tools = _tools(body)
+        for n in range(len(self.tools.tools)):
+            self.names |= {
+                f"tools.tools[{n}]": f"tools[{n}]",
+                f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
+            }
+
+    def _add(self, message: ChatMessage, path: str) -> None:
+        before = self.messages[-1] if self.messages else None
+        if before is not None and before.role == message.role == "user":
+            self.messages[-1] = ChatMessage("user", f"{before.content}\n{message.content}")
+            return
+        self.names[f"messages[{len(self.messages)}]"] = path
+        self.messages.append(message)
+
+    def _converted(self, message: AnthropicMessage, path: str) -> Iterator[ChatMessage]:
+        """The messages that one of the client's stands for."""
+        role = message.role
+        if isinstance(message.content, str):
+            yield ChatMessage(role, message.content)
+            return
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for n, block in enumerate(message.content):
+            where = f"{path}.content[{n}]"
+            refuse_unsupported(block, f"{where}.")
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock() if role == "assistant":
+                    thoughts.append(block.thinking)
+                case ToolUseBlock() if role == "assistant":
+                    calls.append(ToolCall(block.id, block.name, json_object(block.input, f"{where}.input")))
+                    self._called[block.id] = block.name
+                case ToolResultBlock() if role == "user":
+                    if texts:
+                        yield ChatMessage(role, "\n".join(texts))
+                        texts.clear()
+                    yield self._result(block, where)
+                case _:
+                    raise refused(f"{where}.type", f"a message of role {role} has no such block")
+        if texts or thoughts or calls or not message.content:
+            yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+
+    def _result(self, block: ToolResultBlock, path: str) -> ChatMessage:
+        text = ("Error: " if block.is_error else "") + _text(block.content or "", f"{path}.content")
+        name = self._called.get(block.tool_use_id, "")
+        return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _text(content: str | Sequence[TextBlock], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    for n, block in enumerate(content):
+        refuse_unsupported(block, f"{path}[{n}].")
+    return "\n".join(block.text for block in content)
+
+
+def _options(body: CountTokensBody) -> ChatOptions:
+    """How the conversation becomes a prompt."""
+    last, variables = body.messages[-1], dict[str, object]()
+    if isinstance(last.content, list) and any(isinstance(block, ToolUseBlock) for block in last.content):
+        text = "the answer cannot go on behind calls of tools: send their results"
+        raise refused(f"messages[{len(body.messages) - 1}]", text)
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        # Models' templates know one of these names, or none.
+        thinks = body.thinking.type == "enabled"
+        variables |= {"enable_thinking": thinks, "thinking": thinks}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    return ChatOptions(
+        continue_final_message=last.role == "assistant",
+        chat_template_kwargs=msgspec.json.encode(variables).decode() if variables else "",
+    )
+
+
+def _tools(body: CountTokensBody) -> ToolOptions:
+    """The tools and how they may be called."""
+    choice = body.tool_choice
+    parallel = (
+        None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+    )
+    return ToolOptions(
+        tools=tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools or ())),
+        choice="" if choice is None else _CHOICES[choice.type],
+        name="" if choice is None else choice.name,
+        parallel_tool_calls=parallel,
+    )
+
+
+def _tool(tool: AnthropicTool, path: str) -> Tool:
+    refuse_unsupported(tool, f"{path}.")
+    schema = json_object(tool.input_schema, f"{path}.input_schema")
+    return Tool(name=tool.name, description=tool.description, parameters=schema, strict=tool.strict)

@@ -1,0 +1,214 @@
+"""Handlers of /v1/files and /v1/batches; what they may do is decided in :mod:`pillion.gateway.batches`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.batches.batch_folder import (
+    INPUT_PURPOSE,
+    BatchFolder,
+    FileTooLarge,
+    FolderFull,
+    page_of,
+)
+from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
+from pillion.gateway.batches.batch_runner import BatchRunner
+from pillion.gateway.http_api.batch_calls import BATCH_URLS
+from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.multipart import FormReader
+from pillion.gateway.http_api.openai_fields import parse
+from pillion.gateway.http_api.openai_requests import read_metadata
+
+# Files that clients bring to one gateway at the same time.
+MAX_UPLOADS = 16
+# What is read of a file, or written to it, at once.
+PIECE_BYTES = 256 * 2**10
+MAX_BATCH_BODY_BYTES = 64 * 2**10
+MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
+MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
+JSON_LINES = b"application/jsonl"
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/batches.
+
+    Attributes:
+        input_file_id: the file with the requests.
+        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions or /v1/messages.
+        completion_window: "24h".
+        metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
+    """
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Raw = Raw()
+    output_expires_after: Raw = Raw()
+
+
+class BatchesApi:
+    """Handlers of calls, and errors of their own where the gateway keeps no batches (``runner`` is None)."""
+
+    def __init__(self, runner: BatchRunner | None) -> None:
+        self._kept = runner
+        self._uploads = 0
+
+    async def create_file(self, call: HttpCall) -> None:
+        """Takes a file of requests."""
+        form, length = FormReader(call.header(b"content-type")), call.header(b"content-length")
+        folder, on_disk = self._folder, self._runner.on_disk
+        if self._uploads >= MAX_UPLOADS:
+            text = f"{MAX_UPLOADS} files are being sent"
+            raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+        self._uploads += 1
+        try:
+            with _mapped():
+                expected = int(length) if length.isdigit() and len(length) < 16 else 0
+                upload = await on_disk(folder.upload, call.tenant.name, expected)
+                with contextlib.closing(upload):
+                    waiting = b""
+                    async for piece in call.pieces():
+                        waiting += form.feed(piece)
+                        if len(waiting) >= PIECE_BYTES:
+                            await on_disk(upload.write, waiting)
+                            waiting = b""
+                    form.end()
+                    _check_fields(form.fields)
+                    await on_disk(upload.write, waiting)
+                    record = await on_disk(upload.keep, form.filename, INPUT_PURPOSE)
+        finally:
+            self._uploads -= 1
+        await _answer(call, record.shown())
+
+    async def files(self, call: HttpCall) -> None:
+        """Lists files, the newest first."""
+        asked = call.query("after", "limit", "order", "purpose")
+        found = await self._runner.on_disk(self._folder.files, call.tenant.name, asked.get("purpose", ""))
+        order = asked.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise refused("order", "asc or desc")
+        await _answer(call, _listed(found[::-1] if order == "asc" else found, asked, LISTED_FILES, MAX_LISTED_FILES))
+
+    async def file(self, call: HttpCall) -> None:
+        """Describes a file."""
+        record = await self._runner.on_disk(self._folder.file, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    async def content(self, call: HttpCall) -> None:
+        """Gives a file's content."""
+        folder, on_disk = self._folder, self._runner.on_disk
+        record, file = await on_disk(folder.open_file, call.tenant.name, call.parameters["id"])
+
+        async def send() -> None:
+            await call.start(200, [(b"content-type", JSON_LINES), (b"content-length", b"%d" % record.bytes)])
+            left = record.bytes if call.method != "HEAD" else 0
+            while left:
+                piece = await on_disk(file.read, min(left, PIECE_BYTES))
+                if not piece:
+                    raise EOFError(f"{record.id} is shorter than its record says")
+                left -= len(piece)
+                await call.write(piece, last=not left)
+            if not record.bytes or call.method == "HEAD":
+                await call.write(b"", last=True)
+
+        with file:
+            await call.while_connected(send())
+
+    async def delete_file(self, call: HttpCall) -> None:
+        """Removes a file that no batch reads."""
+        name = call.parameters["id"]
+        await self._runner.on_disk(self._folder.delete_file, call.tenant.name, name)
+        await _answer(call, {"id": name, "object": "file", "deleted": True})
+
+    async def create_batch(self, call: HttpCall) -> None:
+        """Runs the requests of a file in the background."""
+        folder = self._folder
+        raw = await call.body()
+        if len(raw) > MAX_BATCH_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BATCH_BODY_BYTES} bytes", code="request_too_large")
+        body = parse(raw, BatchBody)
+        metadata = read_metadata(body.metadata) or None
+        if body.endpoint not in BATCH_URLS:
+            raise refused("endpoint", f"{' or '.join(BATCH_URLS)}", "unsupported_value")
+        if body.completion_window != COMPLETION_WINDOW:
+            raise refused("completion_window", f"only {COMPLETION_WINDOW!r} is supported", "unsupported_value")
+        with _mapped():
+            record = await self._runner.on_disk(
+                folder.create, call.tenant.name, body.input_file_id, body.endpoint, metadata
+            )
+        await _answer(call, record.shown())
+
+    async def batches(self, call: HttpCall) -> None:
+        """Lists batches, the newest first."""
+        asked = call.query("after", "limit")
+        found = await self._runner.on_disk(self._folder.batches, call.tenant.name)
+        await _answer(call, _listed(found, asked, LISTED_BATCHES, MAX_LISTED_BATCHES))
+
+    async def batch(self, call: HttpCall) -> None:
+        """Says how far a batch is."""
+        record = await self._runner.on_disk(self._folder.batch, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    async def cancel_batch(self, call: HttpCall) -> None:
+        """Ends a batch with what is done."""
+        with _mapped():
+            record = await self._runner.on_disk(self._folder.cancel, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    @property
+    def _runner(self) -> BatchRunner:
+        if self._kept is None:
+            text = "files and batches are not kept here: start the gateway with --batch-path FOLDER"
+            raise ApiError(404, text, code="not_configured")
+        return self._kept
+
+    @property
+    def _folder(self) -> BatchFolder:
+        return self._runner.folder
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    """Gives two errors of the folder the statuses that HTTP has for them."""
+    try:
+        yield
+    except FolderFull as error:
+        said = from_pillion(error, {})
+        raise ApiError(
+            507, said.message, kind="server_error", code="insufficient_storage", retry_after_ms=said.retry_after_ms
+        ) from None
+    except FileTooLarge as error:
+        raise ApiError(413, error.message, param="file", code="request_too_large") from None
+
+
+def _check_fields(fields: dict[str, str]) -> None:
+    """Checks the form's fields besides the file. Raises ApiError."""
+    if "purpose" not in fields:
+        raise refused("purpose", "this field is required", "missing_required_parameter")
+    if fields["purpose"] != INPUT_PURPOSE:
+        raise refused("purpose", f"only {INPUT_PURPOSE!r} is supported", "unsupported_value")
+    for name in fields:
+        if name != "purpose":
+            raise refused(name[:100], "this field is not known here", "unknown_parameter")
+
+
+def _listed(
+    records: Sequence[FileRecord | BatchRecord], asked: dict[str, str], usual: int, most: int
+) -> dict[str, Any]:
+    """A page of a list. Raises ApiError, and NotFound for an unknown ``after``."""
+    limit = asked.get("limit", str(usual))
+    if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
+        raise refused("limit", f"a number from 1 to {most}")
+    page, more = page_of(records, [one.id for one in records], asked.get("after", ""), int(limit))
+    ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": [one.shown() for one in page], **ends, "has_more": more}
+
+
+async def _answer(call: HttpCall, body: dict[str, Any]) -> None:
+    await call.answer(200, msgspec.json.encode(body))

@@ -1,0 +1,87 @@
+"""The parts of one answer, in the order in which they begin: what was thought, texts, and calls of tools. Sans-IO (I9).
+
+Anthropic's content blocks and the output items of OpenAI's responses are these parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pillion.types import Delta, TokenLogprob, ToolCallDelta
+
+
+class PartKind(Enum):
+    """What a part of an answer is."""
+
+    REASONING = 0
+    TEXT = 1
+    CALL = 2
+
+
+@dataclass(slots=True)
+class OutputPart:
+    """One part; ``index`` counts those of the answer. ``call_id`` and ``name`` are a call's, ``logprobs`` a text's."""
+
+    kind: PartKind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its whole text so far: a call's arguments."""
+        return "".join(self.texts)
+
+
+class OutputParts:
+    """Cuts the deltas of one answer into parts. A part ends where the next one begins.
+
+    Attributes:
+        all: the parts so far; the last one grows.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[OutputPart] = []
+        # Which call of the answer the last part is, where it is one.
+        self._call = -1
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool is called."""
+        return any(part.kind is PartKind.CALL for part in self.all)
+
+    def take(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
+        """The next texts of parts, each with its part, and whether the part begins with it. A delta has at most one of
+        each kind but calls; what was thought comes first, calls come last."""
+        if delta.reasoning:
+            yield self._grown(PartKind.REASONING, delta.reasoning)
+        if delta.text:
+            yield self._grown(PartKind.TEXT, delta.text)
+        for call in delta.tool_calls:
+            yield self._grown(PartKind.CALL, call.arguments, call)
+
+    def further_text(self, delta: Delta) -> bool:
+        """Whether ``delta`` brings further text of the last part and no more, as nearly every delta does; the text is
+        added to the part."""
+        if delta.finish_reason or delta.reasoning or delta.tool_calls:
+            return False
+        if not self.all or self.all[-1].kind is not PartKind.TEXT:
+            return False
+        self.all[-1].texts.append(delta.text)
+        return True
+
+    def _grown(self, kind: PartKind, text: str, call: ToolCallDelta | None = None) -> tuple[OutputPart, str, bool]:
+        number = -1 if call is None else call.index
+        begins = not self.all or self.all[-1].kind is not kind or number != self._call
+        if begins:
+            self.all.append(OutputPart(kind, len(self.all)))
+            self._call = number
+        part = self.all[-1]
+        if call is not None:
+            part.call_id, part.name = part.call_id or call.id, part.name or call.name
+        part.texts.append(text)
+        return part, text, begins

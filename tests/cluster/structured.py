@@ -1,0 +1,405 @@
+"""Answers of a given shape under everything that may happen to them, with real processes.
+
+    {shape} x {split policy} x {answers} x {guesses} x {prefix} x {trouble}
+
+Each case's answers are valid, and token by token and log probability by log probability those of an undisturbed run;
+the undisturbed run's log probabilities are those of the masked distribution, by transformers and a matcher of the
+test's own. `make parity` runs every combination and prints a table; the test beside this file runs a subset in which
+every pair of values occurs. The model is random, small and in float32; its tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema
+import numpy as np
+import torch
+
+from pillion import Client, StructuredOutputs
+from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.shapes import shape_piece
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.types import Delta, FinishReason
+from testbed.cluster import ServedCluster, free_port, served
+from testbed.conditions import wait_for
+from testbed.tiny_model import save_model
+from tests.support.covering import covering_rows
+
+POLICIES = ("disaggregated", "colocated", "fraction:0.5")
+ANSWERS = (1, 4)
+GUESSES = (True, False)
+PREFIXES = ("miss", "hit")
+KILLED = {"decode worker killed": "decode", "KV node killed": "kvnode"}
+TROUBLES = ("none", *KILLED, "preempted")
+
+# 640 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(640 * 8192))
+PROMPT = [2 + (position * 104729) % 256 for position in range(120)]
+CACHED_TOKENS = 112
+MAX_TOKENS = 1500
+# All answers have so many tokens when something is killed, and many more to come.
+TOKENS_BEFORE_KILL = 20
+CROWD, CROWD_TOKENS = 8, 1200
+# A supervisor gives up where a component dies too often.
+KILLS_PER_CLUSTER = 2
+CASES_AT_ONCE = 8
+MAX_TRIES = 4
+LOGPROB_TOLERANCE = 2e-3
+
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["harbour", "lighthouse", "pier"]},
+        "an identifier of some length": {"type": "string", "pattern": "^[a-z]{8}$"},
+        "depth": {"type": "integer", "minimum": 1000, "maximum": 9999},
+        "open": {"type": "boolean"},
+    },
+    "required": ["kind", "an identifier of some length", "depth", "open"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": _ITEM, "minItems": 8, "maxItems": 8}
+PATTERN = r"([a-z]{4}-[0-9]{3}, ){120}[A-F]{8}\."
+SHAPES: dict[str, StructuredOutputs] = {
+    "JSON schema": StructuredOutputs(json=json.dumps(SCHEMA)),
+    "regex": StructuredOutputs(regex=PATTERN),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredCase:
+    """One combination."""
+
+    shape: str
+    policy: str
+    answers: int
+    guesses: bool
+    prefix: str
+    trouble: str
+
+    def __str__(self) -> str:
+        guesses = "guesses" if self.guesses else "no guesses"
+        return f"{self.shape} / {self.policy} / n={self.answers} / {guesses} / {self.prefix} / {self.trouble}"
+
+
+_DIMENSIONS = (tuple(SHAPES), POLICIES, ANSWERS, GUESSES, PREFIXES, TROUBLES)
+
+
+def full_matrix() -> list[StructuredCase]:
+    """Return every combination."""
+    return [StructuredCase(*row) for row in itertools.product(*_DIMENSIONS)]
+
+
+def pairwise() -> list[StructuredCase]:
+    """Return combinations in which every pair of values occurs."""
+    return [StructuredCase(*row) for row in covering_rows(_DIMENSIONS)]  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Answers:
+    """What a client read of a request: tokens, log probabilities and text by answer, and the last message."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, FinishReason | None] = field(default_factory=dict)
+    last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Add the next message."""
+        self.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+        self.logprobs.setdefault(delta.index, []).extend(one.logprob for one in delta.logprobs)
+        self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
+        self.reasons[delta.index] = delta.finish_reason or self.reasons.get(delta.index)
+        self.last = delta
+
+    def begun(self, count: int) -> bool:
+        """Whether ``count`` answers have so many tokens that a kill is in the middle of them."""
+        return len(self.tokens) == count and min(map(len, self.tokens.values())) >= TOKENS_BEFORE_KILL
+
+
+def first_defect(shape: str, answers: Answers, count: int) -> str:
+    """Return what is wrong with answers by their shape; empty where all are valid."""
+    if len(answers.texts) != count:
+        return f"{len(answers.texts)} answers"
+    for index, text in answers.texts.items():
+        if answers.reasons[index] is not FinishReason.STOP:
+            return f"answer {index} ended by {answers.reasons[index]}"
+        if len(answers.logprobs[index]) != len(answers.tokens[index]):
+            return f"{len(answers.logprobs[index])} log probabilities of {len(answers.tokens[index])} tokens"
+        if shape == "regex":
+            if not re.fullmatch(PATTERN, text):
+                return f"answer {index} does not match: {text[:80]!r}"
+            continue
+        try:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        except (ValueError, jsonschema.ValidationError) as error:
+            return f"answer {index} is not valid: {error}"
+    return ""
+
+
+def difference(wanted: Answers, got: Answers) -> str:
+    """Return how two runs of a request differ; empty where they agree."""
+    for index, tokens in wanted.tokens.items():
+        if got.tokens.get(index) != tokens:
+            same = [one == other for one, other in zip(tokens, got.tokens.get(index, []), strict=False)]
+            return f"answer {index} differs from token {[*same, False].index(False)} of {len(tokens)} on"
+        most = np.abs(np.array(wanted.logprobs[index]) - np.array(got.logprobs[index])).max()
+        if most > LOGPROB_TOLERANCE:
+            return f"log probabilities of answer {index} differ by {most:.4f}"
+    return ""
+
+
+class MaskedOracle:
+    """Log probabilities of an answer's tokens by transformers, over what a matcher of the same grammar allows."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        from llguidance import LLTokenizer
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        vocab = self._model.config.vocab_size
+        self._tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=vocab, eos_token=1)
+
+    @torch.inference_mode()
+    def logprobs(self, shape: str, answer: Sequence[int]) -> list[float]:
+        """One for each token of ``answer``, behind PROMPT."""
+        from llguidance import LLMatcher
+
+        logits = self._model(torch.tensor([[*PROMPT, *answer]])).logits[0, len(PROMPT) - 1 : -1].double()
+        matcher = LLMatcher(self._tokenizer, join([shape_piece(SHAPES[shape])]).text)
+        for row, token in zip(logits, answer, strict=True):
+            allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8)[: len(row)] > 0
+            row[torch.from_numpy(~allowed)] = -torch.inf
+            assert matcher.consume_token(token), matcher.get_error()
+        found: list[float] = logits.log_softmax(-1)[range(len(answer)), list(answer)].tolist()
+        return found
+
+    def difference(self, shape: str, answers: Answers) -> str:
+        """Return what is wrong with reported log probabilities; empty for nothing."""
+        for index, tokens in answers.tokens.items():
+            wanted = np.array(self.logprobs(shape, tokens))
+            most = np.abs(wanted - np.array(answers.logprobs[index])).max()
+            if most > LOGPROB_TOLERANCE:
+                return f"log probabilities of answer {index} are {most:.4f} off the masked distribution's"
+        return ""
+
+
+class StructuredCluster:
+    """A running cluster with a gateway for each split policy."""
+
+    def __init__(self, running: ServedCluster, clients: dict[str, Client]) -> None:
+        self.running = running
+        self._clients = clients
+
+    def ask(self, case: StructuredCase, salt: str, answers: Answers, **changes: Any) -> Answers:
+        """Run a case's request; ``answers`` grows meanwhile."""
+        asked = {"structured_outputs": SHAPES[case.shape], "n": case.answers, "seed": 11, "temperature": 1.0}
+        asked |= {"max_tokens": MAX_TOKENS, "logprobs": 0, "cache_salt": salt, "priority": 10, **changes}
+        for delta in self._clients[case.policy].generate(PROMPT, **asked):
+            answers.add(delta)
+        return answers
+
+    def run_all(self, cases: Sequence[StructuredCase]) -> list[Answers]:
+        """Run cases of one trouble at once, under it."""
+        trouble, number = cases[0].trouble, next(_numbers)
+        salts = [f"case {number} {place}" for place in range(len(cases))]
+        found = [Answers() for _ in cases]
+        for case, salt in zip(cases, salts, strict=True):
+            if case.prefix == "hit":
+                self.ask(case, salt, Answers(), n=1, max_tokens=1)
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool, self._crowd(trouble == "preempted"):
+            asked = [pool.submit(self.ask, *each) for each in zip(cases, salts, found, strict=True)]
+            if trouble in KILLED:
+
+                def all_begun() -> bool:
+                    assert not any(one.done() for one in asked), "an answer ended before the kill"
+                    return all(one.begun(case.answers) for one, case in zip(found, cases, strict=True))
+
+                wait_for("answers in their middle", all_begun, 60)
+                self.running.kill(KILLED[trouble])
+            return [one.result(120) for one in asked]
+
+    @contextlib.contextmanager
+    def _crowd(self, wanted: bool) -> Iterator[None]:
+        """Run texts that need more of the pool than there is, and come first."""
+        over = threading.Event()
+
+        def one(number: int) -> None:
+            ids = [2 + (number * 7919 + position * 31) % 256 for position in range(200)]
+            asked = {
+                "temperature": 0.0,
+                "max_tokens": CROWD_TOKENS,
+                "ignore_eos": True,
+                "cache_salt": f"crowd {number}",
+            }
+            while not over.is_set():
+                for _ in self._clients[POLICIES[0]].generate(ids, **asked):
+                    begun[number].set()
+                    if over.is_set():
+                        break
+
+        begun = [threading.Event() for _ in range(CROWD if wanted else 0)]
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(begun))) as pool:
+            running = [pool.submit(one, number) for number in range(len(begun))]
+            try:
+                assert all(event.wait(60) for event in begun)
+                yield
+            finally:
+                over.set()
+                for each in running:
+                    each.result(60)
+
+    def settle(self) -> None:
+        """Wait until nothing is held any more; the node has proved its integrity."""
+
+        def idle() -> bool:
+            status = self.running.node_status()
+            return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
+
+        wait_for("all slots back", idle, 60)
+
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool) -> Iterator[StructuredCluster]:
+    """Run a cluster, and a further gateway process for each policy but the first."""
+    flags = (*FLAGS, "--num-speculative-tokens", "4") if guesses else FLAGS
+    with served(folder, str(model), *flags) as running, contextlib.ExitStack() as stack:
+        targets = [running.target, *(stack.enter_context(another_gateway(running, each)) for each in POLICIES[1:])]
+        clients = {
+            policy: stack.enter_context(Client(target)) for policy, target in zip(POLICIES, targets, strict=True)
+        }
+        for client in clients.values():
+            wait_for("all gateways to serve", lambda client=client: knows_workers(client), 60)
+        yield StructuredCluster(running, clients)
+
+
+def knows_workers(client: Client) -> bool:
+    """Return whether a gateway knows a worker of either kind."""
+    from pillion.errors import PillionError
+
+    with contextlib.suppress(PillionError):
+        return {"prefill", "decode"} <= {component.role for component in client.status().components}
+    return False
+
+
+@contextlib.contextmanager
+def another_gateway(running: ServedCluster, policy: str) -> Iterator[str]:
+    """Run one more gateway process with another split policy before a cluster's workers; yield its gRPC address."""
+    first = running.component("gateway")
+    assert first is not None
+    port = free_port()
+    own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
+    environ = {name: value for name, value in first.environ().items() if name != PARENT_PID_VARIABLE}
+    with running.log.open("ab") as log:
+        process = subprocess.Popen([*first.cmdline(), *own], env=environ, stdout=log, stderr=log)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[StructuredCase]]]]:
+    """Yields groups of cases that run at once, by clusters; few enough of them have a kill."""
+    for guesses, mine in itertools.groupby(sorted(cases, key=lambda case: case.guesses), key=lambda case: case.guesses):
+        batches: list[list[StructuredCase]] = []
+        in_order = sorted(mine, key=lambda case: TROUBLES.index(case.trouble))
+        for _, same in itertools.groupby(in_order, key=lambda case: case.trouble):
+            batches += [list(each) for each in _chunks(list(same), CASES_AT_ONCE)]
+        kills = [batch for batch in batches if batch[0].trouble in KILLED]
+        others = [batch for batch in batches if batch[0].trouble not in KILLED]
+        for part in _chunks(kills, KILLS_PER_CLUSTER) or [[]]:
+            yield guesses, others + part
+            others = []
+
+
+def _chunks(items: list[Any], size: int) -> list[list[Any]]:
+    return [items[begin : begin + size] for begin in range(0, len(items), size)]
+
+
+def judged(case: StructuredCase, got: Answers, wanted: Answers) -> str:
+    """Return what is wrong about a case's run; empty for nothing."""
+    assert got.last is not None
+    assert got.last.usage is not None
+    assert got.last.timings is not None
+    wrong = first_defect(case.shape, got, case.answers) or difference(wanted, got)
+    if not wrong and case.trouble in KILLED and not got.last.timings.replays:
+        return "nothing was replayed"
+    if not wrong and case.trouble == "preempted" and not got.last.timings.preemptions:
+        return "nothing was preempted"
+    cached = CACHED_TOKENS if case.prefix == "hit" else 0
+    if not wrong and case.trouble == "none" and got.last.usage.cached_tokens != cached:
+        return f"{got.last.usage.cached_tokens} tokens cached"
+    return wrong
+
+
+def run_structured(cases: Sequence[StructuredCase]) -> list[tuple[StructuredCase, str]]:
+    """Run cases; return each with what is wrong about it."""
+    results = []
+    wanted: dict[tuple[str, int], Answers] = {}
+    with tempfile.TemporaryDirectory(prefix="pil-") as root:
+        model = save_model(pathlib.Path(root, "tiny"))
+        oracle = MaskedOracle(model)
+        for number, (guesses, batches) in enumerate(sessions(cases)):
+            folder = pathlib.Path(root, str(number))
+            folder.mkdir()
+            with structured_cluster(folder, model, guesses) as cluster:
+                for case in itertools.chain.from_iterable(batches):
+                    key = case.shape, case.answers
+                    if key not in wanted:
+                        wanted[key] = cluster.ask(case, f"reference {key}", Answers())
+                        assert not first_defect(*key[:1], wanted[key], case.answers)
+                        assert not oracle.difference(case.shape, wanted[key])
+                for batch in batches:
+                    results += _tried(cluster, batch, wanted)
+                cluster.settle()
+    return results
+
+
+def _tried(
+    cluster: StructuredCluster, batch: list[StructuredCase], wanted: dict[tuple[str, int], Answers]
+) -> list[tuple[StructuredCase, str]]:
+    """Run a batch; cases that missed their preemption run again."""
+    results, left = [], batch
+    for last in range(MAX_TRIES):
+        again = []
+        for case, got in zip(left, cluster.run_all(left), strict=True):
+            wrong = judged(case, got, wanted[case.shape, case.answers])
+            if wrong == "nothing was preempted" and last + 1 < MAX_TRIES:
+                again.append(case)
+                continue
+            print(f"{'ok ' if not wrong else 'BAD'} {case} {wrong}", flush=True)
+            results.append((case, wrong))
+        left = again
+        if not left:
+            break
+    return results
+
+
+def main() -> int:
+    """Run the full matrix; the exit status is 0 where nothing was wrong."""
+    os.environ.setdefault("PILLION_LOG_LEVEL", "warning")
+    results = run_structured(full_matrix())
+    bad = [case for case, wrong in results if wrong]
+    print(f"{len(results) - len(bad)} of {len(results)} cases of structured answers are right")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""Scores of known tokens against torch's own log-softmax, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pillion.engine.sampling.logprobs import MIN_LOGPROB
+from pillion.engine.sampling.sampling_rows import ScoredRows
+from pillion.engine.sampling.scores import ROUND_ROWS, entries, most_alternatives, sample_and_score, score
+from tests.support.sampling import RowParameters, rows_of
+
+
+def scored(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) -> list:
+    rows = ScoredRows(np.array(tokens, np.int64), np.array(alternatives, np.int64))
+    most = most_alternatives(rows, logits.shape[1])
+    return list(entries(score(logits, torch.tensor(tokens), most), rows))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 128, 1000])
+def test_any_rows(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    count = 2 * ROUND_ROWS + 3
+    logits = torch.randn(count, vocab_size, generator=generator) * 8
+    tokens = torch.randint(vocab_size, (count,), generator=generator).tolist()
+    counts = [min(n % 5, vocab_size) for n in range(count)]
+    exact = torch.log_softmax(logits.double(), -1)
+    for one, token, most, row in zip(scored(logits, tokens, counts), tokens, counts, exact, strict=True):
+        top = row.topk(most)
+        assert (one.token_id, one.top_ids) == (token, tuple(top.indices.tolist()))
+        assert (one.logprob, *one.top_logprobs) == pytest.approx((float(row[token]), *top.values.tolist()), abs=1e-5)
+        assert one.rank == int((row > row[token]).sum()) + 1
+
+
+def test_numbers_that_are_none() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
+    impossible, *broken = scored(logits, [1, 0, 1, 1], [3] * 4)
+    assert (impossible.logprob, impossible.rank, impossible.top_logprobs[2]) == (MIN_LOGPROB, 3, MIN_LOGPROB)
+    assert all(np.isnan(one.logprob) for one in broken)
+
+
+def test_rows_that_choose_and_rows_that_score() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+    kept = logits.clone()
+    rows = rows_of([RowParameters(temperature=0.0, bias={7: 50.0}), RowParameters(seed=3, logprobs=2)])
+    object.__setattr__(rows, "scored", ScoredRows(np.array([4, 5, 6]), np.array([0, 1, 2])))
+    found = sample_and_score(logits, rows)
+    assert (len(found.token_ids), found.token_ids[0], len(found.logprobs)) == (2, 7, 2)
+    assert list(found.scored) == scored(kept[2:], [4, 5, 6], [0, 1, 2])
+    assert torch.equal(logits, kept)

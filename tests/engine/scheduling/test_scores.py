@@ -1,0 +1,70 @@
+"""Prompts whose tokens are scored: what is cached, what is void and what is cut does not lose or repeat a score."""
+
+from __future__ import annotations
+
+from tests.support.ahead_harness import AheadHarness
+from tests.support.scheduler_harness import SchedulerHarness, prompt
+
+
+def preempt(harness: SchedulerHarness, seq_id: int) -> None:
+    """Take a stream's memory, as for another one that needs it."""
+    harness.scheduler._close(harness.scheduler.sequences[seq_id], harness.now, commit_rest=True, resume=True)
+
+
+def test_who_is_preempted_amid_a_prompt_finds_no_more_than_is_scored() -> None:
+    harness = SchedulerHarness(slots=64, budget=10)
+    harness.submit(prompt(1, 40), 2)
+    harness.finish()
+    seq_id = harness.submit(prompt(1, 40), 3, scored=True)
+    assert seq_id is not None
+    harness.step()
+    harness.step()
+    assert len(harness.records[seq_id].scores) == 20
+    preempt(harness, seq_id)
+    while harness.answer():
+        pass
+    harness.receive_flush()
+    while harness.answer():
+        pass
+    # All ten blocks are at the node; those of twenty tokens are used.
+    assert harness.scheduler.sequences[seq_id].num_computed == 20
+    harness.finish()
+    harness.check_answers()
+
+
+def test_who_computes_again_scores_nothing_twice() -> None:
+    harness = SchedulerHarness(slots=64, budget=10)
+    seq_id = harness.submit(prompt(1, 40), 3, scored=True)
+    assert seq_id is not None
+    # Nothing of it is committed, so nothing is found again.
+    harness.scheduler.sequences[seq_id].may_commit = False
+    harness.step()
+    harness.step()
+    preempt(harness, seq_id)
+    harness.finish()
+    assert harness.preemptions == 1
+    harness.check_answers()
+
+
+def test_scores_of_who_left_are_nobodys() -> None:
+    harness = AheadHarness(budget=24, max_num_seqs=3)
+    ids = [harness.submit(prompt(seed, 8), 3, scored=True) for seed in (1, 2, 3)]
+    harness.step()
+    harness.cancel(ids[0])  # type: ignore[arg-type]
+    harness.finish()
+    assert all(len(harness.records[one].scores) == 7 for one in ids[1:] if one is not None)
+    harness.check_answers()
+
+
+def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
+    harness = SchedulerHarness(slots=64, budget=16)
+    harness.scheduler._max_scored_rows = 5
+    scored = harness.submit(prompt(1, 30), 3, scored=True)
+    beside = harness.submit(prompt(2, 30), 3, scored=True)
+    plain = harness.submit(prompt(3, 30), 3)
+    plan = harness.scheduler.schedule(harness.now)
+    assert [(piece.sequence.seq_id, piece.count, piece.scores) for piece in plan.pieces] == [
+        (scored, 5, 5),
+        (plain, 11, 0),
+    ]
+    assert beside is not None

@@ -1,0 +1,328 @@
+"""The folder of batches: whatever moment its process is killed at, each line has one result, and files are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, Overloaded
+from pillion.gateway.batches import batch_folder
+from pillion.gateway.batches.batch_claim import BatchClaim, claim
+from pillion.gateway.batches.batch_folder import BatchFolder, FileTooLarge, FolderFull, page_of
+from pillion.gateway.batches.batch_lines import InputCheck, JournalEntry, output_line, unserved_line
+from pillion.gateway.batches.batch_machine import BatchMachine
+
+CHAT = "/v1/chat/completions"
+DAY_S = 86400
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the disk: it is processes that are killed here, and never the power."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda file: None)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> BatchFolder:
+    return BatchFolder(tmp_path / "b", max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
+
+
+def uploaded(folder: BatchFolder, content: bytes, tenant: str = "") -> str:
+    upload = folder.upload(tenant)
+    upload.write(content)
+    record = upload.keep("in.jsonl", "batch")
+    upload.close()
+    return record.id
+
+
+def inputs(count: int) -> bytes:
+    lines = ({"custom_id": f"c{n}", "method": "POST", "url": CHAT, "body": {"n": n}} for n in range(count))
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def created(folder: BatchFolder, count: int = 3, tenant: str = "") -> str:
+    return folder.create(tenant, uploaded(folder, inputs(count), tenant), CHAT, None).id
+
+
+def begun(held: BatchClaim) -> BatchMachine:
+    check = InputCheck(CHAT, 10**4)
+    while held.judge(check, 10**4):
+        pass
+    assert check.end() == ()
+    machine = BatchMachine(held.record, check.numbers, held.replay())
+    machine.begin(time.time())
+    return machine
+
+
+def worked(folder: BatchFolder, name: str) -> None:
+    """What the runner does with one batch; every second line fails."""
+    held = claim(folder, name)
+    if held is None:
+        return
+    try:
+        machine = begun(held)
+        held.save(machine.record)
+        while (number := machine.next_line(time.time())) is not None:
+            line = held.line(number)
+            answer = output_line(name, number, line.custom_id, 200, "r", bytes(line.body))
+            held.append([JournalEntry(number, number % 2 == 0, answer)])
+            machine.finished(number, number % 2 == 0)
+            held.save(machine.record)
+        machine.finalize(time.time())
+        held.save(machine.record)
+        machine.end(*held.write_outputs(iter(())), time.time())
+        held.finish(machine.record)
+    finally:
+        # The system does this for a process that is killed.
+        held.close()
+
+
+class Death:
+    """Ends a process at its call number ``at`` that changes the folder, in the middle of it where that writes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
+        self.calls, self._at = 0, at
+        for place, name in ((os, "fsync"), (os, "fdatasync"), (os, "ftruncate"), (os, "write")):
+            patch.setattr(place, name, self._dying(getattr(place, name)))
+        for name in ("replace", "unlink"):
+            patch.setattr(pathlib.Path, name, self._dying(getattr(pathlib.Path, name)))
+
+    def _dying(self, original: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls += 1
+            if self.calls >= self._at:
+                if original.__name__ == "write" and self.calls == self._at:
+                    original(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                raise Killed
+            return original(*arguments, **named)
+
+        return call
+
+
+def test_a_batch_killed_at_any_moment_is_finished_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        folder = BatchFolder(tmp_path / str(at), max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
+        name = created(folder)
+        for attempt in range(at % 3 + 1):
+            # Others that go on are killed as well, each at its own moment.
+            with monkeypatch.context() as patch:
+                death = Death(patch, max(1, at - attempt))
+                with contextlib.suppress(Killed):
+                    worked(folder, name)
+                    ended = attempt == 0
+            folder.check_integrity()
+        worked(folder, name)
+        folder.sweep(time.time())
+        folder.check_integrity()
+        assert not list(folder.path.glob("batches/*/journal"))
+        batch = folder.batch("", name)
+        assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 3, 2, 1)
+        for output, wanted in ((batch.output_file_id, [0, 2]), (batch.error_file_id, [1])):
+            assert output is not None
+            said = [json.loads(line) for line in folder.content(output).read_text().splitlines()]
+            assert [(one["custom_id"], one["response"]["body"]) for one in said] == [
+                (f"c{n}", {"n": n}) for n in wanted
+            ]
+    assert death.calls > 20
+
+
+def test_a_file_killed_at_any_moment_is_whole_or_not_there(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in range(1, 20):
+        folder = BatchFolder(tmp_path / str(at), max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
+        with monkeypatch.context() as patch:
+            death = Death(patch, at)
+            with contextlib.suppress(Killed):
+                uploaded(folder, b"content")
+        folder.check_integrity()
+        assert [one.bytes for one in folder.files("")] in ([], [7])
+        folder.sweep(time.time() + batch_folder.PART_AGE_S + 60)
+        assert len(list((folder.path / "files").iterdir())) == 2 * len(folder.files(""))
+        if death.calls < at:
+            return
+    raise AssertionError("it does not end")
+
+
+def test_one_process_has_a_batch(folder: BatchFolder) -> None:
+    name = created(folder)
+    held = claim(folder, name)
+    assert held is not None
+    assert claim(folder, name) is None
+    held.close()
+    held.close()
+    again = claim(folder, name)
+    assert again is not None
+    again.close()
+    worked(folder, name)
+    assert claim(folder, name) is None
+
+
+def test_a_tenant_sees_what_is_its_own(folder: BatchFolder) -> None:
+    mine = created(folder, tenant="a")
+    file_id = folder.files("a")[0].id
+    for tenant in ("", "b"):
+        assert folder.files(tenant) == folder.batches(tenant) == []
+        for ask in (folder.batch, folder.cancel):
+            with pytest.raises(NotFound):
+                ask(tenant, mine)
+        for ask in (folder.file, folder.open_file, folder.delete_file):
+            with pytest.raises(NotFound):
+                ask(tenant, file_id)
+        with pytest.raises(InvalidRequest, match="input_file_id: there is no file"):
+            folder.create(tenant, file_id, CHAT, None)
+    assert [one.id for one in folder.batches("a")] == [mine]
+    for name in ("../files", "file-" + "0" * 24, "", "batch_/..", "x" * 10_000):
+        with pytest.raises(NotFound):
+            folder.file("a", name)
+        with pytest.raises(NotFound):
+            folder.batch("a", name)
+
+
+def test_an_input_stays_as_long_as_a_batch_reads_it(folder: BatchFolder) -> None:
+    name = created(folder)
+    file_id = folder.batch("", name).input_file_id
+    with pytest.raises(Conflict, match=name):
+        folder.delete_file("", file_id)
+    folder.sweep(time.time() + 10 * DAY_S)
+    assert folder.file("", file_id)
+    worked(folder, name)
+    with pytest.raises(Conflict, match="completed"):
+        folder.cancel("", name)
+    folder.delete_file("", file_id)
+    with pytest.raises(NotFound):
+        folder.file("", file_id)
+    with pytest.raises(InvalidRequest, match="batch_output"):
+        folder.create("", str(folder.batch("", name).output_file_id), CHAT, None)
+
+
+def test_what_is_old_goes(folder: BatchFolder) -> None:
+    name = created(folder)
+    worked(folder, name)
+    folder.sweep(time.time() + DAY_S)
+    assert len(folder.files("")) == 3
+    assert folder.batches("")
+    folder.sweep(time.time() + 3 * DAY_S)
+    assert folder.files("") == folder.batches("") == []
+    assert folder.used_bytes() == 0
+    assert not any((folder.path / "batches").iterdir())
+
+
+def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileTooLarge, match="--batch-file-bytes"):
+        folder.upload("", 2**22)
+    upload = folder.upload("")
+    with pytest.raises(FileTooLarge):
+        upload.write(bytes(10**5 + 1))
+    upload.close()
+    with pytest.raises(InvalidRequest, match="it is empty"):
+        uploaded(folder, b"")
+    assert folder.used_bytes() == 0
+    for _ in range(9):
+        uploaded(folder, bytes(10**5))
+    with pytest.raises(FolderFull, match="--batch-bytes"):
+        folder.upload("", 10**5)
+    assert not folder.full()
+    uploaded(folder, bytes(10**5))
+    assert folder.full()
+    monkeypatch.setattr(batch_folder, "MAX_FILES", 3)
+    monkeypatch.setattr(folder, "max_bytes", 10**9)
+    with pytest.raises(FolderFull, match="3 files"):
+        folder.upload("")
+    monkeypatch.setattr(batch_folder, "MAX_OPEN_BATCHES", 1)
+    file_id = folder.files("")[0].id
+    folder.create("", file_id, CHAT, None)
+    with pytest.raises(Overloaded, match="have not ended"):
+        folder.create("", file_id, CHAT, None)
+    monkeypatch.setattr(batch_folder, "MAX_BATCHES", 1)
+    with pytest.raises(FolderFull, match="1 batches"):
+        folder.create("", file_id, CHAT, None)
+
+
+def test_a_full_disk_is_said_and_costs_nothing(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = created(folder)
+    held = claim(folder, name)
+    assert held is not None
+    begun(held)
+    held.append([JournalEntry(1, False, b"{}")])
+
+    def full(file: int, data: bytes, write: Any = os.write) -> int:
+        """Write a few bytes, as a disk does that has room for no more."""
+        if len(data) > 4:
+            return int(write(file, bytes(data)[:4]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(FolderFull, match="No space left"):
+            held.append([JournalEntry(2, False, b'{"long": 1}')])
+        with pytest.raises(FolderFull):
+            uploaded(folder, b"content")
+    held.close()
+    again = claim(folder, name)
+    assert again is not None
+    assert again.record.id == name
+    machine = begun(again)
+    assert machine.record.completed == 1
+    again.append([JournalEntry(2, False, b"{}")])
+    assert again.replay() == [(1, False), (2, False)]
+    again.close()
+    folder.check_integrity()
+
+
+def test_unserved_lines_stand_among_the_errors(folder: BatchFolder) -> None:
+    name = created(folder)
+    held = claim(folder, name)
+    assert held is not None
+    begun(held)
+    held.append([JournalEntry(2, False, b'{"n": 1}')])
+    output, errors = held.write_outputs(unserved_line(name, n, f"c{n}", "x", "y") for n in (1, 3))
+    held.close()
+    assert output is not None
+    assert errors is not None
+    assert folder.content(output).read_bytes() == b'{"n": 1}\n'
+    assert [json.loads(line)["custom_id"] for line in folder.content(errors).read_text().splitlines()] == ["c1", "c3"]
+
+
+def test_pages() -> None:
+    ids = ["a", "b", "c"]
+    assert page_of(ids, ids, "", 2) == (["a", "b"], True)
+    assert page_of(ids, ids, "b", 2) == (["c"], False)
+    assert page_of(ids, ids, "c", 2) == ([], False)
+    with pytest.raises(NotFound, match="after"):
+        page_of(ids, ids, "d", 2)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--batch-path"):
+        BatchFolder(tmp_path / "file", max_bytes=1, file_bytes=1, keep_s=1)
+
+
+def test_damage_is_found(folder: BatchFolder) -> None:
+    name = created(folder)
+    worked(folder, name)
+    folder.check_integrity()
+    batch = folder.batch("", name)
+    path = folder.of_batch(name) / "batch.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(batch, completed=1)))
+    with pytest.raises(AssertionError, match="has 2 lines, not 1"):
+        folder.check_integrity()
+    folder.content(str(batch.output_file_id)).write_bytes(b"")
+    with pytest.raises(AssertionError, match="another size"):
+        folder.check_integrity()

@@ -1,0 +1,131 @@
+"""Lines of a batch: what a journal says after any end of its writer, and what an input is refused for."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.gateway.batches.batch_lines import (
+    MAX_BATCH_LINES,
+    MAX_INPUT_ERRORS,
+    InputCheck,
+    JournalEntry,
+    output_line,
+    read_entry,
+    read_request,
+    unserved_line,
+    whole_entries,
+)
+
+CHAT = "/v1/chat/completions"
+GOOD = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
+OTHER = {**GOOD, "custom_id": "b"}
+# Output lines are JSON on one line.
+entries = st.builds(
+    JournalEntry,
+    st.integers(1, 10**6),
+    st.booleans(),
+    st.dictionaries(st.text(max_size=4), st.text(max_size=8), max_size=3).map(lambda one: json.dumps(one).encode()),
+)
+
+
+def replayed(journal: bytes) -> tuple[list[JournalEntry], int]:
+    found = list(whole_entries(io.BytesIO(journal)))
+    return [entry for entry, _ in found], sum(size for _, size in found)
+
+
+@given(st.lists(entries, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry]) -> None:
+    packed = [entry.packed() for entry in written]
+    journal = b"".join(packed)
+    ends = [sum(map(len, packed[:count])) for count in range(len(packed) + 1)]
+    for cut in range(len(journal) + 1):
+        whole = sum(end <= cut for end in ends[1:])
+        assert replayed(journal[:cut]) == (written[:whole], ends[whole])
+
+
+@given(st.lists(entries, min_size=1, max_size=4), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_is_behind_a_damaged_entry_is_not_believed(written: list[JournalEntry], data: st.DataObject) -> None:
+    """After a power cut pages of the file may be missing, so zeros stand where an entry was."""
+    journal = bytearray(b"".join(entry.packed() for entry in written))
+    at = data.draw(st.integers(0, len(journal) - 1))
+    journal[at] ^= data.draw(st.integers(1, 255))
+    found, size = replayed(bytes(journal))
+    assert found == written[: len(found)]
+    assert size <= at
+    torn = bytes(journal[:at]) + bytes(len(journal) - at)
+    assert replayed(torn)[1] <= at
+
+
+def test_an_entry_is_read_as_it_was() -> None:
+    entry = JournalEntry(7, True, b'{"a": "b c d"}')
+    assert read_entry(entry.packed()) == entry
+    assert read_entry(entry.packed()[:-1]) is None
+
+
+def judged(*lines: Any, endpoint: str = CHAT, most: int = 1000) -> list[tuple[str, int | None]]:
+    check = InputCheck(endpoint, most)
+    for line in lines:
+        check.add(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+    return [(error.code, error.line) for error in check.end()]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ({**OTHER, "custom_id": ""}, "invalid_custom_id"),
+        ({**OTHER, "custom_id": "x" * 513}, "invalid_custom_id"),
+        ({**OTHER, "method": "GET"}, "invalid_method"),
+        ({**OTHER, "url": "/v1/completions"}, "mismatched_url"),
+        ({**OTHER, "body": []}, "invalid_body"),
+        ({**OTHER, "more": 1}, "invalid_json_line"),
+        ({"custom_id": "a"}, "invalid_json_line"),
+        (b"{", "invalid_json_line"),
+        (b'"\xff"', "invalid_json_line"),
+        (b"[" * 100_000 + b"\n", "line_too_long"),
+        ({**OTHER, "body": {"x": "y" * 1000}}, "line_too_long"),
+        (GOOD, "duplicate_custom_id"),
+    ],
+)
+def test_a_bad_line_is_named(line: Any, code: str) -> None:
+    assert judged(GOOD, b"\n", line) == [(code, 3)]
+
+
+def test_inputs_are_bounded() -> None:
+    assert judged() == judged(b"\n", b"  \n") == [("empty_file", None)]
+    check = InputCheck(CHAT, 1000)
+    for number in range(MAX_BATCH_LINES + 1):
+        assert not check.hopeless
+        check.add(json.dumps({**GOOD, "custom_id": str(number)}).encode())
+    assert check.hopeless
+    assert [error.code for error in check.end()] == ["too_many_requests"]
+    wrong = InputCheck(CHAT, 1000)
+    while not wrong.hopeless:
+        wrong.add(b"x\n")
+    assert len(wrong.end()) == MAX_INPUT_ERRORS
+
+
+def test_the_place_of_each_request_is_known() -> None:
+    texts = [json.dumps({**GOOD, "custom_id": "ä"}).encode() + b"\n", b"\n", json.dumps(GOOD).encode()]
+    check = InputCheck(CHAT, 1000)
+    for text in texts:
+        check.add(text)
+    assert check.end() == ()
+    assert (check.numbers, check.offsets) == ([1, 3], [0, len(texts[0]) + 1])
+    assert bytes(read_request(texts[2]).body) == b'{"messages": []}'
+
+
+def test_output_lines_are_openais() -> None:
+    said = json.loads(output_line("batch_ab", 3, "mine", 200, "r-1", b'{"x":1}'))
+    response = {"status_code": 200, "request_id": "r-1", "body": {"x": 1}}
+    assert said == {"id": "batch_req_ab_3", "custom_id": "mine", "response": response, "error": None}
+    said = json.loads(unserved_line("batch_ab", 3, "mine", "batch_expired", "late"))
+    error = {"code": "batch_expired", "message": "late"}
+    assert said == {"id": "batch_req_ab_3", "custom_id": "mine", "response": None, "error": error}

@@ -1,0 +1,213 @@
+"""Anthropic's bodies become requests of the gateway, field by field; what is not supported is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
+
+LEAST: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+TOOL = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA, **MARK}
+
+
+def read(**fields: Any) -> MessagesRequest:
+    return messages_request(json.dumps(LEAST | fields).encode(), "r")
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_field_arrives() -> None:
+    labels = {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard", "mcp_servers": [], **MARK}
+    asked = read(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        seed=3,
+        ignore_eos=True,
+        stop_sequences=["a", "b"],
+        stream=True,
+        priority=-5,
+        cache_salt="s",
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        **labels,
+    )
+    (request,) = asked.requests
+    assert (request.model, request.priority, request.cache_salt, request.request_id) == ("m", -5, "s", "r")
+    shape = request.sampling.structured_outputs
+    assert isinstance(shape, StructuredOutputs)
+    assert json.loads(shape.json or "") == SCHEMA
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        seed=3,
+        ignore_eos=True,
+        max_tokens=2000,
+        stop=("a", "b"),
+        structured_outputs=shape,
+    )
+    assert json.loads(request.chat.chat_template_kwargs) == {"reasoning_effort": "low"}
+    assert (asked.stream, read().stream) == (True, False)
+    assert read(**labels).requests == read().requests
+    assert read().requests[0].sampling == SamplingParams(max_tokens=2000)
+    assert read().requests[0].chat == ChatOptions()
+
+
+def test_a_conversation_with_tools() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "Wait."},
+                use,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "12 °C"}], **MARK},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "no", "is_error": True},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+        {"role": "system", "content": "Be brief."},
+    ]
+    system = [{"type": "text", "text": "x", **MARK}, {"type": "text", "text": "y", "citations": None}]
+    asked = read(messages=messages, system=system, tools=[TOOL])
+    (request,) = asked.requests
+    assert request.messages == (
+        ChatMessage("system", "x\ny"),
+        ChatMessage("user", "a\nb\nc"),
+        ChatMessage("assistant", "Wait.", (ToolCall("t1", "weather", '{"city": "Rome"}'),), reasoning="hm"),
+        ChatMessage("tool", "12 °C", tool_call_id="t1", name="weather"),
+        ChatMessage("tool", "Error: no", tool_call_id="t2"),
+        ChatMessage("user", "And now?"),
+        ChatMessage("system", "Be brief."),
+    )
+    assert request.tools == ToolOptions(
+        tools=(Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA)),)
+    )
+    wrong = InvalidRequest.of(
+        FieldViolation("messages[4].content", "x"),
+        FieldViolation("tools.tools[0].parameters", "x"),
+        FieldViolation("sampling.stop[2]", "x"),
+        FieldViolation("messages[0].role", "x"),
+    )
+    named = from_pillion(wrong, asked.names[0]).message
+    assert named == "messages[3].content: x; tools[0].input_schema: x; stop_sequences[2]: x; system.role: x"
+
+
+def test_the_last_message_of_an_assistant_is_continued() -> None:
+    begun = [*LEAST["messages"], {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    assert read(messages=begun).requests[0].chat == ChatOptions(continue_final_message=True)
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    called = [*LEAST["messages"], {"role": "assistant", "content": [use]}]
+    assert refusal(messages=called).param == "messages[1]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "read_as"),
+    [
+        (None, ToolOptions()),
+        ({"type": "auto"}, ToolOptions(choice="auto")),
+        ({"type": "none"}, ToolOptions(choice="none")),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolOptions(choice="required", parallel_tool_calls=False)),
+        ({"type": "tool", "name": "f"}, ToolOptions(choice="named", name="f")),
+        ({"type": "auto", "disable_parallel_tool_use": False}, ToolOptions(choice="auto", parallel_tool_calls=True)),
+    ],
+    ids=str,
+)
+def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+    assert read(tool_choice=choice).requests[0].tools == read_as
+    assert count_tokens_request(json.dumps({"messages": LEAST["messages"], "tool_choice": choice}).encode())[0].tools
+
+
+def test_thinking_sets_the_variables_that_templates_know() -> None:
+    for kind, thinks in (("enabled", True), ("disabled", False)):
+        kwargs = read(thinking={"type": kind}).requests[0].chat.chat_template_kwargs
+        assert json.loads(kwargs) == {"enable_thinking": thinks, "thinking": thinks}
+    assert read(thinking={"type": "adaptive"}).requests == read().requests
+    assert read(thinking={"type": "enabled", "budget_tokens": 1024}).shows_thinking
+    assert not read(thinking={"type": "enabled", "display": "omitted"}).shows_thinking
+    for budget in (1023, 2000):
+        assert refusal(thinking={"type": "enabled", "budget_tokens": budget}).param == "thinking.budget_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}]},
+            "messages[0].content[0].citations",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 5}]}
+                ]
+            },
+            "messages[0].content[0].input",
+        ),
+        ({"system": [{"type": "text", "text": "x", "citations": [{}]}]}, "system[0].citations"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": []}}, "context_management"),
+        ({"speed": "fast"}, "speed"),
+        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"temprature": 1}, "temprature"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.message.partition(": ")[0]) == (param, param)
+
+
+def test_max_tokens_is_needed_and_counting_needs_none() -> None:
+    with pytest.raises(ApiError) as caught:
+        messages_request(json.dumps({"messages": LEAST["messages"]}).encode(), "r")
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "missing_required_parameter")
+    request, _ = count_tokens_request(json.dumps({"messages": LEAST["messages"], "system": "x"}).encode())
+    assert request.messages == (ChatMessage("system", "x"), ChatMessage("user", "hi"))
+
+
+def test_text_that_is_not_text_is_refused() -> None:
+    body = json.dumps(LEAST | {"tools": [TOOL]}).encode().replace(b'"properties"', b'"\xff"')
+    with pytest.raises(ApiError) as caught:
+        messages_request(body, "r")
+    assert caught.value.param == "tools[0].input_schema"

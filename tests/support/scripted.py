@@ -1,0 +1,74 @@
+"""Answers that a test writes down as deltas, given by a real gateway in place of what a model would say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from pillion.errors import PillionError
+from pillion.types import Delta, FinishReason, GenerateRequest, Timings, ToolCallDelta, Usage
+from tests.support.fake_components import FINGERPRINT, FakeCluster
+
+
+class ScriptedGeneration:
+    """Reads like a Generation: gives ``script`` one delta at a time, and raises an error that stands in it.
+
+    ``together``: all deltas are there at once, so that one write may hold them all.
+    """
+
+    def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
+        self.job: Any = SimpleNamespace(fingerprint=FINGERPRINT)
+        self._left = list(script)
+        self._usage = usage
+        self._together = together
+        self.cancelled = False
+
+    @property
+    def pending(self) -> bool:
+        return self._together and bool(self._left)
+
+    def usage(self) -> Usage:
+        return self._usage
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def __anext__(self) -> Delta:
+        if not self._left:
+            raise StopAsyncIteration
+        match self._left.pop(0):
+            case Delta() as delta:
+                return delta
+            case PillionError() as error:
+                raise error
+
+
+class ScriptedGateway:
+    """Stands before the requests of ``fakes``: ``requests`` are those that came, each answered by ``script``."""
+
+    def __init__(self, fakes: FakeCluster) -> None:
+        self.script: Sequence[Delta | PillionError] = ()
+        self.usage = Usage(30, 16, 9, 4)
+        self.together = False
+        self.requests: list[GenerateRequest] = []
+        fakes.gateway.gateway.generate = self._generate  # type: ignore[method-assign]
+
+    async def _generate(self, request: GenerateRequest, **_: Any) -> Any:
+        self.requests.append(request)
+        return ScriptedGeneration(self.script, self.usage, self.together)
+
+
+def said(text: str = "", **fields: Any) -> Delta:
+    """A delta of one token."""
+    return Delta("r", text, (1,), **fields)
+
+
+def called(index: int, arguments: str = "", **names: str) -> Delta:
+    """A delta with a part of a call of a tool."""
+    return Delta("r", "", (1,), tool_calls=(ToolCallDelta(index, arguments=arguments, **names),))
+
+
+def ended(reason: FinishReason = FinishReason.STOP, **fields: Any) -> Delta:
+    """The last delta."""
+    return Delta("r", "", (), reason, Usage(30, 16, 9, 4), Timings(), **fields)
