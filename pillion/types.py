@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class FinishReason(Enum):
@@ -296,7 +297,8 @@ class Delta:
     ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
     what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
     message of an answer, the stop string that ended it, and "" where none did. ``prompt_logprobs`` are those of the
-    prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own.
+    prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own. ``parsed``
+    is made by a client that was given a schema: the value of an answer, in its last message.
     """
 
     request_id: str
@@ -311,15 +313,18 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_string: str = ""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    parsed: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve."""
+    """A model that live workers serve. The parsers are the formats in which it calls tools and reasons, or "none"."""
 
     name: str
     max_model_len_tokens: int
     fingerprint: str
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -213,11 +213,13 @@ answers = options(
 @talks_to_gateway
 @samples
 @answers
-def generate(prompt: str, **values: Any) -> None:
+@option("--schema", "A file with a JSON schema that every answer fits.", type=click.File(encoding="utf-8"))
+def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
     """Continue PROMPT ('-' reads it from standard input) and stream the text."""
     from pillion.cli.talk import run_generate
 
-    run_generate(sys.stdin.read() if prompt == "-" else prompt, pop_reach(values), values)
+    text = "" if schema is None else schema.read()
+    run_generate(sys.stdin.read() if prompt == "-" else prompt, pop_reach(values), values, text)
 
 
 @cli.command()

@@ -13,15 +13,17 @@ from rich.table import Table
 
 from pillion.cli.console import table_console
 from pillion.client.client import Client
-from pillion.types import ClusterStatus, ComponentStatus, Delta, TokenLogprob
+from pillion.types import ClusterStatus, ComponentStatus, Delta, StructuredOutputs, TokenLogprob
 
 TABLE_WIDTH = 120
 
 
-def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Streams the continuation to standard output; several are printed one after the other. Raises PillionError."""
+def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], schema: str = "") -> None:
+    """Streams the continuation to standard output; several are printed one after the other. With a JSON ``schema`` they
+    fit it. Raises PillionError."""
+    shape = StructuredOutputs(json=schema) if schema else None
     with Client(**reach) as client:
-        deltas = client.generate(prompt, **given(sampling))
+        deltas = client.generate(prompt, structured_outputs=shape, **given(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)
         else:

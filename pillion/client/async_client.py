@@ -39,6 +39,7 @@ import grpc.aio
 from opentelemetry import trace
 
 from pillion.client import client_requests, client_spans
+from pillion.client.answer_schema import AnswerSchema, Schema, answer_schema, with_schema
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch_async
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
@@ -101,6 +102,7 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        schema: Schema | None = None,
         **fields: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Streams a completion of ``prompt``: text, or token ids.
@@ -116,16 +118,21 @@ class AsyncClient:
             request_id: a label for logs and traces.
             priority: smaller is more urgent, from -100 to 100; a waiting request gains urgency with time.
             timeout_s: time for the whole stream; None for no limit.
+            schema: every answer is JSON that fits it: a JSON schema as a mapping or as text, or a type (a dataclass, a
+                TypedDict, a pydantic model, a msgspec struct, or a type of the language made of them). The last delta
+                of an answer has the value as ``parsed``: an object of that type, or what JSON's values are in Python.
+                It is None for an answer that ``max_tokens`` or a stop string has cut short.
 
         Raises:
             PillionError: one of its subclasses, from here or from the iteration.
-            TypeError: an unknown keyword, or ``sampling`` and keywords together.
+            TypeError: an unknown keyword, ``sampling`` and keywords together, or a type that has no schema.
         """
-        chosen = client_requests.sampling_of(sampling, fields)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
         request = client_requests.prompt_request(
             prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return self._stream(request, timeout_s).deltas()
+        return self._stream(request, timeout_s, shape).deltas()
 
     def chat(
         self,
@@ -137,6 +144,7 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        schema: Schema | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -153,7 +161,8 @@ class AsyncClient:
 
         The other arguments are those of :meth:`generate`.
         """
-        chosen = client_requests.sampling_of(sampling, fields)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
         options = client_requests.chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         request = client_requests.chat_request(
             messages,
@@ -164,7 +173,7 @@ class AsyncClient:
             request_id=request_id,
             priority=priority,
         )
-        return self._stream(request, timeout_s).deltas()
+        return self._stream(request, timeout_s, shape).deltas()
 
     async def batch(
         self,
@@ -178,6 +187,7 @@ class AsyncClient:
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
         raise_errors: bool = True,
+        schema: Schema | None = None,
         **fields: Any,
     ) -> list[Result]:
         """All answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
@@ -188,6 +198,7 @@ class AsyncClient:
             timeout_s: time for each prompt.
             progress: show a bar.
             raise_errors: the first error cancels the rest and is raised; else it stands in its prompt's place.
+            schema: as :meth:`generate` has it; the value of an answer is its ``parsed``.
 
         A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is sent again after the time
         that the gateway names, up to :data:`pillion.client.batch.OVERLOAD_RETRIES` times.
@@ -197,12 +208,14 @@ class AsyncClient:
             ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
         """
         check_concurrency(concurrency)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = [with_schema(each, shape) for each in one_each(sampling, fields, len(prompts))]
         requests = [
             client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
-            for prompt, each in zip(prompts, one_each(sampling, fields, len(prompts)), strict=True)
+            for prompt, each in zip(prompts, chosen, strict=True)
         ]
         return await run_batch_async(
-            lambda request: self._stream(request, timeout_s),
+            lambda request: self._stream(request, timeout_s, shape),
             _AsyncStream.deltas,
             requests,
             concurrency,
@@ -235,9 +248,9 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> _AsyncStream:
+    def _stream(self, request: GenerateRequest, timeout_s: float | None, schema: AnswerSchema | None) -> _AsyncStream:
         addresses = len(self._connection.targets)
-        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic())
+        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic(), schema)
         return _AsyncStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:

@@ -37,6 +37,7 @@ import grpc
 from opentelemetry import trace
 
 from pillion.client import client_requests, client_spans
+from pillion.client.answer_schema import AnswerSchema, Schema, answer_schema, with_schema
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
@@ -99,6 +100,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        schema: Schema | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
         """Streams a completion of ``prompt``: text, or token ids.
@@ -114,16 +116,21 @@ class Client:
             request_id: a label for logs and traces.
             priority: smaller is more urgent, from -100 to 100; a waiting request gains urgency with time.
             timeout_s: time for the whole stream; None for no limit.
+            schema: every answer is JSON that fits it: a JSON schema as a mapping or as text, or a type (a dataclass, a
+                TypedDict, a pydantic model, a msgspec struct, or a type of the language made of them). The last delta
+                of an answer has the value as ``parsed``: an object of that type, or what JSON's values are in Python.
+                It is None for an answer that ``max_tokens`` or a stop string has cut short.
 
         Raises:
             PillionError: one of its subclasses, from here or from the iteration.
-            TypeError: an unknown keyword, or ``sampling`` and keywords together.
+            TypeError: an unknown keyword, ``sampling`` and keywords together, or a type that has no schema.
         """
-        chosen = client_requests.sampling_of(sampling, fields)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
         request = client_requests.prompt_request(
             prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return self._stream(request, timeout_s).deltas()
+        return self._stream(request, timeout_s, shape).deltas()
 
     def chat(
         self,
@@ -135,6 +142,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        schema: Schema | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -151,7 +159,8 @@ class Client:
 
         The other arguments are those of :meth:`generate`.
         """
-        chosen = client_requests.sampling_of(sampling, fields)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
         options = client_requests.chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         request = client_requests.chat_request(
             messages,
@@ -162,7 +171,7 @@ class Client:
             request_id=request_id,
             priority=priority,
         )
-        return self._stream(request, timeout_s).deltas()
+        return self._stream(request, timeout_s, shape).deltas()
 
     def batch(
         self,
@@ -176,6 +185,7 @@ class Client:
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
         raise_errors: bool = True,
+        schema: Schema | None = None,
         **fields: Any,
     ) -> list[Result]:
         """All answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
@@ -186,6 +196,7 @@ class Client:
             timeout_s: time for each prompt.
             progress: show a bar.
             raise_errors: the first error cancels the rest and is raised; else it stands in its prompt's place.
+            schema: as :meth:`generate` has it; the value of an answer is its ``parsed``.
 
         A prompt that the gateway refuses for load (:class:`~pillion.errors.Overloaded`) is sent again after the time
         that the gateway names, up to :data:`pillion.client.batch.OVERLOAD_RETRIES` times.
@@ -195,12 +206,14 @@ class Client:
             ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
         """
         check_concurrency(concurrency)
+        shape = None if schema is None else answer_schema(schema)
+        chosen = [with_schema(each, shape) for each in one_each(sampling, fields, len(prompts))]
         requests = [
             client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
-            for prompt, each in zip(prompts, one_each(sampling, fields, len(prompts)), strict=True)
+            for prompt, each in zip(prompts, chosen, strict=True)
         ]
         return run_batch(
-            lambda request: self._stream(request, timeout_s),
+            lambda request: self._stream(request, timeout_s, shape),
             _BlockingStream.deltas,
             requests,
             concurrency,
@@ -233,9 +246,11 @@ class Client:
     ) -> None:
         self.close()
 
-    def _stream(self, request: GenerateRequest, timeout_s: float | None) -> _BlockingStream:
+    def _stream(
+        self, request: GenerateRequest, timeout_s: float | None, schema: AnswerSchema | None
+    ) -> _BlockingStream:
         addresses = len(self._connection.targets)
-        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic())
+        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic(), schema)
         return _BlockingStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pillion.types import Delta, Timings, TokenLogprob, Usage
 
@@ -31,6 +32,7 @@ class CompletionOutput:
         finish_reason: "stop" or "length".
         logprobs: for each token, the sampled one first, then the alternatives; None where they were not asked for.
         cumulative_logprob: the sum of the sampled tokens' log probabilities; None where they were not asked for.
+        parsed: the value of an answer to which a schema was given; None for one that was cut short.
     """
 
     index: int
@@ -39,6 +41,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    parsed: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,7 @@ class OutputCollector:
             finish_reason=reason.value if reason else None,
             logprobs=None if logprobs is None else [self._position(one) for one in logprobs],
             cumulative_logprob=None if logprobs is None else sum(one.logprob for one in logprobs),
+            parsed=next((delta.parsed for delta in deltas if delta.parsed is not None), None),
         )
 
     def _position(self, sampled: TokenLogprob) -> dict[int, Logprob]:

@@ -19,6 +19,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 
+from pillion.client.answer_schema import AnswerSchema, ParsedAnswers
 from pillion.errors import Cancelled, DeadlineExceeded, Overloaded, PillionError, Unavailable
 from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Resume, StreamOrigin
 from pillion.v1.gateway_pb2 import GenerateResponse
@@ -43,11 +44,19 @@ class StreamProgress:
         timeout_s: time for the whole stream; None for no limit.
         resume_timeout_s: as above; 0 never resumes.
         addresses: gateways that may be called.
+        schema: what makes values of whole answers, if they are wanted.
     """
 
     def __init__(
-        self, request: GenerateRequest, timeout_s: float | None, resume_timeout_s: float, addresses: int, now_s: float
+        self,
+        request: GenerateRequest,
+        timeout_s: float | None,
+        resume_timeout_s: float,
+        addresses: int,
+        now_s: float,
+        schema: AnswerSchema | None = None,
     ) -> None:
+        self._parsed = None if schema is None else ParsedAnswers(schema.parse)
         self._request = request
         self._deadline_s = None if timeout_s is None else now_s + timeout_s
         self._resume_timeout_s = resume_timeout_s
@@ -101,6 +110,8 @@ class StreamProgress:
         if delta.finish_reason is not None:
             self._reasons[delta.index] = delta.finish_reason
         self.over = delta.usage is not None
+        if self._parsed is not None:
+            delta = self._parsed.note(delta)
         if delta.timings is not None and self._resumes:
             return replace(delta, timings=replace(delta.timings, replays=delta.timings.replays + self._resumes))
         return delta

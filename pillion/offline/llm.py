@@ -24,6 +24,7 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from pillion.client.answer_schema import AnswerSchema, ParsedAnswers, Schema, answer_schema, with_schema
 from pillion.client.batch import one_each
 from pillion.client.client_requests import (
     Message,
@@ -85,6 +86,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] = 0,
+        schema: Schema | None = None,
     ) -> list[RequestOutput]:
         """The whole answers to one prompt or many, in the prompts' order.
 
@@ -93,6 +95,8 @@ class LLM:
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a bar; a callable is used in tqdm's place.
             priority: smaller is more urgent; one for all, or one for each.
+            schema: every answer is JSON that fits it, and its value is the answer's ``parsed``; see
+                :meth:`pillion.AsyncClient.generate`.
 
         Raises:
             PillionError: of the first prompt that cannot be answered; the others are cancelled. A note says which.
@@ -100,7 +104,7 @@ class LLM:
         """
         listed = _listed(prompts)
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(listed)]
-        return self._run(requests, sampling_params, use_tqdm, priority)
+        return self._run(requests, sampling_params, use_tqdm, priority, schema)
 
     def chat(
         self,
@@ -109,6 +113,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] = 0,
+        schema: Schema | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -122,7 +127,7 @@ class LLM:
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
         requests = [chat_request(conversation, chat=options) for conversation in conversations]
-        return self._run(requests, sampling_params, use_tqdm, priority)
+        return self._run(requests, sampling_params, use_tqdm, priority, schema)
 
     def status(self) -> ClusterStatus:
         """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
@@ -151,17 +156,19 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int],
+        schema: Schema | None,
     ) -> list[RequestOutput]:
+        shape = None if schema is None else answer_schema(schema)
         priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
         complete = [
             # The request is read as a gateway reads it from the wire: with the same types, roundings and refusals.
-            request_from_pb(to_pb(replace(request, sampling=each, priority=urgency)))
+            request_from_pb(to_pb(replace(request, sampling=with_schema(each, shape), priority=urgency)))
             for request, each, urgency in zip(requests, one_each(sampling, {}, len(requests)), priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done))
+        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, shape))
         work.add_done_callback(lambda _: done.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -182,12 +189,13 @@ async def _answer_all(
     cluster: OfflineCluster,
     requests: Sequence[GenerateRequest],
     done: queue.SimpleQueue[tuple[int, RequestOutput] | None],
+    schema: AnswerSchema | None,
 ) -> None:
     """Answers all requests, as many at once as the limit allows. The first error ends the others and is raised."""
 
     async def answer(index: int, request: GenerateRequest) -> None:
         try:
-            done.put((index, await _answer(cluster, request)))
+            done.put((index, await _answer(cluster, request, schema)))
         except Exception as error:  # noqa: BLE001  (it is raised again)
             found = respelled(error, f"prompts[{index}]") if isinstance(error, PillionError) else error
             found.add_note(f"prompt {index} of {len(requests)}")
@@ -204,7 +212,8 @@ async def _answer_all(
         raise errors.exceptions[0] from None
 
 
-async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestOutput:
+async def _answer(cluster: OfflineCluster, request: GenerateRequest, schema: AnswerSchema | None) -> RequestOutput:
+    parsed = None if schema is None else ParsedAnswers(schema.parse)
     generation = await cluster.gateway.generate(request)
     try:
         ids = list(generation.job.prompt)
@@ -213,7 +222,7 @@ async def _answer(cluster: OfflineCluster, request: GenerateRequest) -> RequestO
         scored = sampling.prompt_logprobs is not None
         collector = OutputCollector(text, ids, sampling.logprobs is not None, cluster.token_text, scored)
         async for delta in generation:
-            collector.add(delta)
+            collector.add(delta if parsed is None else parsed.note(delta))
         return collector.output()
     finally:
         generation.cancel()

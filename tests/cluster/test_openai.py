@@ -6,9 +6,10 @@ import asyncio
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 import pytest_asyncio
 import torch
@@ -291,7 +292,7 @@ async def test_error_classes(components: Components) -> None:
             (openai.BadRequestError, "temperature", {"temperature": -1}),
             (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
             (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
-            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": 0}),
+            (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -1}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
             (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),
             (openai.NotFoundError, "model", {"model": "gpt-4"}),
@@ -323,3 +324,46 @@ async def test_leaving_frees_everything(components: Components) -> None:
         await until("the request to begin", lambda: components.gateway.gateway.active_requests)
         waiting.cancel()
         await proven(components)
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    degrees: Annotated[int, pydantic.Field(ge=-99, le=99)]
+
+
+async def test_answers_of_a_given_shape(components: Components) -> None:
+    """The model is random: only the grammar makes its answers what they are."""
+    async with client_of(components) as client:
+        parsed = await client.chat.completions.parse(
+            model="tiny", messages=MESSAGES, response_format=Weather, n=3, max_tokens=200
+        )
+        assert [choice.finish_reason for choice in parsed.choices] == ["stop"] * 3
+        assert all(isinstance(choice.message.parsed, Weather) for choice in parsed.choices)
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=20,
+            stream=True,
+            extra_body={"structured_outputs": {"regex": "a{3}b"}},
+        )
+        assert "".join([event.choices[0].text async for event in stream if event.choices]) == "aaab"
+        choices = {"choice": ["yes", "no", 'may "be"']}
+        chosen = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=20, extra_body={"structured_outputs": choices}
+        )
+        assert chosen.choices[0].message.content in choices["choice"]
+        cut = await client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            max_tokens=3,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"minLength": 9, "type": "string"}},
+            },
+        )
+        assert cut.choices[0].finish_reason == "length"
+    *_, last = [delta async for delta in components.client.chat(MESSAGES, schema=Weather, max_tokens=200)]
+    assert isinstance(last.parsed, Weather)
+    [output] = await components.client.batch([PROMPT], schema={"enum": [7, 8]}, max_tokens=20)
+    assert output.outputs[0].parsed in (7, 8)
+    await proven(components)
