@@ -8,6 +8,7 @@ http_api/           OpenAI's HTTP API
 grpc_api/           the public gRPC service
 admission/          API keys, tenants, bounds, quotas, queues
 tokens/             tokenizer, chat template, detokenizer, stop strings
+formats/            how models write reasoning and calls of tools, and how both are read
 batches/            files of requests that run in the background
 grammars/           the shape that an answer must have, as one grammar
 planning/           which workers serve a request, and where its prompt is split

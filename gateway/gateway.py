@@ -16,14 +16,26 @@ from opentelemetry import context as otel_context
 from opentelemetry import trace
 
 from pillion._version import VERSION
-from pillion.errors import DeadlineExceeded, Overloaded, PermissionDenied, PillionError, Unauthenticated, Unavailable
+from pillion.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    PermissionDenied,
+    PillionError,
+    Unauthenticated,
+    Unavailable,
+)
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
-from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.answer_reader import AnswerForm
+from pillion.gateway.formats.model_formats import NO_FORMATS, ModelFormats, asks_for_calls
+from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_bytes, shape_piece
+from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.request.job import GatewayOptions, Job
 from pillion.gateway.request.message_bounds import MAX_WAITING_BYTES
@@ -50,9 +62,10 @@ from pillion.gateway.request.validation import (
     prompt_field,
     resolve,
     too_long,
+    tools_bytes,
     weight,
 )
-from pillion.gateway.tokens.answer_text import AnswerText
+from pillion.gateway.tokens.answer_text import AnswerText, ReadAnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
@@ -80,6 +93,7 @@ class ModelEntry:
     tokenizer: ModelTokenizer
     template: ChatTemplate
     grammars: GrammarChecker
+    formats: ModelFormats = NO_FORMATS
     alias: str = ""
 
 
@@ -181,16 +195,17 @@ class Gateway:
             # After the bounds, so that a request that they refuse counts for no quota.
             self.quotas.take_request(tenant, arrived)
             with telemetry.child("tokenize", span) as tokenizing:
-                prompt = await self._tokenize(request, model, tenant)
+                prompt, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
+            form = model.formats.answer_form(request, text)
             scores = check_scores(request.sampling, len(prompt))
-            grammar = await self._grammar(request, model, tenant)
+            grammar = await self._grammar(request, model, form, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
-            answers = await self._answers(request, model, job, tenant)
+            answers = await self._answers(request, model, job, form, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
             return self._start(request, job, answers, permit, span)
@@ -206,8 +221,9 @@ class Gateway:
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
         """Checks all fields but the length of a text. Raises NotFound, and InvalidRequest with every wrong field."""
-        limits = self.entry(request.model).limits
-        await self.off_loop(tenant, weight(request), check_request, request, limits)
+        model = self.entry(request.model)
+        model.formats.check(request.tools)
+        await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
         """Runs ``job(*arguments)``, which works through so many bytes: on a thread where they are more than LOOP_BYTES,
@@ -240,7 +256,7 @@ class Gateway:
         model, tenant = self.entry(request.model), self._known(tenant)
         await self.check(request, tenant)
         async with self._counted(tenant):
-            return await self._tokenize(request, model, tenant, bare=bare)
+            return (await self._tokenize(request, model, tenant, bare=bare))[0]
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
         """The text of ids, special tokens skipped; counts as a request. Raises InvalidRequest, naming ``tokens``, and
@@ -270,7 +286,13 @@ class Gateway:
     def models(self) -> tuple[ModelInfo, ...]:
         """The models that live workers serve now."""
         return tuple(
-            ModelInfo(name, entry.limits.max_model_len_tokens, entry.fingerprint)
+            ModelInfo(
+                name,
+                entry.limits.max_model_len_tokens,
+                entry.fingerprint,
+                entry.formats.tool_parser,
+                entry.formats.reasoning_parser,
+            )
             for name, entry in sorted(self._models.items())
             if not self.missing(name)
         )
@@ -347,34 +369,53 @@ class Gateway:
 
     async def _tokenize(
         self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, *, bare: bool = False
-    ) -> tuple[int, ...]:
+    ) -> tuple[tuple[int, ...], str]:
+        """The prompt's ids and its text; that of ids is ""."""
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
+        text = request.text
         if not prompt:
             async with self._texts.of(tenant):
                 encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
-                text = request.text
                 if request.messages:
-                    text = await model.template.render(request.messages, request.chat)
+                    tools = request.tools.tools if asks_for_calls(request.tools) else ()
+                    text = await model.template.render(request.messages, request.chat, tools)
                     encode = tokenizer.encode_chat
                 try:
                     prompt = await self._pool.run(encode, text, model.limits.max_prompt_tokens)
                 except TextTooLong as error:
                     raise too_long(str(error), field, model.limits) from None
         check_length(len(prompt), field, model.limits)
-        return prompt
+        return prompt, text
 
-    async def _grammar(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> str:
+    async def _grammar(
+        self, request: GenerateRequest, model: ModelEntry, form: AnswerForm | None, tenant: Tenant
+    ) -> str:
         """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
         Unavailable."""
-        shape = request.sampling.structured_outputs
-        if shape is None:
+        shape, tools = request.sampling.structured_outputs, request.tools
+        if shape is None and (form is None or form.tools is None):
             return ""
-        async with self._texts.of(tenant):
-            shape = await model.grammars.lark(shape)
-        grammar = await self.off_loop(tenant, shape_bytes(shape), lambda: join([shape_piece(shape)]))
-        async with self._texts.of(tenant):
-            await model.grammars.check(grammar)
-        return grammar.text
+        if shape is not None:
+            async with self._texts.of(tenant):
+                shape = await model.grammars.lark(shape)
+
+        def write(loose: bool) -> JoinedGrammar:
+            piece = None if shape is None else shape_piece(shape)
+            return join(answer_pieces(form, model.formats, tools, piece, loose))
+
+        # A tool without "strict" whose schema cannot be followed may be called with any object.
+        optional = form is not None and any(tool.strict is None for tool in tools.tools)
+        for loose in (False, True) if optional else (False,):
+            try:
+                grammar = await self.off_loop(tenant, shape_bytes(shape) + tools_bytes(tools), write, loose)
+                async with self._texts.of(tenant):
+                    await model.grammars.check(grammar)
+            except InvalidRequest:
+                if loose or not optional:
+                    raise
+            else:
+                return grammar.text
+        raise AssertionError("the last grammar is good, or is refused")
 
     async def _turn(
         self, permit: AdmissionPermit, model: str, priority: int, arrived: float, deadline: float | None
@@ -433,21 +474,28 @@ class Gateway:
             original_tokens=model.limits.original_tokens,
         )
 
-    async def _answers(self, request: GenerateRequest, model: ModelEntry, job: Job, tenant: Tenant) -> list[AnswerText]:
+    async def _answers(
+        self, request: GenerateRequest, model: ModelEntry, job: Job, form: AnswerForm | None, tenant: Tenant
+    ) -> list[AnswerText]:
         """The text of each answer, as far as a resumed stream has brought it. Raises InvalidRequest, Conflict, and
         Overloaded."""
         stop_ids, min_tokens = frozenset(job.resolved.stop_token_ids), job.resolved.sampling.min_tokens or 0
         stops = stop_strings(request.sampling.stop)
-        answers = [
-            AnswerText(model.tokenizer.detokenizer(), stops, stop_ids, min_tokens)
-            for _ in range(_generated(request.sampling))
-        ]
+
+        def new_answer(index: int) -> AnswerText:
+            detokenizer = model.tokenizer.detokenizer()
+            if form is None:
+                return AnswerText(detokenizer, stops, stop_ids, min_tokens)
+            parts = AnswerParts(job.request_id, index, form.tools is not None and form.tools.short_ids)
+            return ReadAnswerText(detokenizer, stops, stop_ids, min_tokens, form, parts)
+
+        answers = [new_answer(index) for index in range(_generated(request.sampling))]
         if job.resume is not None:
             check_origin(job.resume, job.digest(), len(job.prompt))
             for answer, so_far in zip(answers, job.resume.answers, strict=True):
-                if so_far.finish_reason is None:
-                    # The client has this text; what counts is what the answer still holds back. It may be long, so it
-                    # is read on a thread, in the tenant's turn.
+                if so_far.finish_reason is None or form is not None:
+                    # The client has this text; what counts is what the answer still holds back, and how much of it was
+                    # reasoning. It may be long, so it is read on a thread, in the tenant's turn.
                     async with self._texts.of(tenant):
                         await self._pool.run(answer.push, so_far.token_ids)
         return answers

@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from pillion.config import GatewayFlags
+from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.gateway.batches.batch_runner import BatchRunner
+from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
@@ -141,6 +142,7 @@ class GatewayServer:
         defects = Defects("the gateway's heartbeat")
         while True:
             running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
+            del totals["reasoning_tokens"]
             now = msgspec.structs.replace(self._record, running_requests=running, **totals)
             taken = not self._registry.refusal
             try:
@@ -223,8 +225,9 @@ def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
     """All models that the flags name, by served name. Reads files; raises ConfigError."""
-    models = [prepared if prepared is not None else prepare(flags), *map(prepare, other_models(flags))]
-    entries = {model.name: model_entry(model) for model in models}
+    served: list[ServedModelFlags] = [flags, *other_models(flags)]
+    models = [prepared if prepared is not None else prepare(flags), *map(prepare, served[1:])]
+    entries = {model.name: model_entry(model, chosen) for model, chosen in zip(models, served, strict=True)}
     if len(entries) < len(models):
         raise ConfigError(f"--also-model: two models are called alike; there are {', '.join(entries)}")
     return entries
@@ -279,9 +282,19 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
             log.exception("the keys could not be read again")
 
 
-def model_entry(model: PreparedModel) -> ModelEntry:
+def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
     """What a gateway needs of a model. Reads files; raises ConfigError."""
     tokenizer = ModelTokenizer.load(model.folder)
+    formats = choose_formats(
+        tokenizer.chat_template,
+        tokenizer.codec,
+        flags.tool_call_parser,
+        flags.reasoning_parser,
+        flags.enable_auto_tool_choice,
+    )
+    log.info(
+        "model %s: tool-call parser %s, reasoning parser %s", model.name, formats.tool_parser, formats.reasoning_parser
+    )
     return ModelEntry(
         limits=ModelLimits(model.name, model.max_model_len, model.vocab_size, model.original_tokens),
         alias=model.alias,
@@ -290,4 +303,5 @@ def model_entry(model: PreparedModel) -> ModelEntry:
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
+        formats=formats,
     )

@@ -36,9 +36,15 @@ QUANTIZATION_CHOICES = ("none", "int8")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # float16, alias half, computes in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+# The formats that a gateway reads, by vLLM's names; its tables have a row for each.
+TOOL_PARSER_CHOICES = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
+REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
-ALSO_MODEL = "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R]. Repeat it for more."
+ALSO_MODEL = (
+    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tool-call-parser=P]"
+    "[,reasoning-parser=P]. Repeat it for more."
+)
 
 ALLOWED_ORIGINS = (
     "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
@@ -169,6 +175,24 @@ class ModelFlags:
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
     load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags:
+    """How answers are read: what in them is reasoning, and what calls a tool."""
+
+    tool_call_parser: str = flag(
+        "auto", "How the model calls tools; auto: as its chat template says.", choices=TOOL_PARSER_CHOICES
+    )
+    reasoning_parser: str = flag(
+        "auto", "How the model marks reasoning; auto: as its chat template says.", choices=REASONING_PARSER_CHOICES
+    )
+    enable_auto_tool_choice: bool = flag(True, "Let models choose to call a tool, as tool_choice auto asks.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModelFlags(AnswerFlags, ModelFlags):
+    """A model as a gateway serves it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +331,7 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ModelFlags):
+class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     """``pillion gateway``: the public edge."""
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
@@ -361,7 +385,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineFlags(StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, ComputeFlags):
+class OfflineFlags(
+    StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
+):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 
     max_num_batched_tokens: int = other_default(StepFlags, "max_num_batched_tokens", 512)

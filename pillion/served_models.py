@@ -9,16 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pillion.config import DTYPE_CHOICES, GatewayFlags, ModelFlags, parse_size
+from pillion.config import (
+    DTYPE_CHOICES,
+    REASONING_PARSER_CHOICES,
+    TOOL_PARSER_CHOICES,
+    GatewayFlags,
+    ServedModelFlags,
+    parse_size,
+)
 from pillion.errors import ConfigError
 
 MAX_MODELS = 64
-_SETTINGS: dict[str, Callable[[str], Any]] = {"dtype": str, "max_model_len": parse_size, "revision": str}
+_SETTINGS: dict[str, Callable[[str], Any]] = {
+    "dtype": str,
+    "max_model_len": parse_size,
+    "revision": str,
+    "tool_call_parser": str,
+    "reasoning_parser": str,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": DTYPE_CHOICES,
+    "tool_call_parser": TOOL_PARSER_CHOICES,
+    "reasoning_parser": REASONING_PARSER_CHOICES,
+}
 
 
-def other_models(flags: GatewayFlags) -> tuple[ModelFlags, ...]:
-    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, which is the
-    model's own. Raises ConfigError."""
+def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
+    """The models of --also-model. Settings that an entry lacks are those of --model, except the length and the parsers,
+    which are the model's own. Raises ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
     found = tuple(_read(text, flags) for text in flags.also_model)
@@ -29,12 +47,13 @@ def other_models(flags: GatewayFlags) -> tuple[ModelFlags, ...]:
     return found
 
 
-def _read(text: str, flags: GatewayFlags) -> ModelFlags:
+def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     entry, *settings = text.split(",")
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
         raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
     values: dict[str, Any] = {"dtype": flags.dtype, "block_size": flags.block_size}
+    values["enable_auto_tool_choice"] = flags.enable_auto_tool_choice
     for setting in settings:
         key, equals, value = setting.partition("=")
         field = key.strip().replace("-", "_")
@@ -45,6 +64,7 @@ def _read(text: str, flags: GatewayFlags) -> ModelFlags:
             values[field] = _SETTINGS[field](value.strip())
         except ConfigError as error:
             raise ConfigError(f"--also-model {text!r}: {error.message}") from None
-    if values["dtype"] not in DTYPE_CHOICES:
-        raise ConfigError(f"--also-model {text!r}: {values['dtype']!r} is not one of {', '.join(DTYPE_CHOICES)}")
-    return ModelFlags(model=model.strip(), served_model_name=name.strip(), **values)
+    for name, choices in _CHOICES.items():
+        if values.get(name, choices[0]) not in choices:
+            raise ConfigError(f"--also-model {text!r}: {values[name]!r} is not one of {', '.join(choices)}")
+    return ServedModelFlags(model=model.strip(), served_model_name=name.strip(), **values)

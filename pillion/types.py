@@ -318,11 +318,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve."""
+    """A model that live workers serve. The parsers are the formats in which it calls tools and reasons, or "none"."""
 
     name: str
     max_model_len_tokens: int
     fingerprint: str
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

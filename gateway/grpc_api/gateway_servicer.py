@@ -37,6 +37,7 @@ _GENERATE = "/pillion.v1.Gateway/Generate"
 _COUNTED = (
     "token_ids",
     "messages",
+    "tools.tools",
     "resume.answers",
     "sampling.stop",
     "sampling.stop_token_ids",

@@ -126,14 +126,20 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
-    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own."""
+    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own.
+
+    A name with ``[]`` is that of what is in any item.
+    """
     if field in spelled:
         return spelled[field]
+    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
+    if whole is not None and not whole.endswith("]"):
+        return spelled[whole] + field.removeprefix(whole)
     item, bracket, rest = field.partition("]")
     if item + bracket in spelled:
         return spelled[item + bracket] + rest
-    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
-    if whole is not None:
-        return spelled[whole] + field.removeprefix(whole)
     name, bracket, rest = field.partition("[")
+    number, _, inner = rest.partition("]")
+    if inner and f"{name}[]" in spelled:
+        return spelled[f"{name}[]"].replace("[]", f"[{number}]") + inner
     return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

@@ -14,7 +14,12 @@ from pillion.gateway.http_api.delta_reader import DeltaReader
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_events import ChatResponseWriter, CompletionResponseWriter, ResponseWriter
+from pillion.gateway.http_api.openai_events import (
+    ChatResponseWriter,
+    CompletionResponseWriter,
+    ReadResponseWriter,
+    ResponseWriter,
+)
 from pillion.gateway.http_api.openai_fields import DetokenizeBody, parse
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import (
@@ -91,6 +96,8 @@ class OpenAIApi:
             "system_fingerprint": reader.fingerprint,
         }
         texts = self._calls.texts_of(entry)
+        if is_chat and entry.formats.read_answers(asked.requests[0].tools):
+            return ReadResponseWriter(head, texts, asked)
         if is_chat:
             return ChatResponseWriter(head, texts, asked)
         echoed = [await self._prompt_text(one, call.tenant) for one in asked.requests] if asked.echo else []

@@ -18,7 +18,7 @@ from pillion.gateway.http_api.delta_reader import DeltaBatch
 from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
-from pillion.types import Delta, TokenLogprob, Usage
+from pillion.types import Delta, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
@@ -196,6 +196,70 @@ class ChatResponseWriter(ResponseWriter):
         return self._tokens.chat(logprobs)
 
 
+@dataclass(slots=True)
+class _WrittenParts:
+    """What an answer holds beside its content: its reasoning, and its calls by number."""
+
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
+
+
+class ReadResponseWriter(ChatResponseWriter):
+    """Responses whose answers may hold reasoning and calls of tools. An event has at most one part of one call."""
+
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
+        super().__init__(head, tokens, asked)
+        self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
+
+    def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
+        """``delta`` as events: its reasoning and content, then the parts of its calls. The last one ends the answer."""
+        if not (delta.reasoning or delta.tool_calls):
+            return super().event(index, delta, usage)
+        written: dict[str, Any] = _reasoning_fields(delta.reasoning) if delta.reasoning else {}
+        if delta.text:
+            written["content"] = delta.text
+        changes = ([written] if written else []) + [{"tool_calls": [_call_part(part)]} for part in delta.tool_calls]
+        answer = self._answers.get(index) or self._begin(index)
+        tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
+        events = [] if answer.opened else [answer.head + self.opening + tail]
+        answer.opened = True
+        for n, change in enumerate(changes):
+            logprobs, reason = None, None
+            if self._shows and delta.logprobs and n == 0:
+                logprobs = self._logprobs(answer, delta.logprobs)
+            if delta.finish_reason is not None and n == len(changes) - 1:
+                reason = delta.finish_reason.value
+            fields = {"delta": change, "logprobs": logprobs, "finish_reason": reason}
+            if reason is not None and delta.stop_string:
+                fields["stop_reason"] = delta.stop_string
+            events.append(answer.head + _encode(fields)[1:] + b"]" + tail)
+        return b"".join(events)
+
+    def keep(self, prompt: int, delta: Delta) -> None:
+        """Collects a delta for :meth:`whole`."""
+        super().keep(prompt, delta)
+        if not (delta.reasoning or delta.tool_calls):
+            return
+        parts = self._parts[prompt * self._per_prompt + delta.index]
+        parts.reasoning.append(delta.reasoning)
+        self.size_bytes += len(delta.reasoning)
+        for part in delta.tool_calls:
+            parts.calls.setdefault(part.index, []).append(part)
+            self.size_bytes += len(part.arguments)
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        parts = self._parts[index]
+        reasoning = "".join(parts.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if not text and (reasoning or parts.calls):
+            message["content"] = None
+        if reasoning:
+            message |= _reasoning_fields(reasoning)
+        if parts.calls:
+            message["tool_calls"] = [_whole_call(call) for _, call in sorted(parts.calls.items())]
+        return {"message": message}
+
+
 class CompletionResponseWriter(ResponseWriter):
     """Responses of /v1/completions.
 
@@ -284,13 +348,33 @@ def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
     return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
 
+def _reasoning_fields(text: str) -> dict[str, Any]:
+    """Reasoning by the name that most clients read, and by the one that vLLM has now."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_part(part: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call as a stream has it; the first one brings id and name."""
+    if not part.name:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+
+
+def _whole_call(parts: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    function = {"name": parts[0].name, "arguments": "".join(part.arguments for part in parts)}
+    return {"id": parts[0].id, "type": "function", "function": function}
+
+
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Usage by OpenAI's names; cached tokens are always there."""
+    """Usage by OpenAI's names; cached tokens are always there, those of reasoning where there are any."""
+    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **(details if usage.reasoning_tokens else {}),
     }
 
 

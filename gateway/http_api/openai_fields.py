@@ -192,9 +192,15 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         reasoning_effort: a variable of the template that some models know.
         safety_identifier: a label of at most 512 characters, without effect.
+        tools: functions that the model may call, at most 128.
+        tool_choice: "auto" (the default), "none", "required", or the one function that has to be called.
+        parallel_tool_calls: whether one answer may call several; default true.
     """
 
     messages: Raw
+    tools: Raw = Raw()
+    tool_choice: Raw = Raw()
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = Raw()
@@ -223,12 +229,95 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     video_url: Raw = Raw()
 
 
+class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call.
+
+    Attributes:
+        name: at most 128 letters, digits and _ . : -
+        description: what the model reads of it.
+        parameters: the JSON schema of its arguments; without it, any object.
+        strict: whether its arguments always fit that schema; without it they do where the schema can be followed.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Raw = Raw()
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool.
+
+    Attributes:
+        type: only "function" is supported.
+        function: the function.
+    """
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of a function.
+
+    Attributes:
+        name: that of one of the tools.
+    """
+
+    name: str
+
+
+class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The one tool that has to be called.
+
+    Attributes:
+        type: only "function" is supported.
+        function: its name.
+    """
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A function as it was called.
+
+    Attributes:
+        name: the function's name.
+        arguments: a JSON object, as text.
+    """
+
+    name: str
+    arguments: str = ""
+
+
+class CallBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that a message of the assistant made.
+
+    Attributes:
+        id: what the message with its result names.
+        function: name and arguments, a JSON object as text.
+        type: only "function" is supported.
+        index: the call's place, as streams have it; without effect.
+    """
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation; an assistant's may be sent back as it was received.
 
     Attributes:
-        role: "system", "developer", "user" or "assistant"; the model's own template may know more.
+        role: "system", "developer", "user", "assistant" or "tool"; the model's own template may know more.
         content: a text, or parts that are joined by line ends.
+        tool_calls: calls that a message of the assistant made.
+        tool_call_id: the call that a message of role "tool" brings the result of.
+        name: who speaks.
+        reasoning_content: what the assistant thought; most templates leave it out.
+        reasoning: another name of reasoning_content.
     """
 
     role: str
@@ -236,12 +325,12 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Raw = Raw()
     audio: Raw = Raw()
     function_call: Raw = Raw()
-    name: Raw = Raw()
-    reasoning: Raw = Raw()
-    reasoning_content: Raw = Raw()
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: Raw = Raw()
-    tool_call_id: Raw = Raw()
-    tool_calls: Raw = Raw()
+    tool_call_id: str | None = None
+    tool_calls: list[CallBody] | None = None
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -251,6 +340,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: the served model's name; may be left out where one model is served.
         prompt: a text.
         messages: a conversation.
+        tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         return_token_strs: give the text of each token too.
         add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
@@ -259,6 +349,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     prompt: str | None = None
     messages: Raw = Raw()
+    tools: Raw = Raw()
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Raw = Raw()
@@ -288,17 +379,19 @@ _UNSUPPORTED_IN_BOTH = """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
     ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    audio chat_template documents echo function_call functions mm_processor_kwargs modalities parallel_tool_calls
-    prediction prompt_cache_key prompt_cache_retention tool_choice tools verbosity web_search_options
+    audio chat_template documents echo function_call functions mm_processor_kwargs modalities
+    prediction prompt_cache_key prompt_cache_retention verbosity web_search_options
     """,
-    TokenizeBody: "chat_template tools",
+    TokenizeBody: "chat_template",
 }
 # Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
     "annotations": ([],),
+    "background": (False,),
     "bad_words": ([],),
+    "context_management": ([],),
     "defer_loading": (False,),
     "disable_any_whitespace": (True, False),
     "disable_additional_properties": (False,),
@@ -312,7 +405,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "mcp_servers": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -320,10 +412,8 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 # Older names of what is supported, with the newer ones.
 INSTEAD: Mapping[str, str] = {
@@ -334,6 +424,9 @@ INSTEAD: Mapping[str, str] = {
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
+    "tools": list[ToolBody],
+    "parameters": dict[str, Any],
+    "tool_choice": Literal["auto", "none", "required"] | ChoiceBody,
     "stop": str | list[str],
     "stop_token_ids": list[Int],
     "logit_bias": dict[Int, float],
@@ -360,7 +453,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     if holds_too_many_strings(body):
         # Only a list can hold so many, and the one that may be long is the prompt's.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(name for name in ("messages", "prompt", "tokens") if name in names)
+        field = next(name for name in ("messages", "input", "prompt", "tokens") if name in names)
         raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))

@@ -16,7 +16,9 @@ from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
     ChatBody,
+    ChoiceBody,
     CompletionBody,
+    FunctionBody,
     Int,
     MessageBody,
     StreamOptions,
@@ -34,9 +36,11 @@ from pillion.gateway.request.validation import (
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
     MAX_TEMPLATE_KWARGS_BYTES,
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
 )
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
-from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, Tool, ToolCall, ToolOptions
 
 # OpenAI's default, and vLLM's, for completions; a conversation's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -46,6 +50,8 @@ MAX_PROMPTS = 128
 _MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
+_MAX_RAW_TOOLS_BYTES = 2 * MAX_TOOLS_BYTES
+_MAX_CHOICE_BYTES = 1024
 _STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
@@ -69,7 +75,13 @@ _LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
 # The client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
-CHAT_NAMES: Mapping[str, str] = {"sampling.logprobs": "top_logprobs"}
+CHAT_NAMES: Mapping[str, str] = {
+    "sampling.logprobs": "top_logprobs",
+    "tools.tools": "tools",
+    "tools.tools[]": "tools[].function",
+    "tools.choice": "tool_choice",
+    "tools.name": "tool_choice.function.name",
+}
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
 
 Prompt = str | tuple[int, ...]
@@ -131,7 +143,8 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     most = body.max_completion_tokens if newer else body.max_tokens
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
-    request = _request(body, request_id, sampling, messages=messages, chat=options)
+    tools = replace(read_tools(body.tools, body.tool_choice), parallel_tool_calls=body.parallel_tool_calls)
+    request = _request(body, request_id, sampling, messages=messages, chat=options, tools=tools)
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
     return _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
 
@@ -144,7 +157,8 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     options = chat_options(body)
     if body.prompt is not None:
         return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
-    return body, GenerateRequest(model=body.model, messages=read_messages(body.messages), chat=options)
+    messages, tools = read_messages(body.messages), read_tools(body.tools, Raw())
+    return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools)
 
 
 def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
@@ -195,19 +209,55 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
 
 
+def read_tools(raw: Raw, choice: Raw) -> ToolOptions:
+    """Reads the tools and which of them may be called. Raises ApiError; too many bytes are refused before they are
+    parsed."""
+    bodies = _bounded(raw, "tools", _MAX_RAW_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes") or ()
+    if len(bodies) > MAX_TOOLS:
+        raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
+    tools = tuple(_tool(body.function, f"tools[{n}].function") for n, body in enumerate(bodies))
+    chosen = _bounded(choice, "tool_choice", _MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes")
+    if isinstance(chosen, ChoiceBody):
+        return ToolOptions(tools=tools, choice="named", name=chosen.function.name)
+    return ToolOptions(tools=tools, choice=chosen or "")
+
+
+def _tool(function: FunctionBody, path: str) -> Tool:
+    parameters = ""
+    if given(function.parameters):
+        # Written anew, so that it is valid text for sure.
+        parsed = parse_field(function.parameters, READ_LATER["parameters"], f"{path}.parameters")
+        parameters = msgspec.json.encode(parsed).decode()
+    return Tool(
+        name=function.name, description=function.description or "", parameters=parameters, strict=function.strict
+    )
+
+
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
     """How the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template. Raises
     ApiError."""
-    kwargs = _bounded(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
-    if reasoning_effort is not None:
-        effort = Raw(msgspec.json.encode(reasoning_effort))
-        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
-            raise refused("reasoning_effort", "chat_template_kwargs says something else")
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=msgspec.json.encode(kwargs).decode() if kwargs else "",
+        chat_template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning_effort, "reasoning_effort"),
     )
+
+
+def template_kwargs(raw: Raw, reasoning_effort: str | None, field: str) -> str:
+    """Further variables of the chat template, with the one that ``field`` sets, as JSON text; "" for none. Raises
+    ApiError."""
+    kwargs = _bounded(raw, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    if reasoning_effort is not None:
+        effort = Raw(msgspec.json.encode(reasoning_effort))
+        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
+            raise refused(field, "chat_template_kwargs says something else")
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
+def read_stops(raw: Raw) -> tuple[str, ...]:
+    """Reads a stop string, or several. Raises ApiError."""
+    stops = _bounded(raw, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
 def check_label(text: str | None, field: str) -> None:
@@ -218,9 +268,12 @@ def check_label(text: str | None, field: str) -> None:
 
 def _message(message: MessageBody, path: str) -> ChatMessage:
     refuse_unsupported(message, f"{path}.")
-    if message.role in ("tool", "function"):
-        raise refused(f"{path}.role", "tools are not supported here", "unsupported_value")
-    content = message.content
+    if message.role == "function":
+        raise refused(f"{path}.role", "this is not supported here; a tool's result has role tool", "unsupported_value")
+    content, calls = message.content, message.tool_calls or ()
+    reasoning = message.reasoning_content or message.reasoning or ""
+    if content is None and (calls or reasoning):
+        content = ""
     if content is None:
         raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
     if not isinstance(content, str):
@@ -230,18 +283,24 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
                 raise refused(f"{path}.content[{n}].type", reason, "unsupported_value")
             refuse_unsupported(part, f"{path}.content[{n}].")
         content = "\n".join(part.text for part in content)
-    # OpenAI's newer name of the same role; no open model's template knows it.
-    return ChatMessage("system" if message.role == "developer" else message.role, content)
+    return ChatMessage(
+        # OpenAI's newer name of the same role; no open model's template knows it.
+        role="system" if message.role == "developer" else message.role,
+        content=content,
+        tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning=reasoning,
+    )
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    stops = _bounded(body.stop, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
     stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
         **{name: getattr(body, name) for name in _SAME_FIELDS},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+        stop=read_stops(body.stop),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=read_shape(body.response_format, body.structured_outputs),

@@ -34,7 +34,13 @@ MAX_SAMPLING_BYTES = 64 * 2**10 + MAX_SHAPE_BYTES
 _SAMPLING = "sampling"
 _Fields = Mapping[int, Any]
 # GenerateRequest of protos/pillion/v1/gateway.proto.
-_GENERATE: _Fields = {3: "token_ids", 4: {}, 5: _SAMPLING, 9: {2: {1: "resume.answers.token_ids"}}}
+_GENERATE: _Fields = {
+    3: "token_ids",
+    4: {3: {}},
+    5: _SAMPLING,
+    9: {2: {1: "resume.answers.token_ids"}},
+    11: {1: {}},
+}
 # Kinds of fields. The two others are the marks around a group; what is between them counts like any field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Every byte of a number but its last one.

@@ -7,14 +7,15 @@ Where more answers are generated than returned (``best_of``), none is returned b
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pillion.errors import PillionError
 from pillion.gateway.request.choices import rank_answers
 from pillion.gateway.tokens.answer_text import AnswerDelta
-from pillion.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+from pillion.types import Delta, FinishReason, Timings, TokenLogprob, ToolCallDelta, Usage
 
 # Most log probabilities of a prompt in one delta, their alternatives included: some 5 ms of converting them.
 MAX_DELTA_LOGPROBS = 4096
@@ -27,6 +28,8 @@ class _Unread:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_string: str = ""
 
@@ -70,14 +73,17 @@ class Outbox:
         box.token_ids.extend(piece.token_ids)
         if self._show_logprobs or self._ranks:
             box.logprobs.extend(piece.logprobs)
+        if piece.reasoning or piece.tool_calls:
+            box.reasoning.append(piece.reasoning)
+            box.calls.extend(piece.tool_calls)
         if piece.token_ids:
             self._announce(index)
 
-    def finish(self, index: int, text: str, reason: FinishReason, stop_string: str = "") -> None:
-        """Adds the end of an answer, with its last text, and the stop string that ended it, or ""."""
+    def finish(self, index: int, last: AnswerDelta, reason: FinishReason, stop_string: str = "") -> None:
+        """Adds the end of an answer, with what it held back, and the stop string that ended it, or ""."""
         box = self._pending_deltas[index]
-        box.texts.append(text)
         box.finish_reason, box.stop_string = reason, stop_string
+        self.add(index, last)
         self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
@@ -117,9 +123,20 @@ class Outbox:
             timings=timings,
             index=index,
             logprobs=tuple(box.logprobs) if self._show_logprobs else (),
+            reasoning="".join(box.reasoning),
+            tool_calls=_merged(box.calls) if box.calls else (),
             stop_string=box.stop_string,
         )
 
     def _announce(self, index: int) -> None:
         if not self._ranks and index not in self._pending:
             self._pending.append(index)
+
+
+def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The parts of calls, with what was written of one call's arguments in one part."""
+    merged: list[ToolCallDelta] = []
+    for _, group in itertools.groupby(parts, key=lambda part: (part.index, part.name)):
+        same = list(group)
+        merged.append(replace(same[0], arguments="".join(part.arguments for part in same)))
+    return tuple(merged)

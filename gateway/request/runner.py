@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from opentelemetry import trace
@@ -113,7 +114,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return self._choices.usage()
+        return replace(self._choices.usage(), reasoning_tokens=sum(one.reasoning_tokens for one in self._answers))
 
     def origin(self) -> StreamOrigin | None:
         """What another gateway needs to go on with this stream, besides the tokens. Call it when the first delta is
@@ -207,16 +208,18 @@ class Generation:
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         answer = self._answers[index]
-        text = answer.flush()
+        last = answer.flush()
         if answer.stopped:
             # The end of the stream made the held-back characters certain, and they completed a stop string.
             reason = FinishReason.STOP
+        elif answer.calls and reason is FinishReason.STOP:
+            reason = FinishReason.TOOL_CALLS
         self._calls[index].assign({})
         self._reasons[index] = reason.value
-        self._outbox.finish(index, text, reason, answer.stop_string)
+        self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
-            self._outbox.end(self._choices.usage(), self._choices.timings(time.monotonic()))
+            self._outbox.end(self.usage(), self._choices.timings(time.monotonic()))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
             self._end(None)
 
@@ -236,7 +239,7 @@ class Generation:
         for timer in (self._deadline, self._silence):
             if timer is not None:
                 timer.cancel()
-        usage, span = self._choices.usage(), self._span
+        usage, span = self.usage(), self._span
         span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)

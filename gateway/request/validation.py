@@ -14,7 +14,7 @@ from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
-from pillion.types import GenerateRequest, Resume, SamplingParams
+from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, ToolOptions
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
@@ -25,6 +25,11 @@ MAX_REQUEST_BYTES = 8 * 2**20
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
+# OpenAI's bound of their number; all names, descriptions and schemas together are a page of text each.
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 * 2**10
+MAX_TOOL_NAME_CHARS = 128
+MAX_TOOL_CALL_ID_CHARS = 256
 # A template's own variables are a few words and numbers.
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 MAX_STOPS = 16
@@ -57,6 +62,10 @@ TEMPLATE_OWN = frozenset(
     }
 )
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
+_NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
+_NO_TOOLS = ToolOptions()
+_TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
@@ -170,12 +179,23 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 
 def weight(request: GenerateRequest) -> int:
     """About how many bytes of a prompt, and of the shape of its answers, there are to be checked."""
-    contents = sum(len(message.content) for message in request.messages)
+    contents = sum(map(message_chars, request.messages)) + tools_bytes(request.tools)
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
     shape = shape_bytes(request.sampling.structured_outputs)
     return len(request.text) + contents + shape + 4 * ids + 64 * len(request.messages)
+
+
+def message_chars(message: ChatMessage) -> int:
+    """Characters of a message, those of its calls included."""
+    calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + len(message.name) + len(message.tool_call_id) + calls
+
+
+def tools_bytes(options: ToolOptions) -> int:
+    """About how many bytes the tools have."""
+    return sum(64 + len(tool.name) + len(tool.description) + len(tool.parameters) for tool in options.tools)
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
@@ -294,6 +314,8 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield from _ids("token_ids", request.token_ids, limits)
     yield from _messages(request)
     yield from _chat(request)
+    if request.tools != _NO_TOOLS:
+        yield from _tools(request)
 
 
 def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
@@ -332,15 +354,79 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
     if len(request.messages) > MAX_MESSAGES:
         yield FieldViolation("messages", f"more than {MAX_MESSAGES} messages")
         return
-    if sum(len(message.content) for message in request.messages) > MAX_PROMPT_CHARS:
+    if sum(map(message_chars, request.messages)) > MAX_PROMPT_CHARS:
         yield FieldViolation("messages", f"longer than {MAX_PROMPT_CHARS} characters together")
         return
+    called: set[str] = set()
     for n, message in enumerate(request.messages):
         if len(message.role) > MAX_ROLE_CHARS or not _ROLE.fullmatch(message.role):
             text = f"a word of at most {MAX_ROLE_CHARS} letters and digits, such as system, user or assistant"
             yield FieldViolation(f"messages[{n}].role", text)
         if not _is_text(message.content):
             yield FieldViolation(f"messages[{n}].content", "not valid Unicode")
+        if message.tool_calls or message.tool_call_id or message.reasoning or message.name or message.role == "tool":
+            yield from _parts(message, f"messages[{n}]", called)
+
+
+def _parts(message: ChatMessage, field: str, called: set[str]) -> Iterator[FieldViolation]:
+    """Checks what few messages have. ``called`` are the ids of the calls before it, and gets those of its own."""
+    for name in ("reasoning", "name", "tool_call_id"):
+        if not _is_text(getattr(message, name)):
+            yield FieldViolation(f"{field}.{name}", "not valid Unicode")
+    if message.role == "tool" and not message.tool_call_id:
+        yield FieldViolation(f"{field}.tool_call_id", "a message of role tool names the call whose result it is")
+    elif message.tool_call_id and message.tool_call_id not in called:
+        text = f"{message.tool_call_id[:100]!r} is no call of an earlier message of the assistant"
+        yield FieldViolation(f"{field}.tool_call_id", text)
+    if message.tool_calls and message.role != "assistant":
+        yield FieldViolation(f"{field}.tool_calls", "only a message of role assistant has calls")
+    for m, call in enumerate(message.tool_calls):
+        path = f"{field}.tool_calls[{m}]"
+        if not 0 < len(call.id) <= MAX_TOOL_CALL_ID_CHARS or not _is_text(call.id):
+            yield FieldViolation(f"{path}.id", f"a text of 1 to {MAX_TOOL_CALL_ID_CHARS} characters")
+        if not _TOOL_NAME.fullmatch(call.name):
+            yield FieldViolation(f"{path}.name", _NAME_RULE)
+        if call.arguments and not _is_object(call.arguments):
+            yield FieldViolation(f"{path}.arguments", "not a JSON object")
+        called.add(call.id)
+
+
+def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
+    options = request.tools
+    names = [tool.name for tool in options.tools]
+    if not request.messages:
+        yield FieldViolation("tools.tools", "only a conversation has tools; send messages")
+    if len(names) > MAX_TOOLS or tools_bytes(options) > MAX_TOOLS_BYTES:
+        yield FieldViolation(
+            "tools.tools", f"more than {MAX_TOOLS} tools, or more than {MAX_TOOLS_BYTES} bytes of them"
+        )
+        return
+    for n, tool in enumerate(options.tools):
+        path = f"tools.tools[{n}]"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            yield FieldViolation(f"{path}.name", _NAME_RULE)
+        elif tool.name in names[:n]:
+            yield FieldViolation(f"{path}.name", f"{tool.name!r} is another tool's name too")
+        if not _is_text(tool.description):
+            yield FieldViolation(f"{path}.description", "not valid Unicode")
+        if tool.parameters and not _is_object(tool.parameters):
+            yield FieldViolation(f"{path}.parameters", "not a JSON object")
+    if options.choice not in _TOOL_CHOICES:
+        text = f"{options.choice[:100]!r} is not one of auto, none, required and named"
+        yield FieldViolation("tools.choice", text)
+    elif options.choice in ("required", "named") and not names:
+        yield FieldViolation("tools.choice", f"{options.choice!r} needs tools")
+    elif options.choice == "named" and options.name not in names:
+        yield FieldViolation("tools.name", f"{options.name[:100]!r} is none of the tools")
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a JSON object, which can be written as UTF-8."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:

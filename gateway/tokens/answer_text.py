@@ -1,13 +1,18 @@
-"""Turns sampled tokens into the text that a client may see: detokenizing, stop ids and stop strings in one place."""
+"""Turns sampled tokens into what a client may see: detokenizing, reasoning, calls, stop ids and stop strings.
+
+token --> text --> (content, reasoning, calls, where the answer may hold them) --> stop strings in content --> delta
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.answer_reader import AnswerForm, AnswerReader
 from pillion.gateway.tokens.detokenizer import Detokenizer
 from pillion.gateway.tokens.stops import StopMatcher, StopStrings
-from pillion.types import TokenLogprob
+from pillion.types import TokenLogprob, ToolCallDelta
 
 
 class AnswerDelta(NamedTuple):
@@ -16,6 +21,8 @@ class AnswerDelta(NamedTuple):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class AnswerText:
@@ -24,9 +31,17 @@ class AnswerText:
     ``stopped`` turns true with the token that completes a stop string; tokens behind it are not part of the answer. The
     stop string's own text never is. A stop id is part of the tokens, never of the text. The first ``min_tokens`` tokens
     complete no stop string; one that begins in them may be completed by a later token.
+
+    Attributes:
+        completion_tokens: the tokens so far.
+        reasoning_tokens: how many of them were reasoning, up to the one that ended it.
+        calls: calls of tools that have begun.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_has_stops", "_min_tokens", "_stop_ids", "_stops", "completion_tokens")
+    __slots__ = (
+        *("_detokenizer", "_ended", "_has_stops", "_min_tokens", "_stop_ids", "_stops"),
+        *("calls", "completion_tokens", "reasoning_tokens"),
+    )
 
     def __init__(
         self, detokenizer: Detokenizer, strings: StopStrings, stop_ids: frozenset[int], min_tokens: int = 0
@@ -38,6 +53,8 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._ended = False
         self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.calls = 0
 
     @property
     def stopped(self) -> bool:
@@ -72,14 +89,67 @@ class AnswerText:
                 texts.append(self._match_stops(self._detokenizer.push(token_id)))
         return AnswerDelta("".join(texts), tuple(token_ids[:used]), tuple(logprobs[:used]))
 
-    def flush(self) -> str:
-        """The text that is still held back; call once, when the stream has ended."""
+    def flush(self) -> AnswerDelta:
+        """What is still held back; call once, when the stream has ended."""
         if self._ended or self.stopped:
-            return ""
+            return AnswerDelta("", ())
         self._ended = True
-        last = self._match_stops(self._detokenizer.flush())
-        return last + ("" if self.stopped else self._stops.flush())
+        last = self._last()
+        return last if self.stopped else last._replace(text=last.text + self._stops.flush())
+
+    def _last(self) -> AnswerDelta:
+        return AnswerDelta(self._match_stops(self._detokenizer.flush()), ())
 
     def _match_stops(self, text: str) -> str:
         early = self.completion_tokens <= self._min_tokens
         return self._stops.pass_by(text) if early else self._stops.push(text)
+
+
+class ReadAnswerText(AnswerText):
+    """An answer that may hold reasoning and calls of tools. Stop strings are looked for in its content alone.
+
+    ``parts`` say what the ids of its calls are made of.
+    """
+
+    __slots__ = ("_reader", "_visible")
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        strings: StopStrings,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+        form: AnswerForm,
+        parts: AnswerParts,
+    ) -> None:
+        super().__init__(detokenizer, strings, stop_ids, min_tokens)
+        self._reader = AnswerReader(form, parts)
+        self._visible = form.visible
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> AnswerDelta:
+        """Adds tokens, as :meth:`AnswerText.push` does."""
+        reader, texts = self._reader, []
+        used = 0
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            used += 1
+            self.completion_tokens += 1
+            thought = reader.thinking
+            if token_id not in self._stop_ids:
+                reader.push(self._visible.get(token_id) or self._detokenizer.push(token_id))
+            if thought and reader.parts.thought:
+                self.reasoning_tokens = self.completion_tokens
+            texts.append(self._match_stops(reader.parts.take_content()))
+        return self._delta(texts, tuple(token_ids[:used]), tuple(logprobs[:used]))
+
+    def _last(self) -> AnswerDelta:
+        self._reader.push(self._detokenizer.flush())
+        self._reader.flush()
+        return self._delta([self._match_stops(self._reader.parts.take_content())], (), ())
+
+    def _delta(self, texts: list[str], token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> AnswerDelta:
+        parts = self._reader.parts
+        self.calls = parts.calls
+        reasoning, calls = parts.take()
+        return AnswerDelta("".join(texts), token_ids, logprobs, reasoning, calls)

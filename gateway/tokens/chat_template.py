@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
-from pillion.types import ChatMessage, ChatOptions
+from pillion.gateway.formats.tool_prompt import message_bytes, template_messages, template_tools
+from pillion.types import ChatMessage, ChatOptions, Tool
 
-# About what a message has around its content.
-MESSAGE_BYTES = 64
 # Computing time of one rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
 # Wall-clock time of one rendering, for a machine that is very busy.
@@ -20,6 +21,7 @@ RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
 DEFAULT_OPTIONS = ChatOptions()
+_TOOLS = re.compile(r"\btools\b")
 _HANDLER = Path(__file__).with_name("template_worker.py")
 
 
@@ -30,7 +32,7 @@ class ChatTemplate:
         self._source = source
         setup = {
             "template": source,
-            "variables": {**specials, "tools": None, "documents": None},
+            "variables": {**specials, "documents": None},
             "max_chars": MAX_RENDERED_CHARS,
         }
         limits = BoxLimits(
@@ -42,8 +44,15 @@ class ChatTemplate:
         )
         self._box = BoxedProcess(_HANDLER, setup, limits)
 
-    async def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
-        """The prompt's text, up to where the answer begins. ``options`` have been checked.
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template has a place for tools."""
+        return _TOOLS.search(self._source) is not None
+
+    async def render(
+        self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS, tools: Sequence[Tool] = ()
+    ) -> str:
+        """The prompt's text, up to where the answer begins. Everything has been checked.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
@@ -51,15 +60,18 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
-        conversation = {
-            "messages": messages,
+        if tools and not self.knows_tools:
+            text = "the model's chat template does not know tools"
+            raise InvalidRequest.of(FieldViolation("tools.tools", text))
+        conversation: dict[str, Any] = {
+            "messages": template_messages(messages),
+            "tools": template_tools(tools),
             "add_generation_prompt": options.begins_message,
             "continue_final_message": options.continue_final_message,
             "kwargs": options.chat_template_kwargs,
         }
         try:
-            size = sum(MESSAGE_BYTES + len(message.content) for message in messages)
-            answer = await self._box.run(conversation, size)
+            answer = await self._box.run(conversation, message_bytes(messages, tools))
         except BoxFailure as failure:
             answer = {"broken": str(failure)}
         if "text" in answer:

@@ -75,7 +75,7 @@ def answer_to(conversation: dict[str, Any], template: jinja2.Template, setup: di
     final = messages[-1]["content"].strip()
     if continued:
         messages[-1]["content"] += END_MARK
-    own = {"messages": messages, "add_generation_prompt": conversation["add_generation_prompt"]}
+    own = {name: conversation[name] for name in ("messages", "tools", "add_generation_prompt")}
     answer = render(template, {**kwargs, **setup["variables"], **own}, setup["max_chars"])
     if not continued or "text" not in answer:
         return answer

@@ -171,7 +171,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
         if longest < model.max_model_len:
             log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
             model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
-    entry = await asyncio.to_thread(model_entry, model)
+    entry = await asyncio.to_thread(model_entry, model, flags)
     node = await start_kvnode(node_flags)
     stack.push_async_callback(node.stop, STOP_GRACE_S)
     worker = await start_decode(worker_flags)

@@ -497,20 +497,27 @@ class Model(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_TOKENS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
     """SHA-256 of the weights and configuration, hexadecimal."""
+    tool_call_parser: _builtins.str
+    """The formats in which it calls tools and reasons, by their parsers' names; "none" where it does not."""
+    reasoning_parser: _builtins.str
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         max_model_len_tokens: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        tool_call_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

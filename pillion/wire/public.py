@@ -263,7 +263,7 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Reads one entry of ListModels."""
-    return ModelInfo(message.name, message.max_model_len_tokens, message.fingerprint)
+    return ModelInfo(**_named(ModelInfo, message))
 
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:

@@ -35,7 +35,7 @@ from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
-from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
+from testbed.toy_tokenizer import TEMPLATE, byte_tokenizer, write_tokenizer
 from tests.support.redis_nodes import patient
 
 BLOCK = 4
@@ -196,6 +196,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.cancelled: list[int] = []
         self.connections = 0
         self.break_after: int | None = None
+        # How many more times the connection breaks amid the scores of a prompt.
+        self.breaks_amid_scores = 0
+        self.scores_per_delta = 8
         self.refusals: list[tuple[int, bool]] = []
         self.silent: set[int] = set()
         self.gate = asyncio.Event()
@@ -269,8 +272,27 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
             await asyncio.sleep(0.05)
         await self.gate.wait()
+        if submit.sampling.HasField("prompt_logprobs") and not await self._score(submit, out):
+            return
         computed.set()
         await self._stream(submit, out)
+
+    async def _score(self, submit: Submit, out: asyncio.Queue[Any]) -> bool:
+        """Score the prompt, ``scores_per_delta`` tokens at a time. False: the connection breaks behind the first."""
+        tokens = submit.token_ids[: submit.prompt_tokens]
+        for at in range(submit.scored_tokens + 1, len(tokens), self.scores_per_delta):
+            await asyncio.sleep(self.pace_s)
+            delta = DecodeDelta(key=submit.key)
+            for place, token in enumerate(tokens[at : at + self.scores_per_delta], at):
+                tops = range(token, token + submit.sampling.prompt_logprobs)
+                scored = TokenLogprob(token, -place / 64, tuple(tops), tuple(-float(n) for n in tops), 2)
+                delta.prompt_logprobs.append(logprob_to_pb(scored))
+            out.put_nowait(delta)
+            if self.breaks_amid_scores:
+                self.breaks_amid_scores -= 1
+                out.put_nowait(None)
+                return False
+        return True
 
     async def _follow(self, fork: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         await computed.wait()
@@ -372,9 +394,12 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 @contextlib.asynccontextmanager
 async def running_fake_cluster(
-    script: str = "The answer.", roles: str = "kvnode prefill decode", **flags: Any
+    script: str = "The answer.", roles: str = "kvnode prefill decode", template: str = TEMPLATE, **flags: Any
 ) -> AsyncIterator[FakeCluster]:
-    """Redis, the fake parts of ``roles``, and a gateway with ``flags``. "far-kvnode" and "far-prefill" are kv-1's."""
+    """Redis, the fake parts of ``roles``, and a gateway with ``flags`` whose model has the ``template``.
+
+    "far-kvnode" and "far-prefill" are those of the node kv-1.
+    """
     node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
     decode.prefill = prefill
@@ -404,7 +429,7 @@ async def running_fake_cluster(
             await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
         options = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         options |= {"split_policy": "disaggregated"} | flags
-        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model"))
+        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model", template=template))
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:

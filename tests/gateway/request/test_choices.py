@@ -276,7 +276,7 @@ def test_stop_strings_text_and_log_probabilities_are_cut_together(
         assert expected.startswith(given_), "nothing of a stop string is let out, even for a moment"
         if answer.stopped:
             break
-    given_ += answer.flush()
+    given_ += answer.flush().text
     assert (given_, taken, answer.completion_tokens) == (expected, ids[:tokens], tokens)
     assert answer.stopped == (expected != text)
 
@@ -321,9 +321,9 @@ def test_what_is_not_taken_is_merged_per_answer() -> None:
     assert [logprob.logprob for logprob in one.logprobs] == [-1.0, -2.0, -3.0]
     assert (two.index, two.text, two.token_ids, two.finish_reason) == (0, "b", (2,), None)
     assert not box.pending
-    box.finish(1, "d", FinishReason.STOP)
+    box.finish(1, AnswerDelta("d", ()), FinishReason.STOP)
     box.add(0, AnswerDelta("e", (5,)))
-    box.finish(0, "", FinishReason.LENGTH)
+    box.finish(0, AnswerDelta("", ()), FinishReason.LENGTH)
     box.end(USED, TIMES)
     one, two = box.take(), box.take()
     assert (one.index, one.text, one.finish_reason, one.usage, one.timings) == (1, "d", FinishReason.STOP, None, None)
@@ -335,7 +335,7 @@ def test_of_best_of_nothing_is_given_before_the_end() -> None:
     box = Outbox("r", 3, 2, False)
     for index, value in enumerate((-3.0, -1.0, -2.0)):
         box.add(index, AnswerDelta(f"text {index}", (index,), tuple(probs(value))))
-        box.finish(index, "!", FinishReason.STOP)
+        box.finish(index, AnswerDelta("!", ()), FinishReason.STOP)
         assert not box.pending
     box.end(USED, TIMES)
     deltas = [box.take(), box.take()]
@@ -377,7 +377,7 @@ def test_whatever_the_reader_does_nothing_is_lost(steps: list[tuple[int, int, bo
         if reads and box.pending:
             take()
     for index in put:
-        box.finish(index, "", FinishReason.STOP)
+        box.finish(index, AnswerDelta("", ()), FinishReason.STOP)
     box.end(USED, TIMES)
     while not box.over:
         take()

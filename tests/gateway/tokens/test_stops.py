@@ -84,7 +84,7 @@ def run(text: str, stops: tuple[str, ...], step: int, stop_ids: frozenset[int] =
         if answer.stopped:
             assert len(piece.token_ids) <= step
             break
-    return got + answer.flush(), answer.completion_tokens, answer.stopped
+    return got + answer.flush().text, answer.completion_tokens, answer.stopped
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
@@ -98,7 +98,7 @@ def test_a_stop_string_that_ends_with_the_flush() -> None:
     answer = AnswerText(new_detokenizer(CODEC), stop_strings(("b\ufffd",)), frozenset())
     text = answer.push(codec_ids).text
     assert text == "a"
-    assert answer.flush() == ""
+    assert answer.flush().text == ""
     assert (answer.stopped, answer.stop_string) == (True, "b\ufffd")
 
 
@@ -110,4 +110,4 @@ def test_a_stop_id_is_a_token_and_no_text() -> None:
 def test_flush_happens_once() -> None:
     answer = AnswerText(new_detokenizer(CODEC), stop_strings(("xyz",)), frozenset())
     assert answer.push(CODEC.encode("ax").ids).text == "a"
-    assert [answer.flush(), answer.flush()] == ["x", ""]
+    assert [answer.flush().text, answer.flush().text] == ["x", ""]

@@ -1,0 +1,72 @@
+"""Reasoning formats: the marks between which a model thinks before it answers. Sans-IO (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks of one format.
+
+    Attributes:
+        begin, end: what stands before and behind the reasoning.
+        assumed: an answer begins within reasoning unless its prompt says otherwise, as some models leave ``begin`` out.
+    """
+
+    begin: str
+    end: str
+    assumed: bool = False
+
+    def opened_by(self, prompt: str) -> bool | None:
+        """Whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to say so.
+
+        Templates end a prompt with ``begin`` to make a model think, and with both marks to keep it from thinking.
+        """
+        tail = prompt.rstrip()
+        if tail.endswith(self.begin):
+            return True
+        if tail.endswith(self.end):
+            return False
+        return True if self.assumed else None
+
+
+# By the names that vLLM gives them. `auto` finds the first whose marks are in the chat template.
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+}
+
+
+def read_reasoning(
+    form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts
+) -> Generator[None, None, None]:
+    """Reads up to where the reasoning ends; nothing where the answer does not begin with it."""
+    if opened is False:
+        return
+    at = yield from text.past_space(0)
+    if at >= 0 and (yield from text.has(form.begin, at)):
+        text.skip(at + len(form.begin))
+    elif not opened:
+        return
+    parts.mark()
+    parts.thought = True
+    while True:
+        before, mark, behind = text.rest.partition(form.end)
+        if mark:
+            parts.think(before)
+            text.rest = behind
+            parts.mark()
+            return
+        keep = 0 if text.ended else held_back(text.rest, (form.end,))
+        certain = len(text.rest) - keep
+        parts.think(text.rest[:certain])
+        text.skip(certain)
+        if text.ended:
+            return
+        yield

@@ -1,0 +1,70 @@
+"""The table of tool formats: how each is recognized, and what reads it. Sans-IO (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
+from pillion.gateway.formats.json_calls import JsonCalls, LlamaCalls, MistralCalls
+from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XmlCalls
+
+# The tools of a request: their schemas of arguments, by name.
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+CallReader = Callable[[PendingText, AnswerParts, ToolSchemas], Generator[None, None, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A format.
+
+    Attributes:
+        begin, end: the marks around a call; ``end`` is "" where there is none.
+        read: reads an answer's text.
+        found: the format of a chat template that holds one of these groups of texts, all of the group.
+        marks: texts of special tokens that ``read`` needs to see.
+        short_ids: whether the template takes ids of nine letters and digits only.
+    """
+
+    begin: str
+    end: str
+    read: CallReader
+    found: tuple[tuple[str, ...], ...] = ()
+    marks: tuple[str, ...] = ()
+    short_ids: bool = False
+
+
+def _read_hermes(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return JsonCalls(text, parts, frozenset(tools), TOOL_CALL, END_TOOL_CALL).read()
+
+
+def _read_xml(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return XmlCalls(text, parts, tools).read()
+
+
+def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return MistralCalls(text, parts, frozenset(tools), "[TOOL_CALLS]").read()
+
+
+def _read_llama(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>").read()
+
+
+_XML = ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL))
+# By the names that vLLM gives them. `auto` finds the first one that the chat template speaks of.
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "qwen3_coder": _XML,
+    "qwen3_xml": _XML,
+    "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]", "", _read_mistral, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), True
+    ),
+    "llama3_json": ToolFormat(
+        "<|python_tag|>",
+        "",
+        _read_llama,
+        (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
+        ("<|python_tag|>",),
+    ),
+}

@@ -1,0 +1,215 @@
+"""Reasoning, content and calls are read out of an answer's text, however it is cut, and no text is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.gateway.formats.answer_parts import AnswerParts, call_id
+from pillion.gateway.formats.answer_reader import AnswerForm, AnswerReader
+from pillion.gateway.formats.reasoning import REASONING_FORMATS
+from pillion.gateway.formats.tool_formats import TOOL_FORMATS
+
+SCHEMAS: dict[str, Any] = {
+    "f": {
+        "properties": {
+            "a": {"type": "integer"},
+            "s": {"type": "string"},
+            "u": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+            "b": {"type": "boolean"},
+        }
+    },
+    "g": {},
+}
+Read = tuple[str, str, list[tuple[str, str]]]
+
+
+def read(
+    text: str, tools: str = "", reasoning: str = "", opened: bool | None = None, cuts: list[int] | None = None
+) -> Read:
+    """Content, reasoning and calls of an answer that comes in pieces."""
+    form = AnswerForm(REASONING_FORMATS.get(reasoning), opened, TOOL_FORMATS.get(tools), SCHEMAS, {})
+    reader = AnswerReader(form, AnswerParts("r", 0))
+    content, thought = "", ""
+    calls: list[list[str]] = []
+
+    def take() -> None:
+        nonlocal content, thought
+        content += reader.parts.take_content()
+        more, deltas = reader.parts.take()
+        thought += more
+        for delta in deltas:
+            if delta.name:
+                assert delta.index == len(calls)
+                assert delta.id == call_id("r", 0, delta.index)
+                calls.append([delta.name, ""])
+            calls[delta.index][1] += delta.arguments
+
+    at = 0
+    for cut in (*sorted(cuts or ()), len(text)):
+        reader.push(text[at:cut])
+        at = cut
+        take()
+    reader.flush()
+    take()
+    return content, thought, [(name, arguments) for name, arguments in calls]
+
+
+WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    (
+        "hermes",
+        'Hi. \n<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "x</tool_call>\\""}}\n</tool_call>\n'
+        '<tool_call>{"arguments":{"a":[{}]},"name":"g"}</tool_call>\n',
+        "Hi.",
+        [("f", '{"a": 1, "s": "x</tool_call>\\""}'), ("g", '{"a":[{}]}')],
+    ),
+    ("hermes", '<tool_call>{"name":"f"}</tool_call> and ', "and", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>rest', "rest", [("f", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "half', "", [("f", '{"s": "half')]),
+    ("hermes", "  <tool_call> no call <tool_call", "  <tool_call> no call <tool_call", []),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "a b"}', '<tool_call>{"name": "a b"}', []),
+    ("hermes", '<tool_call><tool_call>{"name":"g","arguments":{}}', "<tool_call>", [("g", "{}")]),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("llama3_json", '{"name": "Bob", "age": 3} ', '{"name": "Bob", "age": 3} ', []),
+    ("llama3_json", '<|python_tag|>{"name":"other","parameters":{"x":"}"}}', "", [("other", '{"x":"}"}')]),
+    ("llama3_json", 'Hello {"name":"f"}; ', 'Hello {"name":"f"}; ', []),
+    ("llama3_json", '{"name":"f","parameters":{}};x', ";x", [("f", "{}")]),
+    (
+        "mistral",
+        'ok [TOOL_CALLS] [{"name":"f","arguments":{"a":1}}, {"name":"g","arguments":{}}]',
+        "ok",
+        [("f", '{"a":1}'), ("g", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]abcdefghi[ARGS]{}',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    ("mistral", "[TOOL_CALLS]f and no more", "[TOOL_CALLS]f and no more", []),
+    (
+        "qwen3_coder",
+        "ok\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=s>\n"
+        'a "b"\né\n\n</parameter>\n<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>\n'
+        "<function=g></function>",
+        "ok",
+        [("f", '{"a": 12, "s": "a \\"b\\"\\né\\n", "b": true}'), ("g", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=u>5</parameter><parameter=a>five</parameter>zzz",
+        "zzz",
+        [("f", '{"u": 5, "a": "five"}')],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n12", "", [("f", '{"a": 12')]),
+    ("qwen3_coder", "<tool_call> <function=f x", "<tool_call> <function=f x", []),
+]
+
+
+@pytest.mark.parametrize(("tools", "text", "content", "calls"), WRITTEN)
+def test_what_an_answer_holds(tools: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert read(text, tools) == (content, "", calls)
+
+
+@given(st.sampled_from(WRITTEN), st.booleans(), st.lists(st.integers(0, 300), max_size=12))
+def test_it_does_not_matter_where_the_text_is_cut(written: Any, thinks: bool, cuts: list[int]) -> None:
+    tools, text, _, calls = written
+    whole = ("<think>\nwell </thin\n</think>\n\n" if thinks else "") + text
+    cuts = [min(cut, len(whole)) for cut in cuts]
+    once = read(whole, tools, "qwen3")
+    assert read(whole, tools, "qwen3", None, cuts) == once
+    assert read(whole, tools, "qwen3", None, list(range(len(whole)))) == once
+    assert once[2] == calls
+    assert once[1] == ("well </thin" if thinks else "")
+
+
+MARKS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=s>", "</parameter>"),
+        *("<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", ', '"arguments": {', "}"),
+        *('"parameters": {', '"s": "', '"', "\\", " ", "\n", "; ", "[", "]", ",", "f", "é", "<", "text"),
+    ]
+)
+
+
+@given(
+    st.lists(MARKS, max_size=14).map("".join),
+    st.sampled_from(sorted(TOOL_FORMATS)),
+    st.sampled_from([None, True, False]),
+    st.lists(st.integers(0, 80), max_size=8),
+)
+def test_whatever_a_model_writes_is_read_alike_in_pieces(
+    text: str, tools: str, opened: bool | None, cuts: list[int]
+) -> None:
+    once = read(text, tools, "qwen3", opened)
+    assert read(text, tools, "qwen3", opened, [min(cut, len(text)) for cut in cuts]) == once
+    # Words are never lost: they are content, reasoning, a name or arguments.
+    everything = "".join([once[0], once[1], *(part for call in once[2] for part in call)])
+    assert everything.count("text") == text.count("text") or "qwen3" in tools or '"' in text
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "text", "content", "thought"),
+    [
+        ("qwen3", None, "<think>\na\n</think>\n\nb", "b", "a"),
+        ("qwen3", None, "\n<think>a</think>b </think>", "b </think>", "a"),
+        ("qwen3", True, "a\n</think>\n\nb", "b", "a"),
+        ("qwen3", True, "<think>a</think>b", "b", "a"),
+        ("qwen3", False, "<think>a</think>b", "<think>a</think>b", ""),
+        ("qwen3", None, " plain ", " plain ", ""),
+        ("qwen3", None, "<thi", "<thi", ""),
+        ("qwen3", None, "<think>cut </thi", "", "cut </thi"),
+        ("deepseek_r1", True, "a</think>b", "b", "a"),
+        ("mistral", None, "[THINK]a[/THINK]b", "b", "a"),
+        ("seed_oss", None, "<seed:think>a</seed:think>b", "b", "a"),
+    ],
+)
+def test_reasoning(name: str, opened: bool | None, text: str, content: str, thought: str) -> None:
+    assert read(text, "", name, opened) == (content, thought, [])
+    assert read(text, "", name, opened, list(range(len(text)))) == (content, thought, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "opened"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", None),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen3", "what is <think>?<|im_end|>\n<|im_start|>assistant\n", None),
+        ("deepseek_r1", "<|Assistant|>", True),
+        ("deepseek_r1", "<|Assistant|><think>\n\n</think>\n\n", False),
+    ],
+)
+def test_a_prompt_says_whether_its_answer_reasons(name: str, prompt: str, opened: bool | None) -> None:
+    assert REASONING_FORMATS[name].opened_by(prompt) is opened
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"s": "one two three"}}\n</tool_call>'
+    form = AnswerForm(None, None, TOOL_FORMATS["hermes"], SCHEMAS, {})
+    reader, sizes = AnswerReader(form, AnswerParts("r", 0)), []
+    for character in text:
+        reader.push(character)
+        sizes += [len(delta.arguments) for delta in reader.parts.take()[1]]
+    assert sizes == [0, *[1] * len('{"s": "one two three"}')]
+
+
+def test_ids_of_calls() -> None:
+    ids = {call_id(request, answer, number) for request in "ab" for answer in (0, 1) for number in (0, 1)}
+    assert len(ids) == 8
+    assert all(one.startswith("call_") and one[5:].isalnum() for one in ids)
+    short = call_id("a", 0, 0, short=True)
+    assert len(short) == 9
+    assert short.isalnum()
+    assert json.dumps(short) == f'"{short}"'

@@ -1,0 +1,85 @@
+"""A model's formats are found in its chat template, or named by flags; the flags know every row of the tables."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken
+
+from pillion.config import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
+from pillion.errors import ConfigError, InvalidRequest
+from pillion.gateway.formats.model_formats import choose_formats
+from pillion.gateway.formats.reasoning import REASONING_FORMATS
+from pillion.gateway.formats.tool_formats import TOOL_FORMATS
+from pillion.gateway.grammars import tool_pieces
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolOptions
+from testbed.toy_tokenizer import byte_tokenizer
+
+TOOLS = ToolOptions(tools=(Tool(name="f"),))
+
+
+def test_flags_and_tables_name_the_same_formats() -> None:
+    assert set(TOOL_PARSER_CHOICES) == {"auto", "none", *TOOL_FORMATS}
+    assert set(REASONING_PARSER_CHOICES) == {"auto", "none", *REASONING_FORMATS}
+    assert set(tool_pieces._WRITERS) == set(TOOL_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes", "none"),
+        ("{% if tools %}<tool_call>\n<function=x>\n<parameter=y>{% endif %}", "qwen3_coder", "none"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral", "none"),
+        ('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}', "llama3_json", "none"),
+        ("{% if tools %}<tool_call>{% endif %}{% if enable_thinking %}<think></think>", "hermes", "qwen3"),
+        ("{{ content.split('</think>')[-1] }}", "none", "qwen3"),
+        ("[THINK][/THINK]", "none", "mistral"),
+        ("<tool_call>, but no variable", "none", "none"),
+        ("", "none", "none"),
+    ],
+)
+def test_auto_finds_the_formats(template: str, tools: str, reasoning: str) -> None:
+    found = choose_formats(template, byte_tokenizer())
+    assert (found.tool_parser, found.reasoning_parser) == (tools, reasoning)
+
+
+def test_a_flag_goes_before_the_template() -> None:
+    found = choose_formats("{{ tools }}<tool_call></think>", byte_tokenizer(), "mistral", "none")
+    assert (found.tool_parser, found.reasoning_parser) == ("mistral", "none")
+    with pytest.raises(ConfigError, match="--tool-call-parser 'x' is not one of auto, none, "):
+        choose_formats("", byte_tokenizer(), "x")
+
+
+def test_marks_that_are_tokens() -> None:
+    codec = byte_tokenizer()
+    codec.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    codec.add_tokens([AddedToken("[ARGS]", special=False), AddedToken("</think>", special=False)])
+    found = choose_formats("", codec, "mistral", "qwen3")
+    called, thought = codec.token_to_id("[TOOL_CALLS]"), codec.token_to_id("</think>")
+    # llguidance takes every added token in angle brackets, and every special one, for a token without a text.
+    assert found.mark_ids == {"[TOOL_CALLS]": called, "</think>": thought}
+    # Plain text leaves special tokens out, and no others.
+    assert found.visible == {called: "[TOOL_CALLS]"}
+
+
+def test_tools_need_a_format() -> None:
+    none, chosen = choose_formats("", byte_tokenizer()), choose_formats("", byte_tokenizer(), "hermes", "none", False)
+    none.check(ToolOptions())
+    none.check(ToolOptions(tools=TOOLS.tools, choice="none"))
+    with pytest.raises(InvalidRequest, match=r"start the gateway with --tool-call-parser, one of .*hermes"):
+        none.check(TOOLS)
+    with pytest.raises(InvalidRequest, match="--enable-auto-tool-choice"):
+        chosen.check(TOOLS)
+    chosen.check(ToolOptions(tools=TOOLS.tools, choice="required"))
+
+
+@pytest.mark.parametrize(
+    ("content", "opened"), [("<think>so", True), ("<think>so</think>then", False), ("then", False)]
+)
+def test_a_message_that_is_continued_may_be_within_its_reasoning(content: str, opened: bool) -> None:
+    formats = choose_formats("", byte_tokenizer(), "none", "qwen3")
+    messages = (ChatMessage("user", "x"), ChatMessage("assistant", content))
+    request = GenerateRequest(messages=messages, chat=ChatOptions(continue_final_message=True))
+    form = formats.answer_form(request, content)
+    assert form is not None
+    assert form.opened is opened
+    assert formats.answer_form(GenerateRequest(text="x"), "x") is None

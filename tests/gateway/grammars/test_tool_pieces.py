@@ -1,0 +1,175 @@
+"""Grammars of calls, followed by a random writer: every call has its tool's arguments, and the reader reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import llguidance.numpy
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
+from pillion.gateway.grammars.answer_grammar import Piece, join
+from pillion.gateway.grammars.tool_pieces import answer_pieces
+from pillion.gateway.tokens.answer_text import ReadAnswerText
+from pillion.gateway.tokens.detokenizer import new_detokenizer
+from pillion.gateway.tokens.stops import stop_strings
+from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
+from testbed.toy_tokenizer import byte_tokenizer
+
+EOS = 257
+MOST_TOKENS = 3000
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 1, "maximum": 99},
+        "unit": {"enum": ["c", "f"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = (
+    Tool(name="weather", parameters=json.dumps(SCHEMA)),
+    Tool(name="now", parameters='{"type": "object", "properties": {}, "additionalProperties": false}'),
+)
+# A format, its special tokens and its other added ones.
+MODELS: dict[str, tuple[str, list[str], list[str]]] = {
+    "hermes": ("hermes", [], []),
+    "hermes with tokens": ("hermes", [], ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+    "coder": ("qwen3_coder", [], ["<tool_call>", "</tool_call>"]),
+    "llama": ("llama3_json", ["<|python_tag|>"], []),
+    "mistral": ("mistral", ["[TOOL_CALLS]"], []),
+    "mistral v11": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
+}
+
+
+def codec_of(model: str) -> Tokenizer:
+    codec = byte_tokenizer()
+    codec.add_special_tokens([AddedToken(text, special=True) for text in MODELS[model][1]])
+    codec.add_tokens([AddedToken(text, special=False) for text in MODELS[model][2]])
+    return codec
+
+
+def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
+    """Tokens that a random writer chooses among those that the grammar allows; None where it never ends."""
+    tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
+    matcher, chosen, ids = LLMatcher(tokenizer, grammar), random.Random(seed), []
+    assert not matcher.is_error(), matcher.get_error()
+    mask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
+    for _ in range(MOST_TOKENS):
+        llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+        marks = [one for one in allowed if one > EOS and codec.id_to_token(one) != "añadido"]
+        if EOS in allowed and (allowed == [EOS] or chosen.random() < 0.3):
+            return ids
+        pick = chosen.choice(marks if marks and chosen.random() < 0.2 else [one for one in allowed if one != EOS])
+        assert matcher.consume_token(pick)
+        ids.append(pick)
+    return None
+
+
+def read(codec: Tokenizer, formats: ModelFormats, request: GenerateRequest, prompt: str, ids: list[int]) -> Any:
+    """Content and calls of an answer."""
+    form = formats.answer_form(request, prompt)
+    assert form is not None
+    answer = ReadAnswerText(new_detokenizer(codec), stop_strings(()), frozenset([EOS]), 0, form, AnswerParts())
+    deltas = [*(answer.push([one]) for one in ids), answer.flush()]
+    calls: dict[int, list[str]] = {}
+    for part in (part for delta in deltas for part in delta.tool_calls):
+        call = calls.setdefault(part.index, [part.name, ""])
+        call[1] += part.arguments
+    return "".join(delta.text for delta in deltas), list(calls.values()), answer.reasoning_tokens
+
+
+def fit(calls: list[list[str]]) -> None:
+    for name, arguments in calls:
+        schema = next(json.loads(tool.parameters) for tool in TOOLS if tool.name == name)
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+@pytest.mark.parametrize("several", [True, False])
+def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several: bool) -> None:
+    codec = codec_of(model)
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    options = ToolOptions(tools=TOOLS, choice=choice, name="weather", parallel_tool_calls=several)
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None)).text
+    ended = 0
+    for seed in range(6):
+        ids = written(codec, grammar, seed)
+        if ids is None:
+            continue
+        ended += 1
+        content, calls, _ = read(codec, formats, request, "", ids)
+        fit(calls)
+        if choice != "auto":
+            assert content == ""
+            assert calls
+        if choice == "named":
+            assert [name for name, _ in calls] == ["weather"]
+        assert several or len(calls) <= 1
+    assert ended >= 3
+
+
+@pytest.mark.parametrize(("prompt", "opened"), [("", None), ("<think>", True), ("<think></think>", False)])
+def test_reasoning_comes_before_calls_and_shapes(prompt: str, opened: bool | None) -> None:
+    codec = codec_of("hermes with tokens")
+    formats = choose_formats("", codec, "hermes", "qwen3")
+    thoughts = []
+    for options, shape in (
+        (ToolOptions(tools=TOOLS, choice="required", parallel_tool_calls=False), None),
+        (ToolOptions(), Piece('"yes" | "no"')),
+        (ToolOptions(tools=TOOLS, parallel_tool_calls=False), Piece('"yes" | "no"')),
+    ):
+        request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+        form = formats.answer_form(request, prompt)
+        assert form is not None
+        assert form.opened is opened
+        grammar = join(answer_pieces(form, formats, options, shape)).text
+        for seed in range(6):
+            ids = written(codec, grammar, seed)
+            if ids is None:
+                continue
+            content, calls, thought = read(codec, formats, request, prompt, ids)
+            fit(calls)
+            thoughts.append(thought)
+            assert content in ("yes", "no") if not calls else content == ""
+    assert any(thoughts) is (opened is not False)
+    assert all(thoughts) is (opened is True)
+
+
+@pytest.mark.parametrize(("strict", "loose", "held"), [(None, False, True), (None, True, False), (True, True, True)])
+def test_arguments_are_held_to_the_schema_where_it_is_wanted(strict: bool | None, loose: bool, held: bool) -> None:
+    codec = codec_of("hermes")
+    formats = choose_formats("", codec, "hermes", "none")
+    options = ToolOptions(
+        tools=(Tool(name="weather", parameters=json.dumps(SCHEMA), strict=strict),), choice="required"
+    )
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None, loose)).text
+    matcher = LLMatcher(LLTokenizer(codec.to_str(), eos_token=EOS), grammar)
+    text = '<tool_call>\n{"name": "weather", "arguments": {"other": 1}}\n</tool_call>'
+    ids = codec.encode(text).ids
+    assert (matcher.try_consume_tokens(ids) < len(ids)) is held
+
+
+def test_marks_are_named_as_llguidance_knows_them() -> None:
+    """The rule for which added tokens have no text is llguidance's own."""
+    codec = byte_tokenizer()
+    special, plain = ["[TOOL_CALLS]", "<think>"], ["</think>", "[ARGS]", "<|python_tag|>"]
+    codec.add_special_tokens([AddedToken(text, special=True) for text in special])
+    codec.add_tokens([AddedToken(text, special=False) for text in plain])
+    tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
+    known = {**choose_formats("", codec, "mistral", "qwen3").mark_ids}
+    known |= choose_formats("", codec, "llama3_json", "qwen3").mark_ids
+    for text in (*special, *plain):
+        assert tokenizer.is_special_token(codec.token_to_id(text)) is (text in known), text

@@ -1,0 +1,263 @@
+"""Tools and reasoning from request to client, with a scripted worker: over HTTP by OpenAI's client, and over gRPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from pillion.errors import InvalidRequest
+from pillion.net import rpc
+from pillion.types import (
+    AnswerSoFar,
+    ChatMessage,
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Resume,
+    SamplingParams,
+    Tool,
+    ToolCall,
+    ToolOptions,
+)
+from pillion.v1 import gateway_pb2_grpc
+from pillion.wire.public import delta_from_pb, origin_from_pb, request_to_pb
+from tests.support.fake_components import FakeCluster, running_fake_cluster, script_of
+from tests.support.http import call
+
+TEMPLATE = (
+    "{# <tool_call> <think> </think> #}{% if tools %}({{ tools | length }} tools){% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+ARGUMENTS = '{"city": "Zürich 🙂"}'
+CALL = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
+THOUGHT = "<think>\nI look.\n</think>\n\n"
+ANSWER = f"{THOUGHT}One moment. \n{CALL % ARGUMENTS}\n{CALL % '{}'}"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time"}},
+]
+ASKED: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+REQUEST = GenerateRequest(
+    messages=(ChatMessage("user", "hi"),),
+    tools=ToolOptions(tools=(Tool(name="weather", parameters=json.dumps(SCHEMA)), Tool(name="time"))),
+    request_id="same",
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fakes() -> AsyncIterator[FakeCluster]:
+    async with running_fake_cluster(ANSWER, template=TEMPLATE) as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def client_of(fakes: FakeCluster) -> openai.AsyncOpenAI:
+    url = f"http://{fakes.gateway.http_address}/v1"
+    return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+async def streamed(fakes: FakeCluster, request: GenerateRequest) -> tuple[list[Delta], Any]:
+    """All deltas of a gRPC stream, and its origin."""
+    deltas, origin = [], None
+    async with rpc.open_channel(fakes.gateway.grpc_address) as channel:
+        async for message in gateway_pb2_grpc.GatewayStub(channel).Generate(request_to_pb(request)):
+            origin = origin_from_pb(message.origin) if message.HasField("origin") else origin
+            deltas.append(delta_from_pb(message))
+    return deltas, origin
+
+
+def gathered(deltas: list[Delta]) -> tuple[str, str, dict[int, tuple[str, str, str]]]:
+    calls: dict[int, tuple[str, str, str]] = {}
+    for part in (part for delta in deltas for part in delta.tool_calls):
+        known = calls.get(part.index, ("", "", ""))
+        calls[part.index] = (known[0] + part.id, known[1] + part.name, known[2] + part.arguments)
+    return "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas), calls
+
+
+async def test_a_whole_answer(fakes: FakeCluster) -> None:
+    async with client_of(fakes) as client:
+        whole = await client.chat.completions.create(**ASKED)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "One moment."
+    assert choice.message.reasoning_content == choice.message.reasoning == "I look."
+    calls = choice.message.tool_calls
+    assert [(one.function.name, one.function.arguments) for one in calls] == [("weather", ARGUMENTS), ("weather", "{}")]
+    assert len({one.id for one in calls}) == 2
+    assert all(one.id.startswith("call_") and one.type == "function" for one in calls)
+    thought = len(script_of(THOUGHT.rstrip())) - 1
+    assert whole.usage.completion_tokens_details.reasoning_tokens == thought
+    assert fakes.decode.submits[-1].grammar
+    await fakes.settled()
+
+
+async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
+    async with client_of(fakes) as client:
+        asked = {**ASKED, "n": 2, "logprobs": True}
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        calls: list[dict[int, Any]] = [{}, {}]
+        texts, thoughts, tokens, reasons = ["", ""], ["", ""], [0, 0], ["", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                n, delta = choice.index, choice.delta
+                texts[n] += delta.content or ""
+                thoughts[n] += getattr(delta, "reasoning_content", None) or ""
+                tokens[n] += len(choice.logprobs.content) if choice.logprobs else 0
+                reasons[n] = choice.finish_reason or reasons[n]
+                assert len(delta.tool_calls or ()) <= 1
+                for part in delta.tool_calls or ():
+                    if part.id:
+                        # The first chunk of a call has everything but arguments.
+                        assert (part.type, part.function.name, part.function.arguments) == ("function", "weather", "")
+                        calls[n][part.index] = ""
+                    else:
+                        calls[n][part.index] += part.function.arguments
+            usage = chunk.usage
+    assert texts == ["One moment."] * 2
+    assert thoughts == ["I look."] * 2
+    assert calls == [{0: ARGUMENTS, 1: "{}"}] * 2
+    assert reasons == ["tool_calls"] * 2
+    assert tokens == [len(fakes.decode.script)] * 2
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * (len(script_of(THOUGHT.rstrip())) - 1)
+    await fakes.settled()
+
+
+async def test_the_clients_own_stream_gathers_calls(fakes: FakeCluster) -> None:
+    async with client_of(fakes) as client, client.chat.completions.stream(**ASKED) as stream:
+        whole = await stream.get_final_completion()
+    (message,) = [choice.message for choice in whole.choices]
+    assert [one.function.arguments for one in message.tool_calls] == [ARGUMENTS, "{}"]
+    assert message.content == "One moment."
+
+
+async def test_what_the_model_reads(fakes: FakeCluster) -> None:
+    history = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    told = "[user]hi[assistant]weather:Bonn[tool]rain[assistant]"
+    for choice, tools in (({}, "(2 tools)"), ({"tool_choice": "none"}, "")):
+        body = {**ASKED, "messages": history, "max_tokens": 1, **choice}
+        assert (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).status == 200
+        prompt = tuple(fakes.decode.submits[-1].token_ids)
+        assert prompt == script_of(tools + told)[:-1]
+    reply = await call(fakes.gateway.http_address, "/tokenize", {"messages": history, "tools": TOOLS})
+    assert reply.json["tokens"] == list(script_of("(2 tools)" + told)[:-1])
+
+
+async def test_an_answer_that_must_not_reason(fakes: FakeCluster) -> None:
+    body = {**ASKED, "chat_template_kwargs": {"enable_thinking": False}, "tools": None}
+    (choice,) = (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).json["choices"]
+    assert choice["message"]["content"].startswith("<think>")
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+    assert not fakes.decode.submits[-1].grammar
+
+
+@pytest.mark.parametrize("stop", ["oment", "I look", "weather"])
+async def test_a_stop_string_is_looked_for_in_content_alone(fakes: FakeCluster, stop: str) -> None:
+    reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, "stop": stop})
+    (choice,) = reply.json["choices"]
+    stopped = stop == "oment"
+    assert choice["finish_reason"] == ("stop" if stopped else "tool_calls")
+    assert choice["message"]["content"] == ("One m" if stopped else "One moment.")
+    assert ("tool_calls" in choice["message"]) is not stopped
+    await fakes.settled()
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "another tool's name"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+        "",
+    ),
+    ({"tools": TOOLS * 65}, "tools", "130 tools; at most 128"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**20}}]}, "tools", "bytes"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": "some"}, "tool_choice", "Invalid enum value"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+        "none of the tools",
+    ),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"function_call": "auto"}, "function_call", "not supported"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "names the call"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "no call"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[]"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].arguments",
+        "not a JSON object",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "param", "words"), WRONG)
+async def test_what_is_wrong_is_named(fakes: FakeCluster, wrong: dict[str, Any], param: str, words: str) -> None:
+    reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, **wrong})
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert words in reply.error["message"]
+
+
+async def test_over_grpc(fakes: FakeCluster) -> None:
+    deltas, _ = await streamed(fakes, REQUEST)
+    text, reasoning, calls = gathered(deltas)
+    assert (text, reasoning) == ("One moment.", "I look.")
+    assert [(name, arguments) for _, name, arguments in calls.values()] == [("weather", ARGUMENTS), ("weather", "{}")]
+    assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS
+    (model,) = await fakes.client.models()
+    assert (model.tool_call_parser, model.reasoning_parser) == ("hermes", "qwen3")
+    asked = replace(REQUEST, messages=(), text="hi")
+    with pytest.raises(InvalidRequest, match=r"tools\.tools.*only a conversation"):
+        await fakes.gateway.gateway.generate(asked)
+    calls_first = ChatMessage("user", "x", tool_calls=(ToolCall("c", "weather", "{}"),))
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.tool_calls"):
+        await fakes.gateway.gateway.generate(replace(REQUEST, messages=(calls_first,)))
+
+
+async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
+    sampling = SamplingParams(n=2)
+    whole, origin = await streamed(fakes, replace(REQUEST, sampling=sampling))
+    script = fakes.decode.script
+    expected = [gathered([delta for delta in whole if delta.index == n]) for n in (0, 1)]
+    for cut in (1, 9, 25, 40, 60, 80, 100, len(script) - 1):
+        begun = replace(REQUEST, sampling=replace(sampling, max_tokens=cut))
+        first, _ = await streamed(fakes, begun)
+        # What came is cut off as by a lost gateway: the parts that only the end made certain have not come.
+        seen = [delta for delta in first if delta.finish_reason is None and delta.index == 0]
+        tokens = tuple(token for delta in seen for token in delta.token_ids)
+        answers = (AnswerSoFar(tokens), AnswerSoFar(script, FinishReason.TOOL_CALLS))
+        rest, _ = await streamed(fakes, replace(REQUEST, sampling=sampling, resume=Resume(origin, answers)))
+        assert gathered(seen + [delta for delta in rest if delta.index == 0]) == expected[0]
+        assert rest[-1].usage == replace(whole[-1].usage)
+        assert rest[-1].usage.reasoning_tokens == 2 * (len(script_of(THOUGHT.rstrip())) - 1)
+    await fakes.settled()

@@ -1,0 +1,241 @@
+"""Conversations with tools are rendered as transformers renders them, by templates in the shape of real ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from pillion.errors import InvalidRequest
+from pillion.gateway.formats.tool_prompt import template_messages, template_tools
+from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.types import ChatMessage, Tool, ToolCall
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Où?"}}, "required": ["city"]}
+TOOLS = (
+    Tool(name="weather", description='Tells the "weather".', parameters=json.dumps(SCHEMA), strict=True),
+    Tool(name="now"),
+)
+MESSAGES = (
+    ChatMessage("system", "Be brief."),
+    ChatMessage("user", "Weather in Zürich and Bonn?"),
+    ChatMessage(
+        "assistant",
+        "",
+        tool_calls=(
+            ToolCall("abcdefgh1", "weather", '{"city": "Zürich", "days": [1, 2.5, null]}'),
+            ToolCall("abcdefgh2", "weather", '{"city": "Bonn"}'),
+        ),
+        reasoning="Two cities.",
+    ),
+    ChatMessage("tool", '{"sky": "<clear>"}', tool_call_id="abcdefgh1", name="weather"),
+    ChatMessage("tool", "rain", tool_call_id="abcdefgh2", name="weather"),
+    ChatMessage("assistant", "Clear, and rain."),
+    ChatMessage("user", "And now?"),
+)
+# The same, as a user of transformers writes it.
+PLAIN: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Weather in Zürich and Bonn?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Two cities.",
+        "tool_calls": [
+            {
+                "id": "abcdefgh1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2.5, None]}},
+            },
+            {"id": "abcdefgh2", "type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}},
+        ],
+    },
+    {"role": "tool", "content": '{"sky": "<clear>"}', "tool_call_id": "abcdefgh1", "name": "weather"},
+    {"role": "tool", "content": "rain", "tool_call_id": "abcdefgh2", "name": "weather"},
+    {"role": "assistant", "content": "Clear, and rain."},
+    {"role": "user", "content": "And now?"},
+]
+PLAIN_TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": 'Tells the "weather".', "parameters": SCHEMA},
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+# Qwen's: JSON between marks, results in user turns, thinking kept out of older turns.
+QWEN = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools>\\nAnswer within <tool_call></tool_call>.<|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not (loop.first and tools)) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if message.reasoning_content is defined and message.reasoning_content %}
+            {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content }}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}
+                    {{- tool_call.arguments }}
+                {%- else %}
+                    {{- tool_call.arguments | tojson }}
+                {%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+# Llama's: tools in the first user turn, one call a turn, results of a role of their own.
+LLAMA = """
+{{- bos_token }}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' and loop.index0 == 1 and tools is not none %}
+        {{- "<|start_header_id|>user<|end_header_id|>\\n\\n" }}
+        {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+        {%- for t in tools %}
+            {{- t | tojson(indent=4) }}
+            {{- "\\n\\n" }}
+        {%- endfor %}
+        {{- message['content'] + "<|eot_id|>" }}
+    {%- elif not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- for call in message.tool_calls %}
+            {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+            {{- '{"name": "' + call.function.name + '", "parameters": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- "}<|eot_id|>" }}
+        {%- endfor %}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable and message.content is not string %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Mistral's: lists of tools and calls, ids of nine characters, results by id.
+MISTRAL = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and loop.last %}
+            {{- "[AVAILABLE_TOOLS] [" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}
+                        {{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}
+                        {{- '"' + key + '": ' + val|tojson }}
+                    {%- endif %}
+                    {%- if not loop.last %}{{- ", " }}{%- endif %}
+                {%- endfor %}
+                {{- "}}" }}
+            {%- endfor %}
+            {{- "][/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message["content"] + "[/INST]" }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for tool_call in message.tool_calls %}
+            {%- set out = tool_call.function|tojson %}
+            {{- out[:-1] }}
+            {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+            {{- ', "id": "' + tool_call.id + '"}' }}
+            {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}
+        {%- endfor %}
+    {%- elif message["role"] == "assistant" %}
+        {{- " " + message["content"]|trim + eos_token}}
+    {%- elif message["role"] == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content|string + ', "call_id": "' + message.tool_call_id + '"}' }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Qwen3-Coder's: elements, with a loop over the arguments' items.
+CODER = """
+{%- for tool in tools or [] %}{{- "\\n<function>\\n<name>" ~ tool.function.name ~ "</name>" }}{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role }}
+    {%- for tool_call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n<function=' + tool_call.function.name + '>\\n' }}
+        {%- for args_name, args_value in tool_call.function.arguments | items %}
+            {{- '<parameter=' + args_name + '>\\n' }}
+            {%- set args_value = args_value if args_value is string else args_value | tojson | safe %}
+            {{- args_value }}
+            {{- '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- message.content + (' of ' + message.name if message.name is defined else '') + '<|im_end|>\\n' }}
+{%- endfor %}
+"""
+TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "coder": CODER}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("with_tools", [True, False])
+async def test_prompts_are_those_of_transformers(name: str, with_tools: bool) -> None:
+    template = ChatTemplate(TEMPLATES[name], SPECIALS)
+    try:
+        rendered = await template.render(MESSAGES, tools=TOOLS if with_tools else ())
+    finally:
+        await template.aclose()
+    ((expected,), _) = render_jinja_template(
+        conversations=[PLAIN],
+        chat_template=TEMPLATES[name],
+        tools=PLAIN_TOOLS if with_tools else None,
+        add_generation_prompt=True,
+        **SPECIALS,
+    )
+    assert rendered == expected
+    assert "weather" in rendered
+
+
+def test_messages_have_the_fields_that_they_were_given() -> None:
+    assert template_messages((ChatMessage("user", "x"),)) == [{"role": "user", "content": "x"}]
+    assert template_tools(()) is None
+    # The name of a result's tool is that of its call.
+    called = ChatMessage("assistant", "", tool_calls=(ToolCall("c", "weather", ""),))
+    first, second = template_messages((called, ChatMessage("tool", "rain", tool_call_id="c")))
+    assert bytes(first["tool_calls"][0]["function"]["arguments"]) == b"{}"
+    assert second == {"role": "tool", "content": "rain", "tool_call_id": "c", "name": "weather"}
+
+
+async def test_a_template_without_tools_refuses_them() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", SPECIALS)
+    with pytest.raises(InvalidRequest, match=r"tools\.tools: the model's chat template does not know tools"):
+        await template.render((ChatMessage("user", "x"),), tools=TOOLS)
