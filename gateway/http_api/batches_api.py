@@ -41,7 +41,7 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         input_file_id: the file with the requests.
-        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions or /v1/messages.
+        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
         completion_window: "24h".
         metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
     """
