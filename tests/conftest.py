@@ -9,12 +9,18 @@ is left alone with one of them in the end.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
 
 pytest_plugins = ["tests.support.limits"]
+
+# Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
+# crash the process; components run without them, too. gRPC reads this when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # On a loaded machine an example takes as long as it takes, and so does making it.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -38,7 +38,8 @@ MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
 # How long it waits for components that were there as recently as this: they answer no more, or their records are gone,
-# and a supervisor is bringing them back.
+# and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores and 14 s on
+# one, and a large model has to be read besides.
 RETURN_WAIT_S = 30.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25

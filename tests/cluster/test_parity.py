@@ -22,7 +22,7 @@ def test_subset_covers_every_pair() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 async def test_greedy_tokens_are_transformers() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         results = await run_cases(pairwise(), pathlib.Path(folder))

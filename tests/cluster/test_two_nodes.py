@@ -50,7 +50,8 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
-    flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
+    # What a fetch does not bring in its time is computed, and here every block is counted.
+    flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB", "--fetch-timeout-ms", "60000")
     with hosts(folder, "--model", "demo", "--dtype", "float32", "--max-model-len", "2048") as cluster:
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
@@ -112,7 +113,7 @@ def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> 
         asking.start()
         wait_for("the first blocks", lambda: cluster.node_status("kv-b").fetched_blocks > before)
         cluster.stop("kv-a", kill=True)
-        asking.join(60)
+        asking.join(300)
         ((got, last),) = found
         assert got == expected
         assert 0 < last.timings.prefilled_tokens < 2992, "some of it came over, some did not"

@@ -22,11 +22,12 @@ NOT_FOUND, EXHAUSTED, DEADLINE = 5, 8, 4
 async def awaiting(
     workers: Workers, connection: Connection, key: int = 1, **other: object
 ) -> tuple[Answer, OpenTicketReply]:
-    """A stream that waits at the node for a span that nobody has begun."""
+    """A stream that waits at the node for a span that nobody has begun, or whose wait is over already."""
     waits = workers.kvnode.pool.chain_waits
     ticket = await workers.ticket(TOKENS)
     answer = await connection.submit(submit_of(key, ticket, TOKENS, 9, awaited_blocks=AWAITED, **other))
-    await until("the decode worker to wait", lambda: workers.kvnode.pool.chain_waits == waits + 1)
+    books = workers.kvnode.pool
+    await until("the decode worker to wait", lambda: books.chain_waits == waits + 1 or answer.over.is_set())
     return answer, ticket
 
 

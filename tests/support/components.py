@@ -12,6 +12,7 @@ from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from testbed.conditions import until
 from testbed.redis import running_redis
+from tests.support.redis_nodes import patient
 
 # Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
 DISAGGREGATED: dict[str, Any] = {"split_policy": "disaggregated"}
@@ -80,7 +81,7 @@ async def running_components(
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url
-        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 5000}
+        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 30_000}
         socket = str(folder / "a.sock")
         kvnode = await start_kvnode(
             KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", attach_socket=socket, **(node or {}))
@@ -98,6 +99,7 @@ async def running_components(
         chosen = DISAGGREGATED | (gateway or {})
         edge = await start_gateway(GatewayFlags(**common, **model, http_port=0, grpc_port=0, **chosen))
         stack.push_async_callback(edge.stop)
+        patient(edge.gateway.cluster.index)
         await until_known(edge.gateway, {"prefill-0", "decode-0"})
         client = await stack.enter_async_context(AsyncClient(edge.grpc_address))
         yield Components(kvnode, first, second, edge, client, folder, common, model)

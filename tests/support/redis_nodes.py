@@ -19,13 +19,13 @@ ROOT = bytes(32)
 TTL_MS = 60_000
 PATIENT_DEADLINE_MS = 30_000
 
-Caller = TypeVar("Caller", Registry, IndexWriter)
+Caller = TypeVar("Caller", Registry, Index, IndexWriter)
 
 
 def patient(caller: Caller) -> Caller:
-    """Return a client of Redis that a test calls itself, with longer deadlines.
+    """Return a client of Redis with longer deadlines, for a test that needs every answer.
 
-    A component outlasts a Redis that is late. A test does not, and on a busy machine a sound Redis may take a second.
+    A component outlasts a Redis that is late, and on a busy machine a sound Redis may take a second.
     """
     call_each = caller._link.call_each
 

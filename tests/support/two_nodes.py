@@ -27,7 +27,7 @@ class Hosts:
     def __init__(self, folder: pathlib.Path, redis_url: str, model: tuple[str, ...]) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "3000")
+        self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
         self._model = model
 
     def node(self, node_id: str, *flags: str) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from pillion.config import WorkerFlags
+from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.worker import Worker
@@ -163,10 +164,17 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
     """A process that was paused and has not asked the node yet may be fenced, so it sends nothing."""
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         slow_steps(workers)
-        worker, asking = workers.decode.worker, asyncio.Event()
-        real = worker.node.heartbeat
+        worker, asked, asking, sent = workers.decode.worker, asyncio.Event(), asyncio.Event(), list[int]()
+        real, publish = worker.node.heartbeat, worker.epoch._steps._on_outcome
+
+        def counted(outcome: Outcome) -> None:
+            sent.extend(token for update in outcome.updates for token in update.token_ids)
+            publish(outcome)
+
+        monkeypatch.setattr(worker.epoch._steps, "_on_outcome", counted)
 
         async def unanswered(epoch: int, **options: Any) -> HeartbeatReply:
+            asked.set()
             await asking.wait()
             return await real(epoch, **options)
 
@@ -174,14 +182,15 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 500))
         await until("a token", lambda: answer.token_ids)
         monkeypatch.setattr(worker.node, "heartbeat", unanswered)
+        # The answer to the question before it has come by then.
+        await asked.wait()
         await until("the lease's end", lambda: worker.epoch.held_back)
-        # Everything has arrived that was sent before.
-        await loop_turns()
-        received = len(answer.token_ids)
+        received = len(sent)
+        await until("everything that was sent before", lambda: len(answer.token_ids) == received)
         # The stream has slots for so many steps, even if the first outcome that is held back asks for more.
         await until("more outcomes", lambda: worker.epoch.held_back >= 3)
         await loop_turns()
-        assert len(answer.token_ids) == received
+        assert len(sent) == len(answer.token_ids) == received
         asking.set()
         await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or sent twice"

@@ -20,7 +20,7 @@ from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
-from tests.support.redis_nodes import Chain, fake_nodes, found, node_record, until_found
+from tests.support.redis_nodes import Chain, fake_nodes, node_record, until_found
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, inde
     [node] = await fake_nodes(redis.url, "a")
     known, unknown = Chain([1, 2]), Chain([3])
     await node.has(known)
-    assert await found(index, known.packed, 2)
+    await until_found(index, known.packed, 2)
     redis.kill()
     for _ in range(50):
         assert await index.longest_prefix(unknown.packed) == []
@@ -50,7 +50,7 @@ async def test_a_stopped_redis_is_not_waited_for(redis: RedisServer, index: Inde
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     await node.has(chain)
-    assert await found(index, chain.packed, 2)
+    await until_found(index, chain.packed, 2)
     with redis.stopped():
         async with asyncio.timeout(10):
             begun = time.monotonic()
@@ -148,6 +148,7 @@ async def test_a_server_that_speaks_nonsense(short_folder: str, nonsense: bytes)
     server.close()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(100))
@@ -169,6 +170,7 @@ async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index
     assert [part.component_id for part in await node.registry.components()] == ["a"]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(3))
@@ -182,26 +184,28 @@ async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) 
     assert await node.registry.components() == []
     await node.sweep_all(chain)
     await node.has(chain)
-    assert await found(index, chain.packed, 3)
+    await until_found(index, chain.packed, 3)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     await node.has(chain)
-    assert await found(index, chain.packed, 2)
+    await until_found(index, chain.packed, 2)
     redis.command("CONFIG", "SET", "replica-serve-stale-data", "yes")
     # Its master is nowhere: it keeps what it has.
     redis.command("REPLICAOF", "127.0.0.1", "1")
     for work in (lambda: node.has(chain), node.beat):
         with pytest.raises(Unavailable, match=r"READONLY|read only"):
             await work()
-    assert await found(index, chain.packed, 2, available=True)
+    await until_found(index, chain.packed, 2, available=True)
     redis.command("REPLICAOF", "NO", "ONE")
     assert await node.beat()
     assert not (await node.has(chain)).unreported
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
@@ -209,19 +213,20 @@ async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index:
     redis.command("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(Unavailable, match=r"OOM|maxmemory"):
         await node.has(Chain([3]))
-    assert await found(index, chain.packed, 2, available=True)
+    await until_found(index, chain.packed, 2, available=True)
     redis.command("CONFIG", "SET", "maxmemory", "0")
     await node.has(Chain([3]))
-    assert await found(index, Chain([3]).packed, 1)
+    await until_found(index, Chain([3]).packed, 1)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     redis.command("SCRIPT", "FLUSH")
     await node.has(chain)
     redis.command("SCRIPT", "FLUSH")
-    assert await found(index, chain.packed, 2)
+    await until_found(index, chain.packed, 2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -272,6 +277,7 @@ def test_the_breaker() -> None:
     assert breaker.may_try(2.0)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_part_that_was_lost_gets_the_same_number_again(redis: RedisServer) -> None:
     a, b = await fake_nodes(redis.url, "a", "b")
     await a.registry.leave("a")

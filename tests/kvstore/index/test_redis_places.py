@@ -77,6 +77,7 @@ def without_registry(servers: list[PortServer]) -> PortServer:
     return next(server for server in servers if not server.command("CLUSTER COUNTKEYSINSLOT", slot))
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_cluster_answers_as_one_server(cluster: list[PortServer]) -> None:
     url = cluster_url(cluster)
     a, b = await fake_nodes(url, "a", "b")
@@ -114,7 +115,7 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortS
     index = Index(url)
     chain = Chain(range(2, 2 + 40 * SEGMENT_BLOCKS))
     await a.has(chain)
-    assert await found(index, chain.packed, len(chain))
+    await until_found(index, chain.packed, len(chain))
     victim = without_registry(cluster)
     victim.send_signal(signal.SIGSTOP)
     try:
@@ -136,6 +137,7 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(cluster: list[PortS
     await index.aclose()
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_shard_that_was_emptied_is_told_again(
     cluster: list[PortServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +163,7 @@ async def test_a_shard_that_was_emptied_is_told_again(
         return blocks_at(victim) == before
 
     await until("the shard to be whole", whole)
-    assert await found(index, chain.packed, len(chain))
+    await until_found(index, chain.packed, len(chain))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await announcer.leave()
@@ -203,10 +205,10 @@ async def test_tls_with_an_acl_user(tls: TlsServer) -> None:
     index = Index(url)
     chain = Chain(range(100))
     await a.has(chain)
-    assert await found(index, chain.packed, 100, available=True)
+    await until_found(index, chain.packed, 100, available=True)
     await a.lost(chain, 60)
     await a.sweep_all(chain)
-    assert await found(index, chain.packed, 60)
+    await until_found(index, chain.packed, 60)
     await a.registry.leave("a")
     await a.aclose()
     await index.aclose()

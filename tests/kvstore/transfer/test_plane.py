@@ -27,6 +27,8 @@ BLOCK_BYTES = 65536
 NUM_SLOTS = 64
 # What reader and source have. The last one finds no one-sided path, and streams.
 SOURCES = {"grpc": "grpc", "nixl": "nixl", "nixl-tcp": "nixl"}
+# How long a read waits for a source that says nothing: a sound one on a loaded machine, and one that was stopped.
+PATIENT_S, HASTY_S = 30.0, 0.5
 # Real seconds in which a late write would show: it comes from another process, or a thread of a library's.
 QUIET_S = 0.5
 
@@ -41,7 +43,7 @@ class Reader:
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.plane: DataPlane
         if transport != "grpc":
-            self.plane = NixlPlane(self.pool, stall_timeout_s=0.5)
+            self.plane = NixlPlane(self.pool, stall_timeout_s=PATIENT_S)
         else:
             self.plane = GrpcPlane(self.pool)
         self.addresses = addresses
@@ -60,7 +62,7 @@ class Reader:
     async def pin(self, count: int, first_block: int = 0, node_id: str = "source") -> tuple[Peer, PinBlocksReply]:
         peer = await self.peers.get(node_id)
         hashes, _ = chain_of(self.num_slots)
-        return peer, await peer.pin(b"".join(hashes[:count]), first_block, 5.0)
+        return peer, await peer.pin(b"".join(hashes[:count]), first_block, WITHIN_S)
 
     async def aclose(self) -> None:
         await self.peers.aclose()
@@ -76,7 +78,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip(trouble)
     if kind == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr(peers, "STREAM_STALL_S", 0.5)
+    monkeypatch.setattr(peers, "STREAM_STALL_S", PATIENT_S)
     monkeypatch.setattr(peers, "ADDRESSES_TTL_S", 0.0)
     return kind
 
@@ -194,18 +196,22 @@ async def test_a_source_that_is_killed_when_part_has_come(transport: str) -> Non
             await _over_and_quiet(reader, read, pinned)
 
 
-async def test_a_source_that_is_stopped_while_it_is_read(transport: str, mortal: SourceProcess) -> None:
+async def test_a_source_that_is_stopped_while_it_is_read(
+    transport: str, mortal: SourceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes that a stopped source sends once it goes on must not reach slots that another owner may have by then."""
     async with reading(transport, mortal) as reader:
         peer, pinned = await reader.pin(NUM_SLOTS)
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots[:1], (0,))
         mortal.signal(signal.SIGSTOP)
+        monkeypatch.setattr(peers, "STREAM_STALL_S", HASTY_S)
         read = asyncio.create_task(peer.read(reader.plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS))))
         await asyncio.wait([read], timeout=WITHIN_S)
         assert read.done(), "a read ends by itself"
         assert read.exception() is None or isinstance(read.exception(), Unavailable)
         reader.memory[BLOCK_BYTES:] = bytes(len(reader.memory) - BLOCK_BYTES)
         mortal.signal(signal.SIGCONT)
+        monkeypatch.setattr(peers, "STREAM_STALL_S", PATIENT_S)
         await stays_quiet(reader)
         assert not any(reader.memory[BLOCK_BYTES:])
         # It is back: the next read works.

@@ -26,6 +26,8 @@ from tests.support.processes import started
 
 BLOCK_BYTES = 2**18
 NUM_SLOTS = 64
+# How long a read waits for a source that says nothing: a sound one on a loaded machine, and one that was stopped.
+PATIENT_S, HASTY_S = 30.0, 0.5
 # Real seconds in which the late answer of a source that goes on would show: another process sends it.
 QUIET_S = 0.3
 # Real seconds of which an idle process's share of a processor is measured.
@@ -46,18 +48,20 @@ async def main():
 async def peers_pin(peers):
     from testbed.plane_source import chain_of
     peer = await peers.get("source")
-    return peer, await peer.pin(b"".join(chain_of(64)[0]), 0, 5.0)
+    return peer, await peer.pin(b"".join(chain_of(64)[0]), 0, 60.0)
 
 asyncio.run(main())
 """
 
 
 @contextlib.asynccontextmanager
-async def reading_side(address: str) -> AsyncIterator[tuple[Peers, NixlPlane, memoryview]]:
+async def reading_side(
+    address: str, stall_timeout_s: float = PATIENT_S
+) -> AsyncIterator[tuple[Peers, NixlPlane, memoryview]]:
     """Peers, plane and memory of a node that reads from the one at ``address``."""
     segment = Segment(NUM_SLOTS * BLOCK_BYTES)
     memory = map_shared(segment.fileno(), NUM_SLOTS * BLOCK_BYTES)
-    plane = NixlPlane(HostMemory(memory, NUM_SLOTS, BLOCK_BYTES), stall_timeout_s=0.5)
+    plane = NixlPlane(HostMemory(memory, NUM_SLOTS, BLOCK_BYTES), stall_timeout_s=stall_timeout_s)
 
     async def directory() -> Mapping[str, str]:
         return {"source": address}
@@ -91,7 +95,7 @@ async def test_readers_that_are_killed_take_no_source_with_them() -> None:
             assert source.process.poll() is None
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             await peer.read(plane, pinned.ticket_id, pinned.slots[:2], (0, 1))
             assert bytes(memory[BLOCK_BYTES : 2 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
             assert source.process.poll() is None
@@ -103,7 +107,7 @@ async def test_blocks_come_one_sided_where_there_is_a_way(caplog: pytest.LogCapt
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             # The stream would refuse a ticket that does not exist.
             assert NUM_SLOTS * BLOCK_BYTES > 2 * nixl_plane.MAX_PART_BYTES
             await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
@@ -122,18 +126,20 @@ async def test_a_source_that_is_stopped_before_its_first_read(
 ) -> None:
     """The probe finds nobody. What it had asked for arrives later, and touches no slot; nobody is written off."""
     caplog.set_level("INFO")
-    monkeypatch.setattr("pillion.kvstore.transfer.peers.STREAM_STALL_S", 0.3)
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
-        async with reading_side(source.address) as (peers, plane, memory):
+        async with reading_side(source.address, HASTY_S) as (peers, plane, memory):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             source.signal(signal.SIGSTOP)
+            monkeypatch.setattr("pillion.kvstore.transfer.peers.STREAM_STALL_S", HASTY_S)
             reading = asyncio.create_task(peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS))))
             await asyncio.wait([reading], timeout=WITHIN_S)
             assert reading.done()
             assert reading.exception() is not None
             assert "by gRPC" in caplog.text
             source.signal(signal.SIGCONT)
+            monkeypatch.setattr("pillion.kvstore.transfer.peers.STREAM_STALL_S", PATIENT_S)
+            plane._stall_timeout_s = PATIENT_S
             await asyncio.sleep(QUIET_S)
             assert not any(memory)
             await peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
@@ -150,7 +156,7 @@ async def test_a_source_without_nixl_is_streamed_from() -> None:
     with running_source("grpc", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             assert not peer.pool.nixl_metadata
             await peer.read(plane, pinned.ticket_id, pinned.slots[:2], (3, 2))
             assert bytes(memory[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
@@ -160,7 +166,7 @@ async def test_many_first_reads_share_one_probe() -> None:
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, memory):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             reads = [peer.read(plane, pinned.ticket_id, (slot,), (own,)) for own, slot in enumerate(pinned.slots[:16])]
             await asyncio.gather(*reads)
             for own, slot in enumerate(pinned.slots[:16]):
@@ -173,7 +179,7 @@ async def test_an_idle_node_costs_next_to_nothing() -> None:
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
         async with reading_side(source.address) as (peers, plane, _):
             peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, 5.0)
+            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
             await peer.read(plane, pinned.ticket_id, pinned.slots[:1], (0,))
             pids = (source.process.pid, os.getpid())
             before = [_cpu_s(pid) for pid in pids]

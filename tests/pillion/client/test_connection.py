@@ -32,7 +32,7 @@ from testbed.conditions import until
 from tests.support.fake_components import running_fake_cluster
 
 # Real time, because gRPC's own clock sends the pings: six of them, one more than a server with its defaults allows.
-IDLE_S = 6.5
+IDLE_S = 8.0
 CONFIG = """
 [req]
 distinguished_name = name
