@@ -63,10 +63,10 @@ def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
 
 def _scored_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
     """Yields the rows that each piece scores."""
-    for piece, end in zip(pieces, ends, strict=True):
-        if piece.scores:
-            behind = end - (piece.start + piece.count - piece.scores_end)
-            yield from range(behind - piece.scores, behind)
+    for place in [place for place, piece in enumerate(pieces) if piece.scores]:
+        piece = pieces[place]
+        behind = ends[place] - (piece.start + piece.count - piece.scores_end)
+        yield from range(behind - piece.scores, behind)
 
 
 def build_sampling(plan: StepPlan) -> SamplingRows:

@@ -36,11 +36,18 @@ class LogprobReport:
         masses = [softmax_mass(table[row], peak, one) for row, peak in zip(self._reporting, top, strict=True)]
         self._log_mass = top + np.log(np.array(masses))
 
-    def of(self, chosen: Int64) -> tuple[TokenLogprob | None, ...]:
-        """Returns an entry for each row's token ``chosen`` [R]; None for rows that report nothing."""
+    def of(self, chosen: Int64, *, ranked: bool = False) -> tuple[TokenLogprob | None, ...]:
+        """Returns an entry for each row's token ``chosen`` [R]; None for rows that report nothing. ``ranked`` entries
+        have ranks, and a log probability of NaN where a row's logits are no numbers."""
         entries: list[TokenLogprob | None] = [None] * len(chosen)
         tokens = chosen[self._reporting]
-        own = _floored(self._table[self._reporting, tokens] - self._log_mass)
+        logits = self._table[self._reporting, tokens]
+        own = _floored(logits - self._log_mass)
+        ranks = [0] * len(own)
+        if ranked:
+            own[~np.isfinite(self._log_mass)] = np.nan
+            rows = zip(self._reporting.tolist(), logits, strict=True)
+            ranks = [1 + int(np.count_nonzero(self._table[row] > logit)) for row, logit in rows]
         alternatives = _floored(self._values - self._log_mass[:, None])
         for place, row in enumerate(self._reporting.tolist()):
             count = self._counts[place]
@@ -49,6 +56,7 @@ class LogprobReport:
                 float(own[place]),
                 tuple(self._tokens[place, :count].tolist()),
                 tuple(alternatives[place, :count].tolist()),
+                ranks[place],
             )
         return tuple(entries)
 

@@ -1,7 +1,7 @@
 """How likely tokens were that are known already, which are those of a prompt: log-softmax of unedited logits.
 
-The same operators run on the host and on a GPU. Rows are taken a few at a time, so that a step needs little memory
-beside its logits. Never raises.
+The host's code takes row after row, which stay in its caches; a GPU's takes a few rows at a time, so that a step needs
+little memory beside its logits. Never raises.
 """
 
 from __future__ import annotations
@@ -9,25 +9,32 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from pillion.engine.sampling.logprobs import MIN_LOGPROB
-from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.logprobs import MIN_LOGPROB, LogprobReport
+from pillion.engine.sampling.sampler import sample, whole_groups
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
 from pillion.types import TokenLogprob
 
-# Rows of one round, whose temporary values are as large as their logits.
+# Rows of one round on a GPU, whose temporary values are as large as their logits.
 ROUND_ROWS = 32
 
 
 def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Chooses a token for the first rows of logits [R + Q, V] on the host as :func:`sample` does, and scores the
+    """Chooses a token for the first rows of logits [R + Q, V] on the host, as :func:`sample` does, and scores the
     others."""
     if rows.scored is None:
         return sample(logits, rows)
-    count, tokens = len(rows), torch.from_numpy(rows.scored.token_ids)
-    found = score(logits[count:], tokens, most_alternatives(rows.scored, logits.shape[1]))
-    return replace(sample(logits[:count], rows), scored=entries(found, rows.scored))
+    count = len(rows)
+    return replace(sample(logits[:count], rows), scored=score_on_host(logits[count:], rows.scored))
+
+
+def score_on_host(logits: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
+    """An entry for each of the rows of logits [Q, V]; its log probability is NaN where these are no numbers."""
+    with np.errstate(all="ignore"):
+        report = LogprobReport(whole_groups(logits), logits.shape[1], rows.alternatives)
+        return tuple(one for one in report.of(rows.token_ids, ranked=True) if one is not None)
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Tensor:

@@ -7,8 +7,9 @@ What is cached may lie on other nodes, or on a disk: it is fetched before the sp
 prefill worker of another node is taken where the decode worker's node has none.
 
 ``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
-Always: cached <= split <= the last whole block that ends at or before N - 1. The policy decides where it falls;
-with ``auto`` predictions do, which then choose the workers too (:mod:`pillion.gateway.planning.plan_auto`).
+Always: cached <= split <= the last whole block that ends at or before N - 1, or before the first token whose log
+probability is asked: only the decode worker has logits, and nobody computes them twice. The policy decides where it
+falls; with ``auto`` predictions do, which then choose the workers too (:mod:`pillion.gateway.planning.plan_auto`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -17,8 +18,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from pillion import Client
+from pillion import Client, Delta
 from pillion.errors import InvalidRequest, NotFound
+from pillion.types import TokenLogprob
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import save_model
@@ -186,9 +188,33 @@ def test_several_sampled_answers_survive_kills(model: str) -> None:
             for role in ("decode", "kvnode"):
                 assert read(client, f"after {role}", role) == expected
                 wait_for("prefill to serve again", lambda: answered_by_prefill(client))
+            score_over_a_kill(running, client)
         assert all(len(tokens) == 150 for tokens in expected.values())
         assert len({tuple(tokens) for tokens in expected.values()}) == 3
         wait_for("all slots back", lambda: idle(running))
+
+
+def score_over_a_kill(running: ServedCluster, client: Client) -> None:
+    """A worker that is killed amid a prompt costs no log probability, and none comes twice."""
+    ids = prompt(6, 800)
+    asked: Any = {"prompt_logprobs": 1, "temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
+
+    def gathered(deltas: list[Delta]) -> tuple[list[int], list[TokenLogprob]]:
+        tokens = [one for delta in deltas for one in delta.token_ids]
+        return tokens, [one for delta in deltas for one in delta.prompt_logprobs]
+
+    wanted_tokens, wanted = gathered(list(client.generate(ids, **asked)))
+    stream = client.generate(ids, **asked)
+    deltas = [next(stream)]
+    running.kill("decode")
+    deltas += stream
+    tokens, scores = gathered(deltas)
+    assert deltas[-1].timings is not None
+    assert deltas[-1].timings.replays >= 1
+    assert tokens == wanted_tokens
+    assert [one.token_id for one in scores] == ids[1:]
+    assert [one.top_ids for one in scores] == [one.top_ids for one in wanted]
+    assert [one.logprob for one in scores] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
 
 
 def test_streams_move_to_another_worker(model: str) -> None:

@@ -196,6 +196,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.cancelled: list[int] = []
         self.connections = 0
         self.break_after: int | None = None
+        # How many more times the connection breaks amid the scores of a prompt.
+        self.breaks_amid_scores = 0
+        self.scores_per_delta = 8
         self.refusals: list[tuple[int, bool]] = []
         self.silent: set[int] = set()
         self.gate = asyncio.Event()
@@ -269,8 +272,27 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
             await asyncio.sleep(0.05)
         await self.gate.wait()
+        if submit.sampling.HasField("prompt_logprobs") and not await self._score(submit, out):
+            return
         computed.set()
         await self._stream(submit, out)
+
+    async def _score(self, submit: Submit, out: asyncio.Queue[Any]) -> bool:
+        """Score the prompt, ``scores_per_delta`` tokens at a time. False: the connection breaks behind the first."""
+        tokens = submit.token_ids[: submit.prompt_tokens]
+        for at in range(submit.scored_tokens + 1, len(tokens), self.scores_per_delta):
+            await asyncio.sleep(self.pace_s)
+            delta = DecodeDelta(key=submit.key)
+            for place, token in enumerate(tokens[at : at + self.scores_per_delta], at):
+                tops = range(token, token + submit.sampling.prompt_logprobs)
+                scored = TokenLogprob(token, -place / 64, tuple(tops), tuple(-float(n) for n in tops), 2)
+                delta.prompt_logprobs.append(logprob_to_pb(scored))
+            out.put_nowait(delta)
+            if self.breaks_amid_scores:
+                self.breaks_amid_scores -= 1
+                out.put_nowait(None)
+                return False
+        return True
 
     async def _follow(self, fork: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         await computed.wait()

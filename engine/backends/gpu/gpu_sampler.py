@@ -84,7 +84,7 @@ class GpuSampler:
         and to score the others."""
         count = len(rows)
         with torch.inference_mode():
-            scores = self._score(logits[count:], rows)
+            logits, scores = logits[:count], self._score(logits[count:], rows)
             if not count:
                 return GpuChoice(torch.empty(0, dtype=torch.int32), None, rows, self._event(), scores)
             logits, late, edits = logits[:count], NO_IDS, rows.edits

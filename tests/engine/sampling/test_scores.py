@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
 from pillion.engine.sampling.sampling_rows import ScoredRows
-from pillion.engine.sampling.scores import ROUND_ROWS, entries, most_alternatives, sample_and_score, score
+from pillion.engine.sampling.scores import (
+    ROUND_ROWS,
+    entries,
+    most_alternatives,
+    sample_and_score,
+    score,
+    score_on_host,
+)
 from tests.support.sampling import RowParameters, rows_of
 
 
-def scored(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) -> list:
+def on_host(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) -> list:
+    return list(score_on_host(logits, ScoredRows(np.array(tokens, np.int64), np.array(alternatives, np.int64))))
+
+
+def on_device(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) -> list:
     rows = ScoredRows(np.array(tokens, np.int64), np.array(alternatives, np.int64))
     most = most_alternatives(rows, logits.shape[1])
     return list(entries(score(logits, torch.tensor(tokens), most), rows))
 
 
+@pytest.mark.parametrize("scored", [on_host, on_device])
 @pytest.mark.parametrize("vocab_size", [5, 128, 1000])
-def test_any_rows(vocab_size: int) -> None:
+def test_any_rows(vocab_size: int, scored: Callable) -> None:
     generator = torch.Generator().manual_seed(1)
     count = 2 * ROUND_ROWS + 3
     logits = torch.randn(count, vocab_size, generator=generator) * 8
@@ -33,7 +47,8 @@ def test_any_rows(vocab_size: int) -> None:
         assert one.rank == int((row > row[token]).sum()) + 1
 
 
-def test_numbers_that_are_none() -> None:
+@pytest.mark.parametrize("scored", [on_host, on_device])
+def test_numbers_that_are_none(scored: Callable) -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
     impossible, *broken = scored(logits, [1, 0, 1, 1], [3] * 4)
     assert (impossible.logprob, impossible.rank, impossible.top_logprobs[2]) == (MIN_LOGPROB, 3, MIN_LOGPROB)
@@ -47,5 +62,5 @@ def test_rows_that_choose_and_rows_that_score() -> None:
     object.__setattr__(rows, "scored", ScoredRows(np.array([4, 5, 6]), np.array([0, 1, 2])))
     found = sample_and_score(logits, rows)
     assert (len(found.token_ids), found.token_ids[0], len(found.logprobs)) == (2, 7, 2)
-    assert list(found.scored) == scored(kept[2:], [4, 5, 6], [0, 1, 2])
+    assert list(found.scored) == on_host(kept[2:], [4, 5, 6], [0, 1, 2])
     assert torch.equal(logits, kept)
