@@ -10,7 +10,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 
-class Weather(BaseModel):
+class CityForecast(BaseModel):
     """Tells the weather."""
 
     city: str = Field(max_length=8)
@@ -21,7 +21,7 @@ def main() -> None:
     """Asks in every way that langchain has, and prints the calls."""
     url, model = sys.argv[1:]
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, max_tokens=300, seed=3, max_retries=0)
-    bound = chat.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
+    bound = chat.bind_tools([CityForecast], tool_choice="required", parallel_tool_calls=False)
     asked = HumanMessage("Bonn?")
     whole = bound.invoke([asked])
     streamed = None
@@ -32,8 +32,8 @@ def main() -> None:
     found = {
         "whole": call["args"],
         "streamed": streamed.tool_calls[0]["args"],
-        "by_tool": chat.with_structured_output(Weather, method="function_calling").invoke([asked]).model_dump(),
-        "by_schema": chat.with_structured_output(Weather, method="json_schema").invoke([asked]).model_dump(),
+        "by_tool": chat.with_structured_output(CityForecast, method="function_calling").invoke([asked]).model_dump(),
+        "by_schema": chat.with_structured_output(CityForecast, method="json_schema").invoke([asked]).model_dump(),
         "again": bound.invoke(history).tool_calls[0]["args"],
     }
     print(json.dumps(found))

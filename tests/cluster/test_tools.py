@@ -35,14 +35,14 @@ TEMPLATE = (
 )
 
 
-class Weather(pydantic.BaseModel):
+class Forecast(pydantic.BaseModel):
     """Tells the weather."""
 
     city: str = pydantic.Field(max_length=8)
     days: int = pydantic.Field(ge=1, le=9)
 
 
-TOOL: Any = openai.pydantic_function_tool(Weather)
+TOOL: Any = openai.pydantic_function_tool(Forecast)
 SCHEMA = TOOL["function"]["parameters"]
 ASKED: dict[str, Any] = {
     "model": "tiny",
@@ -87,7 +87,7 @@ async def proven(components: Components) -> None:
     pool.check_integrity()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
 async def test_random_weights_write_valid_calls(components: Components, choice: Any) -> None:
     asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False, "n": 3}
     async with client_of(components) as client:
@@ -99,22 +99,22 @@ async def test_random_weights_write_valid_calls(components: Components, choice: 
             assert one.finish_reason == "tool_calls"
             assert one.message.content in (None, "")
             (call,) = one.message.tool_calls
-            assert isinstance(call.function.parsed_arguments, Weather)
+            assert isinstance(call.function.parsed_arguments, Forecast)
     calls = [[one.message.tool_calls[0].function.arguments for one in each.choices] for each in (whole, streamed)]
     assert calls[0] == calls[1]
     await proven(components)
 
 
 async def test_clients_over_grpc_and_without_servers_say_the_same(components: Components, tiny: pathlib.Path) -> None:
-    tool = Tool(name="Weather", parameters=json.dumps(SCHEMA), strict=True)
-    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "Weather"}
+    tool = Tool(name="Forecast", parameters=json.dumps(SCHEMA), strict=True)
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "Forecast"}
     collector = OutputCollector(None, None, False)
     async for delta in components.client.chat(ASKED["messages"], max_tokens=300, temperature=0, **asked):
         collector.add(delta)
     (answer,) = collector.output().outputs
     (call,) = answer.tool_calls
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
-    assert (answer.finish_reason, call.name, answer.text) == ("tool_calls", "Weather", "")
+    assert (answer.finish_reason, call.name, answer.text) == ("tool_calls", "Forecast", "")
     # The answer goes back as it came.
     history = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": answer.tool_calls}]
     history.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
@@ -146,7 +146,7 @@ async def test_reasoning_comes_before_the_call(components: Components, tiny: pat
         ended = await client.chat.completions.create(**asked, logit_bias={str(end): 100}, extra_body=body)
     assert ended.usage.completion_tokens_details.reasoning_tokens == 1
     (call,) = ended.choices[0].message.tool_calls
-    Weather.model_validate_json(call.function.arguments)
+    Forecast.model_validate_json(call.function.arguments)
     await proven(components)
 
 
@@ -181,6 +181,6 @@ async def test_other_clients_read_the_calls(components: Components, script: str)
     found = json.loads(out.decode().splitlines()[-1])
     assert {"whole", "streamed", "again"} <= set(found)
     for arguments in found.values():
-        Weather.model_validate(arguments)
+        Forecast.model_validate(arguments)
     assert found["whole"] == found["streamed"]
     await proven(components)
