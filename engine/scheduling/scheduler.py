@@ -312,6 +312,9 @@ class Scheduler:
         if grammar.failure is not None:
             self.fail(sequence.seq_id, grammar.failure, now)
             return False
+        if sequence.is_prompt_only or sequence.unscored_from is not None:
+            # The prompt is computed for its own sake.
+            return True
         # Answers that begin with this one's first token need that to be chosen.
         if not grammar.completes or sequence.forks or (grammar.forced and sequence.reports_logprobs):
             return True
