@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import msgspec
 
@@ -141,9 +141,14 @@ class GatewayServer:
     async def _beat(self, heartbeat_s: float) -> None:
         defects = Defects("the gateway's heartbeat")
         while True:
-            running, totals = self.gateway.active_requests, asdict(self.gateway.totals)
-            del totals["reasoning_tokens"]
-            now = msgspec.structs.replace(self._record, running_requests=running, **totals)
+            totals = self.gateway.totals
+            now = msgspec.structs.replace(
+                self._record,
+                running_requests=self.gateway.active_requests,
+                prompt_tokens=totals.prompt_tokens,
+                cached_tokens=totals.cached_tokens,
+                completion_tokens=totals.completion_tokens,
+            )
             taken = not self._registry.refusal
             try:
                 await self._registry.heartbeat(now)

@@ -57,7 +57,8 @@ class AnswerGrammar(Protocol):
         not now, and the step loop is woken when it is worth another try."""
 
     def count_fitting(self, guesses: Seq[int]) -> int:
-        """How many of the guessed next tokens the grammar allows, counted from the first one."""
+        """How many of the guessed next tokens are worth a try, counted from the first one: the grammar allows them, and
+        another choice follows them."""
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
         """Masks of the last ``places`` of 1 + len(drafts) places: behind the taken tokens, and behind each of the

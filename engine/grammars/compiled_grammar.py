@@ -23,11 +23,11 @@ class TokenMatcher(Protocol):
     def forced(self) -> list[int]:
         """The next tokens, where there is no choice."""
 
-    def count_valid(self, tokens: Seq[int]) -> int:
-        """How many of these next tokens are allowed, counted from the first one."""
+    def allows(self, token: int) -> bool:
+        """Whether it may be moved behind this token."""
 
     def rollback(self, count: int) -> None:
-        """Move back over the last ``count`` tokens."""
+        """Move back over the last ``count`` tokens. The matchers of some grammars cannot, and are of no use then."""
 
     def stopped(self) -> bool:
         """Whether only the end can follow."""
@@ -49,10 +49,12 @@ class CompiledGrammar:
         start: copied for each answer, and never moved.
         slow: whether its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
+        takes_guesses: whether its matchers can move back.
     """
 
-    def __init__(self, start: TokenMatcher, vocab_size: int) -> None:
+    def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_guesses: bool = True) -> None:
         self.start = start
+        self.takes_guesses = takes_guesses
         self.slow = False
         self.vocab_words = -(-vocab_size // 32)
         self._lock = Lock()

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
@@ -48,6 +52,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
+        # Called with the seconds that a grammar took to compile; may be replaced.
+        self.on_compiled: Callable[[float], None] = lambda seconds: None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
@@ -98,15 +104,29 @@ class GrammarCompiler:
                 return found
         from llguidance import LLMatcher, LLParserLimits
 
+        began_s = time.monotonic()
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
             raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
-        compiled = CompiledGrammar(_LibraryMatcher(matcher, self._tokenizer), self._vocab_size)
+        seconds = time.monotonic() - began_s
+        start = _LibraryMatcher(matcher, self._tokenizer)
+        compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
         with self._lock:
+            self.on_compiled(seconds)
             compiled = self._compiled.setdefault(key, compiled)
             while len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _can_go_back(self, matcher: _LibraryMatcher) -> bool:
+        """Whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
+        "max_tokens" do not allow."""
+        bits = np.zeros((1, -(-self._vocab_size // 32)), np.uint32)
+        matcher.fill(bits, ())
+        first = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]
+        matcher.consume(int(first))
+        matcher.rollback(1)
+        return not matcher.error()
 
 
 class _LibraryMatcher:
@@ -142,8 +162,8 @@ class _LibraryMatcher:
             left += len(self._tokenizer.decode_bytes([tokens.pop()]))
         return tokens
 
-    def count_valid(self, tokens: Seq[int]) -> int:
-        return self._matcher.validate_tokens([*tokens])
+    def allows(self, token: int) -> bool:
+        return self._matcher.validate_tokens([token]) == 1
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)

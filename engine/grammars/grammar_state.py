@@ -45,8 +45,9 @@ class GrammarState:
         # The masks that were asked for last, here, and for which drafts and how many places.
         self._job: MaskJob | None = None
         self._job_for: tuple[tuple[int, ...], int] = ((), 0)
-        # Nobody has asked yet which tokens are forced here.
-        self._unasked = True
+        # Whether the attributes below hold behind all taken tokens, and whether the grammar was asked what is forced
+        # behind the matcher.
+        self._followed = self._asked = False
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
         self.completes = False
@@ -64,12 +65,12 @@ class GrammarState:
         self.num_tokens += len(tokens)
         self._unfollowed += tokens
         if tokens:
-            self._unasked = True
+            self._followed = False
 
     def follow(self) -> bool:
         if not self._job_is_over():
             return False
-        if self._unasked and self.failure is None:
+        if not self._followed and self.failure is None:
             if not self._grammar.try_lock(self._threads.wake):
                 return False
             try:
@@ -83,16 +84,30 @@ class GrammarState:
         return True
 
     def count_fitting(self, guesses: Seq[int]) -> int:
-        if self.forced or not self._grammar.try_lock():
+        if self.forced or not self._grammar.takes_guesses or not self._grammar.try_lock():
             return 0
+        matcher, consumed, fitting = self._matcher, 0, 0
         try:
-            return self._matcher.count_valid(guesses)
+            for guess in guesses:
+                if not (matcher.allows(guess) and matcher.consume(guess)):
+                    break
+                consumed += 1
+                if matcher.stopped():
+                    # Nothing is chosen behind a complete answer: its last token is chosen, not guessed.
+                    break
+                fitting += 1
+                if matcher.forced():
+                    # In the middle of a run only the run's own tokens may follow.
+                    break
+            if consumed:
+                matcher.rollback(consumed)
+            return fitting
         finally:
             self._grammar.unlock()
 
     def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
         self.follow()
-        if self._unasked:
+        if not self._followed:
             # Another thread uses the grammar, and the masks are late before anybody has begun with them.
             return MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
         if self._job is not None and self._job_for == (tuple(drafts), places):
@@ -104,9 +119,11 @@ class GrammarState:
         self._job = None
         matcher = self._matcher
         for place, token in enumerate(self._unfollowed, self.num_tokens - len(self._unfollowed)):
+            self._find_forced()
             if self.forced:
                 if token == self.forced[0]:
                     self.forced = self.forced[1:]
+                    self._asked = bool(self.forced)
                     continue
                 # Another version of the rule has written this answer: tokens are the truth.
                 matcher.rollback(len(self.forced))
@@ -114,17 +131,19 @@ class GrammarState:
             if not matcher.consume(token):
                 self._fail(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
                 return
-            self._find_forced()
+            self._asked = False
         self._unfollowed.clear()
         self._find_forced()
-        self._unasked = False
+        self._followed = True
         self.completes = matcher.stopped()
         if matcher.error():
             self._fail(matcher.error())
 
     def _find_forced(self) -> None:
-        if self.forced:
+        """Ask for a run of forced tokens, unless there is one; the matcher goes behind it."""
+        if self.forced or self._asked:
             return
+        self._asked = True
         self.forced = tuple(self._matcher.forced())
         for token in self.forced:
             self._matcher.consume(token)
@@ -150,7 +169,7 @@ class GrammarState:
         return np.zeros((places, self._grammar.vocab_words), np.uint32)
 
     def _job_is_over(self) -> bool:
-        """Whether no job uses the matcher. What the last one met, or that it takes too long, becomes the failure."""
+        """Whether no job has to be waited for. What the last one met, or that it is overdue, becomes the failure."""
         job = self._job
         if job is None or job.is_over(self._threads):
             if job is not None and job.error:

@@ -56,6 +56,7 @@ class MaskJob:
         self._lock = Lock()
         # Set where somebody who needed the masks did not find them: called when they are there.
         self._wake: Callable[[], None] | None = None
+        self._wake_s = 0.0
 
     def run(self) -> None:
         """Compute the masks, on a mask's thread."""
@@ -87,15 +88,16 @@ class MaskJob:
         if self._over.is_set():
             return True
         with self._lock:
-            first, self._wake = self._wake is None, threads.wake
+            self._wake = threads.wake
             over = self._over.is_set()
-        if not over:
-            threads.relieve()
-        if first and not over:
-            timer = Timer(MASK_LIMIT_MS / 1000, threads.wake)
-            timer.daemon = True
-            timer.start()
-        return over
+        if over:
+            return True
+        threads.relieve()
+        now = time.monotonic()
+        if now >= self._wake_s:
+            self._wake_s = now + MASK_LIMIT_MS / 1000
+            threads.wake_later()
+        return False
 
     def is_slow(self, limit_ms: float = MASK_WAIT_MS) -> bool:
         """Whether a thread has been at it for longer than that."""
@@ -137,6 +139,12 @@ class MaskThreads:
             self._threads += grow
         if grow:
             Thread(target=self._compute, name="pillion-mask", daemon=True).start()
+
+    def wake_later(self) -> None:
+        """Wake the step loop when a job that was late just now is overdue."""
+        timer = Timer(MASK_LIMIT_MS / 1000, self.wake)
+        timer.daemon = True
+        timer.start()
 
     def close(self) -> None:
         """End the threads, each when its job is over. Idempotent."""

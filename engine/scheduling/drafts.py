@@ -42,7 +42,8 @@ def speculate(drafter: Drafter | None, decodes: Seq[SequencePiece], left: int) -
         sequence, most = piece.sequence, min(left, piece.sequence.room_for_drafts)
         grammar, tokens = sequence.grammar, NO_DRAFTS
         forced = grammar is not None and len(grammar.forced) > 0
-        if most > 0 and not piece.fork_seeds:
+        # Behind a token that nobody knows yet, and behind the first token of forks, nothing is drafted.
+        if most > 0 and not sequence.num_in_flight and not piece.fork_seeds:
             tokens = _forced(sequence, most) if forced else _guess(drafter, sequence, most)
         if not len(tokens):
             pieces.append(piece)

@@ -12,7 +12,8 @@ step (:meth:`InFlightSteps.may_follow`):
 
 * A stream may not if its unknown token will be its last one by length. A stop id cannot be foreseen: then the row that
   was launched meanwhile is void.
-* A stream may not where its grammar says that the tokens behind the unknown one will be known, or late.
+* A stream may not where its launched piece has drafts, or where its grammar says that the tokens behind the unknown
+  one will be known, or late.
 * A prompt tail and a span may, behind their launched pieces: their tokens are known.
 
 A piece counts when it lands only if its sequence is still running under the same ticket. The piece of a sequence that
@@ -84,7 +85,7 @@ class InFlightSteps:
     def may_follow(self, sequence: Sequence) -> bool:
         """Whether a stream with a launched piece can decode the token that this piece chooses."""
         grammar = sequence.grammar
-        if grammar is not None and not grammar.may_run_ahead:
+        if sequence.num_drafts or (grammar is not None and not grammar.may_run_ahead):
             return False
         return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 

@@ -116,7 +116,7 @@ class Scheduler:
             self._close(sequence, now, commit_rest=True)
         else:
             self.queues.join(sequence)
-            if sequence.grammar is not None:
+            if sequence.grammar is not None and not sequence.is_prompt_only:
                 # An answer that an earlier attempt has completed ends here.
                 self._may_choose(sequence, now)
 
@@ -312,11 +312,9 @@ class Scheduler:
         if grammar.failure is not None:
             self.fail(sequence.seq_id, grammar.failure, now)
             return False
-        if sequence.is_prompt_only or sequence.unscored_from is not None:
-            # The prompt is computed for its own sake.
-            return True
-        # Answers that begin with this one's first token need that to be chosen.
-        if not grammar.completes or sequence.forks or (grammar.forced and sequence.reports_logprobs):
+        # Further answers begin with a token that is chosen, and a prompt may be computed for its own sake, or be scored.
+        needs_step = sequence.forks or sequence.is_prompt_only or sequence.unscored_from is not None
+        if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return True
         self._complete(sequence, now)
         return False

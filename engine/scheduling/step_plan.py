@@ -150,7 +150,7 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        return not (self.updates or self.chunks or self.preemptions or self.has_orders)
+        return not (self.updates or self.chunks or self.preemptions or self.late_masks or self.has_orders)
 
     @property
     def has_orders(self) -> bool:

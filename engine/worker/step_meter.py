@@ -8,7 +8,7 @@ from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
 
-DECODE, TAIL, PREFILL, SPECULATIVE, IDLE = "decode", "tail", "prefill", "speculative", "idle"
+DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"
 
 
 class StepMeter:
@@ -17,10 +17,12 @@ class StepMeter:
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
         self._steps = {ok: meters.counter(names.STEPS, "ok" if ok else "failed") for ok in (True, False)}
-        every = (DECODE, TAIL, PREFILL, SPECULATIVE, IDLE)
+        every = (DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE)
         self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
         self._preemptions = meters.counter(names.PREEMPTIONS)
         self._accepted = meters.counter(names.ACCEPTED)
+        self._forced = meters.counter(names.FORCED)
+        self._late_masks = meters.counter(names.LATE_MASKS)
 
     def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
         """Count a step that has run and is not committed yet. Returns its tokens by use."""
@@ -32,14 +34,16 @@ class StepMeter:
         return used
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Count the preemptions and the accepted drafts of an outcome."""
+        """Count the preemptions, the accepted drafts, and the forced tokens and late masks of an outcome."""
         self._preemptions.add(outcome.preemptions)
         self._accepted.add(outcome.accepted_drafts)
+        self._forced.add(outcome.forced_tokens)
+        self._late_masks.add(outcome.late_masks)
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
     """Tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone are more."""
-    used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE), 0)
+    used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE, FORCED), 0)
     for piece in plan.pieces:
         sequence = piece.sequence
         if sequence.is_span:
@@ -48,7 +52,7 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
             used[TAIL] += piece.count
         else:
             used[DECODE] += 1
-            used[SPECULATIVE] += piece.count - 1
+            used[FORCED if sequence.drafts_are_forced else SPECULATIVE] += piece.count - 1
     used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
     return used
 

@@ -35,6 +35,7 @@ from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
 from pillion.wire.registry import ComponentRecord
 
@@ -84,6 +85,7 @@ class Worker:
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
             grammars.mask_threads.wake = lambda: self.epoch.wake()
+            grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
 
     @classmethod

@@ -5,7 +5,8 @@
                 |--its time is over, nothing runs--> expired
                 '--its tenant is gone, nothing runs--> failed
 
-A line has one result, and never two: what has a result does not run again. Times are Unix times, in seconds.
+A line has one result, and never two: what has a result does not run again. Times are Unix times, in seconds; those of
+``next_line`` and ``is_final`` are monotonic.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -74,7 +75,7 @@ class RunningBatch:
 
     claim: BatchClaim
     machine: BatchMachine
-    lines: set[asyncio.Task[None]] = field(default_factory=set)
+    lines: set[asyncio.Task[bool]] = field(default_factory=set)
     # Results that are not in the journal yet: at most one of each running line.
     results: list[JournalEntry] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -116,7 +117,7 @@ class BatchRunner:
         self._over: set[str] = set()
         self._wake = asyncio.Event()
         self._full = False
-        self._swept_s = 0.0
+        self._swept_s = -math.inf
         self._tasks: set[asyncio.Task[None]] = set()
         meters.watch(self._readings)
 
@@ -153,10 +154,9 @@ class BatchRunner:
 
     async def _look(self) -> None:
         """Claims what nobody has, and keeps the folder small."""
-        now_s = time.time()
-        if now_s - self._swept_s >= SWEEP_MS / 1000:
-            self._swept_s = now_s
-            await self.on_disk(self.folder.sweep, now_s)
+        if time.monotonic() - self._swept_s >= SWEEP_MS / 1000:
+            self._swept_s = time.monotonic()
+            await self.on_disk(self.folder.sweep, time.time())
             full = await self.on_disk(self.folder.full)
             if full and not self._full:
                 log.warning("batches stand still: the folder of --batch-path holds --batch-bytes bytes")
@@ -223,16 +223,16 @@ class BatchRunner:
 
     async def _run_lines(self, held: BatchClaim, machine: BatchMachine) -> None:
         """Returns when the batch may be ended. Raises PillionError and OSError where it has to be given up."""
-        running, look_s = RunningBatch(held, machine), 0.0
+        running, look_s = RunningBatch(held, machine), -math.inf
         self._running.append(running)
         try:
             while not machine.may_finish:
                 running.changed.clear()
-                now_s = time.time()
-                if now_s >= look_s:
-                    look_s = now_s + LOOK_MS / 1000
+                if time.monotonic() >= look_s:
+                    look_s = time.monotonic() + LOOK_MS / 1000
                     cancel = await self.on_disk(held.cancel_asked)
-                    machine.tick(now_s, cancel=cancel, tenant_known=self._tenant_named(running.tenant) is not None)
+                    known = self._tenant_named(running.tenant) is not None
+                    machine.tick(time.time(), cancel=cancel, tenant_known=known)
                     await self.on_disk(held.save, machine.record)
                 if machine.ending:
                     await _cancelled(running.lines)
@@ -269,11 +269,22 @@ class BatchRunner:
         """Starts lines as long as there are places for them, and waits until something has changed."""
         self._wake.clear()
         while self._lines_running() < self._max_lines and not self._full and (found := self._next()) is not None:
-            running, number, tenant = found
-            line = asyncio.create_task(self._run_line(running, number, tenant), name="batch line")
-            running.lines.add(line)
-            line.add_done_callback(running.lines.discard)
+            self.start_line(*found)
         await self._wake.wait()
+
+    def start_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
+        """Starts a line that is to run now. However it ends, it has a result then, or was given back."""
+
+        def ended(line: asyncio.Task[bool]) -> None:
+            running.lines.discard(line)
+            # A line that is cancelled may never have begun.
+            if line.cancelled() or not line.result():
+                running.machine.give_back(number)
+            running.changed.set()
+
+        line = asyncio.create_task(self._run_line(running, number, tenant), name="batch line")
+        running.lines.add(line)
+        line.add_done_callback(ended)
 
     def _next(self) -> tuple[RunningBatch, int, Tenant] | None:
         """The next line: of the tenant with the fewest lines for its weight, of its batch with the fewest."""
@@ -289,32 +300,27 @@ class BatchRunner:
 
         for running in sorted(self._running, key=load):
             tenant = tenants[running.tenant]
-            number = None if tenant is None or running.failure else running.machine.next_line(time.time())
+            number = None if tenant is None or running.failure else running.machine.next_line(time.monotonic())
             if number is not None and tenant is not None:
                 return running, number, tenant
         return None
 
-    async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
-        """Serves one line; its result waits for the journal then, or it is given back."""
+    async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> bool:
+        """Serves one line; returns whether there is a result, which waits for the journal then."""
         held, machine = running.claim, running.machine
         name = request_id(held.record.id, number)
-        result: JournalEntry | None = None
         try:
             line = await self.on_disk(held.line, number)
             reply = await self._serve(line.url, bytes(line.body), tenant.in_background(), name)
-            if machine.is_final(number, reply.status, reply.retry_after_s, time.time()):
+            if machine.is_final(number, reply.status, reply.retry_after_s, time.monotonic()):
                 answer = output_line(held.record.id, number, line.custom_id, reply.status, name, reply.body)
-                result = JournalEntry(number, reply.status != 200, answer)
-                running.results.append(result)
-            else:
-                self._meters.counter(names.BATCH_LINES, "retried").add()
+                running.results.append(JournalEntry(number, reply.status != 200, answer))
+                return True
+            self._meters.counter(names.BATCH_LINES, "retried").add()
         except Exception as error:
             log.exception("line %d of batch %s could not be served", number, held.record.id)
             running.failure = error
-        finally:
-            if result is None:
-                machine.give_back(number)
-            running.changed.set()
+        return False
 
     def _lines_running(self) -> int:
         return sum(len(one.machine.running) for one in self._running)
@@ -335,7 +341,7 @@ async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None
         await asyncio.sleep(pause_s)
 
 
-async def _cancelled(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels tasks, and waits for their end."""
     waiting = tuple(tasks)
     for task in waiting:

@@ -17,8 +17,8 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"),
     }
 )
-# Deeper ones would be followed up to their depth by the stack of whoever compiles them.
-MAX_SCHEMA_DEPTH = 64
+# Objects and lists within one another; llguidance reads a few more.
+MAX_SCHEMA_DEPTH = 100
 # Numbers are followed as floats; an integer beyond this may be another one there.
 MAX_EXACT_INTEGER = 2**53
 MAX_VIOLATIONS = 8
@@ -36,7 +36,10 @@ def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
     """Places in a parsed schema, as JSON pointers, and what is wrong there."""
     if isinstance(schema, dict) and _OPTIONS in schema:
         yield f"/{_OPTIONS}", "how an answer is written cannot be chosen"
-    yield from _faults(schema, "", 0)
+    if _is_deep(schema):
+        yield "", f"nested more than {MAX_SCHEMA_DEPTH} deep"
+        return
+    yield from _faults(schema, "")
 
 
 def written(schema: Any) -> Any:
@@ -46,14 +49,20 @@ def written(schema: Any) -> Any:
     return {_OPTIONS: _WRITING, **schema} if isinstance(schema, dict) else schema
 
 
-def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
+def _is_deep(schema: Any) -> bool:
+    """Whether a schema is nested too deeply for what reads it by recursion."""
+    level, depth = [schema], 0
+    while level and depth <= MAX_SCHEMA_DEPTH:
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level, depth = [value for values in inner for value in values], depth + 1
+    return bool(level)
+
+
+def _faults(schema: Any, path: str) -> Iterator[tuple[str, str]]:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         yield path, "a schema is an object, true or false"
-        return
-    if depth > MAX_SCHEMA_DEPTH:
-        yield path, f"nested more than {MAX_SCHEMA_DEPTH} deep"
         return
     for key, value in schema.items():
         place = f"{path}/{_escaped(key)}"
@@ -63,12 +72,12 @@ def _faults(schema: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
             yield place, f"an integer beyond {MAX_EXACT_INTEGER} is not exact here"
         elif key in _NAMED and isinstance(value, dict):
             for name, inner in value.items():
-                yield from _faults(inner, f"{place}/{_escaped(name)}", depth + 1)
+                yield from _faults(inner, f"{place}/{_escaped(name)}")
         elif key in _LISTED and isinstance(value, list):
             for n, inner in enumerate(value):
-                yield from _faults(inner, f"{place}/{n}", depth + 1)
+                yield from _faults(inner, f"{place}/{n}")
         elif key in _ALONE:
-            yield from _faults(value, place, depth + 1)
+            yield from _faults(value, place)
     if schema.get("uniqueItems") is False:
         # It asks for nothing, and llguidance does not know it.
         del schema["uniqueItems"]

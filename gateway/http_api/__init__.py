@@ -15,11 +15,16 @@ openapi.py           /openapi.json and /docs: what bodies may hold, made of thos
 openai_requests.py   from bodies to requests of the gateway
 openai_shapes.py     the shape of an answer, in OpenAI's words or vLLM's
 openai_events.py     from deltas to events, or to one object
+json_objects.py      JSON that is passed on as text, such as schemas of tools
 openai_logprobs.py   log probabilities in OpenAI's shapes
 anthropic_api.py     handlers of Anthropic's endpoints
 anthropic_fields.py  the fields of their bodies
 anthropic_requests.py  from bodies to requests of the gateway
 anthropic_events.py  from deltas to events, or to one message
+responses_api.py     the handler of OpenAI's Responses
+responses_fields.py  the fields of its bodies
+responses_requests.py  from bodies to requests of the gateway
+responses_events.py  from deltas to events, or to one response
 
 Policy never comes in here: it belongs to gateway/gateway.py, which the gRPC service shares.
 """

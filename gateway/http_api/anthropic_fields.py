@@ -6,15 +6,13 @@ counted before it is parsed, bound what is made of it. JSON that is passed on, s
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.json_objects import JsonObject
 from pillion.gateway.http_api.openai_fields import Int
-
-# A JSON object that is passed on as it came.
-JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import Raw
 
 from pillion.gateway.http_api.anthropic_fields import (
     AnthropicMessage,
@@ -25,6 +24,7 @@ from pillion.gateway.http_api.anthropic_fields import (
     ToolUseBlock,
 )
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import parse, refuse_unsupported
 from pillion.gateway.http_api.openai_requests import check_label
@@ -48,6 +48,7 @@ _NAMES: Mapping[str, str] = {
     "sampling.structured_outputs.json": "output_config.format.schema",
     "sampling.structured_outputs": "output_config.format",
     "chat.chat_template_kwargs": "output_config.effort",
+    "tools.tools": "tools",
     "tools.choice": "tool_choice.type",
     "tools.name": "tool_choice.name",
     "tools.parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
@@ -84,7 +85,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=shape,
     )
-    conversation = _Conversation(body)
+    conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model,
         messages=tuple(conversation.messages),
@@ -107,25 +108,14 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
     """Reads the body of POST /v1/messages/count_tokens: the request, and the client's names of fields. Raises
     ApiError."""
     body = parse(raw, CountTokensBody)
-    conversation = _Conversation(body)
+    conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model, messages=tuple(conversation.messages), chat=conversation.options, tools=conversation.tools
     )
     return request, conversation.names
 
 
-def json_object(raw: Raw, field: str) -> str:
-    """A JSON object as text. Raises ApiError where it is none."""
-    try:
-        text = bytes(raw).decode()
-    except UnicodeDecodeError:
-        raise refused(field, "not valid UTF-8", "invalid_json") from None
-    if not text.startswith("{"):
-        raise refused(field, "a JSON object is needed", "invalid_type")
-    return text
-
-
-class _Conversation:
+class _BlockConversation:
     """What a body says, as the gateway has it. Raises ApiError.
 
     Attributes:
@@ -134,7 +124,6 @@ class _Conversation:
     """
 
     def __init__(self, body: CountTokensBody) -> None:
-        refuse_unsupported(body, "")
         if not body.messages:
             raise refused("messages", "at least one message is needed")
         self.messages: list[ChatMessage] = []
@@ -152,8 +141,8 @@ class _Conversation:
         self.tools = _tools(body)
         for n in range(len(self.tools.tools)):
             self.names |= {
-                f"tools.tools[{n}]": f"tools[{n}]",
                 f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
+                f"tools.tools[{n}]": f"tools[{n}]",
             }
 
     def _add(self, message: ChatMessage, path: str) -> None:

@@ -12,9 +12,10 @@ from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ErrorForm, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_api import OpenAIApi
+from pillion.gateway.http_api.responses_api import ResponsesApi
 
 # The urls that a batch may call.
-BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+BATCH_URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
 class LineCall(HttpCall):
@@ -69,6 +70,7 @@ class LineCalls:
             Endpoint("POST", openai.chat),
             Endpoint("POST", openai.completions),
             Endpoint("POST", anthropic.messages, error_form=ANTHROPIC_ERRORS),
+            Endpoint("POST", ResponsesApi(calls).responses),
         )
         self._endpoints = dict(zip(BATCH_URLS, served, strict=True))
 

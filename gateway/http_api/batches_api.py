@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ from pillion.gateway.http_api.multipart import FormReader
 from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.openai_requests import read_metadata
 
-# Files that clients bring to one gateway at the same time.
-MAX_UPLOADS = 16
+# Files that clients bring to one gateway at the same time, and those of one tenant.
+MAX_UPLOADS, TENANT_UPLOADS = 16, 4
 # What is read of a file, or written to it, at once.
 PIECE_BYTES = 256 * 2**10
 MAX_BATCH_BODY_BYTES = 64 * 2**10
@@ -40,7 +41,7 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
         input_file_id: the file with the requests.
-        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions or /v1/messages.
+        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
         completion_window: "24h".
         metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
     """
@@ -57,20 +58,21 @@ class BatchesApi:
 
     def __init__(self, runner: BatchRunner | None) -> None:
         self._kept = runner
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
 
     async def create_file(self, call: HttpCall) -> None:
         """Takes a file of requests."""
         form, length = FormReader(call.header(b"content-type")), call.header(b"content-length")
         folder, on_disk = self._folder, self._runner.on_disk
-        if self._uploads >= MAX_UPLOADS:
-            text = f"{MAX_UPLOADS} files are being sent"
+        tenant = call.tenant.name
+        if self._uploads.total() >= MAX_UPLOADS or self._uploads[tenant] >= TENANT_UPLOADS:
+            text = f"{self._uploads[tenant]} files are being sent by this tenant, {self._uploads.total()} by all"
             raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
-        self._uploads += 1
+        self._uploads[tenant] += 1
         try:
             with _mapped():
                 expected = int(length) if length.isdigit() and len(length) < 16 else 0
-                upload = await on_disk(folder.upload, call.tenant.name, expected)
+                upload = await on_disk(folder.upload, tenant, expected)
                 with contextlib.closing(upload):
                     waiting = b""
                     async for piece in call.pieces():
@@ -83,7 +85,8 @@ class BatchesApi:
                     await on_disk(upload.write, waiting)
                     record = await on_disk(upload.keep, form.filename, INPUT_PURPOSE)
         finally:
-            self._uploads -= 1
+            self._uploads[tenant] -= 1
+            self._uploads = +self._uploads
         await _answer(call, record.shown())
 
     async def files(self, call: HttpCall) -> None:

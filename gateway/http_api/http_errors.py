@@ -132,12 +132,12 @@ def _spell(field: str, spelled: Mapping[str, str]) -> str:
     """
     if field in spelled:
         return spelled[field]
+    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
+    if whole is not None and not whole.endswith("]"):
+        return spelled[whole] + field.removeprefix(whole)
     item, bracket, rest = field.partition("]")
     if item + bracket in spelled:
         return spelled[item + bracket] + rest
-    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
-    if whole is not None:
-        return spelled[whole] + field.removeprefix(whole)
     name, bracket, rest = field.partition("[")
     number, _, inner = rest.partition("]")
     if inner and f"{name}[]" in spelled:

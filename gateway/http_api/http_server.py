@@ -33,6 +33,8 @@ from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.multipart import FORM_TYPE, UploadForm
 from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pillion.gateway.http_api.responses_api import ResponsesApi
+from pillion.gateway.http_api.responses_fields import ResponsesBody
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
 from pillion.types import ModelInfo
@@ -147,6 +149,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
         Route("/v1/completions", Endpoint("POST", api.completions, tenant_of, CompletionBody)),
         Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody)),
+        Route("/v1/responses", Endpoint("POST", ResponsesApi(calls).responses, tenant_of, ResponsesBody)),
         Route("/v1/messages", Endpoint("POST", anthropic.messages, tenant_of, MessagesBody, ANTHROPIC_ERRORS)),
         Route(
             "/v1/messages/count_tokens",

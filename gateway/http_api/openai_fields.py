@@ -389,7 +389,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
     "annotations": ([],),
+    "background": (False,),
     "bad_words": ([],),
+    "context_management": ([],),
     "defer_loading": (False,),
     "disable_any_whitespace": (True, False),
     "disable_additional_properties": (False,),
@@ -411,6 +413,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 # Older names of what is supported, with the newer ones.
 INSTEAD: Mapping[str, str] = {
@@ -450,7 +453,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     if holds_too_many_strings(body):
         # Only a list can hold so many, and the one that may be long is the prompt's.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(name for name in ("messages", "prompt", "tokens") if name in names)
+        field = next(name for name in ("messages", "input", "prompt", "tokens") if name in names)
         raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))

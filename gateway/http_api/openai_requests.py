@@ -236,16 +236,28 @@ def _tool(function: FunctionBody, path: str) -> Tool:
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
     """How the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template. Raises
     ApiError."""
-    kwargs = _bounded(body.chat_template_kwargs, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
-    if reasoning_effort is not None:
-        effort = Raw(msgspec.json.encode(reasoning_effort))
-        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
-            raise refused("reasoning_effort", "chat_template_kwargs says something else")
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=msgspec.json.encode(kwargs).decode() if kwargs else "",
+        chat_template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning_effort, "reasoning_effort"),
     )
+
+
+def template_kwargs(raw: Raw, reasoning_effort: str | None, field: str) -> str:
+    """Further variables of the chat template, with the one that ``field`` sets, as JSON text; "" for none. Raises
+    ApiError."""
+    kwargs = _bounded(raw, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
+    if reasoning_effort is not None:
+        effort = Raw(msgspec.json.encode(reasoning_effort))
+        if bytes(kwargs.setdefault("reasoning_effort", effort)) != bytes(effort):
+            raise refused(field, "chat_template_kwargs says something else")
+    return msgspec.json.encode(kwargs).decode() if kwargs else ""
+
+
+def read_stops(raw: Raw) -> tuple[str, ...]:
+    """Reads a stop string, or several. Raises ApiError."""
+    stops = _bounded(raw, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
+    return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
 def check_label(text: str | None, field: str) -> None:
@@ -283,13 +295,12 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-    stops = _bounded(body.stop, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
     stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
         **{name: getattr(body, name) for name in _SAME_FIELDS},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
+        stop=read_stops(body.stop),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=read_shape(body.response_format, body.structured_outputs),

@@ -107,11 +107,19 @@ STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and s
 STEP_BUDGET = _counter(
     "pillion.step.budget_tokens",
     "{token}",
-    "What filled the steps' token budgets: decode, prompt tail, prefill, speculative, and idle for what stayed free.",
+    "What filled the steps' token budgets: decode, prompt tail, prefill, speculative, forced (by grammars), and idle"
+    " for what stayed free.",
     "use",
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter("pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right.")
+FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")
+LATE_MASKS = _counter(
+    "pillion.grammar.late_masks", "{mask}", "Masks of grammars that were not there when a step chose its tokens."
+)
+GRAMMAR_COMPILE = _seconds(
+    "pillion.grammar.compile.duration", "Of a grammar that a worker had not compiled yet.", STEP_BOUNDS
+)
 PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Streams that gave up their memory for a while.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
 FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")

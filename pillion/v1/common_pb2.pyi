@@ -157,7 +157,8 @@ class SamplingParams(_message.Message):
     """Neither a stop id nor a stop string ends the answer before so many tokens. Default 0."""
     logprobs: _builtins.int
     """Report the log probability of each token of the answer, and of this many most likely alternatives. Default: none.
-    Log probabilities are those of the model's own distribution, before temperature, penalties and bias.
+    Log probabilities are those of the model's own distribution, before temperature, penalties and bias; of an answer
+    with a grammar, those of the tokens that the grammar allows.
     """
     n: _builtins.int
     """Number of answers to the one prompt, each with its own seed. Default 1."""

@@ -1,8 +1,9 @@
 """Two real gateway processes behind one pair of ports: both serve, one may die, quotas hold over both, none loses a
-stream when they get a signal to end."""
+stream when they get a signal to end, and a batch is finished once whoever is killed."""
 
 from __future__ import annotations
 
+import json
 import pathlib
 import signal
 import socket
@@ -15,12 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import openai
 import psutil
 import pytest
 
 from pillion import Client
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served
 from testbed.conditions import WITHIN_S, wait_for
@@ -35,6 +38,7 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, TOKENS = 8, 2000
+LINES = 150
 
 
 def keys_toml(*names: str) -> str:
@@ -49,9 +53,16 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, keys_file: pathlib.Path) -> Iterator[ServedCluster]:
+def batches(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tmp_path_factory.mktemp("batches")
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, keys_file: pathlib.Path, batches: pathlib.Path
+) -> Iterator[ServedCluster]:
     model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
-    flags = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT))
+    flags = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT), "--batch-path", str(batches))
     with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
         environ.setenv("PILLION_API_KEY", KEYS["free"])
         with served(pathlib.Path(folder), model, *flags) as running:
@@ -208,6 +219,46 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
     wait_for("it to return", lambda: len(gateways(cluster)) == 2)
     wait_for("it to serve", lambda: ask(cluster, {"prompt": "x"})[0] != before["gateway-1"].pid)
     assert gateways(cluster)["gateway-1"].pid == before["gateway-1"].pid
+
+
+def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batches: pathlib.Path) -> None:
+    """All gateways are killed twice in the middle of it; the journal says what need not run again."""
+    bodies = {
+        f"c{n}": {"model": "tiny", "prompt": f"Once {n}", "seed": n, "max_tokens": 40, "ignore_eos": True}
+        for n in range(LINES)
+    }
+    requests = (
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body} for name, body in bodies.items()
+    )
+    content = b"".join(json.dumps(one).encode() + b"\n" for one in requests)
+    url = f"http://127.0.0.1:{HTTP_PORT}/v1"
+    with openai.OpenAI(base_url=url, api_key=KEYS["free"], max_retries=10, timeout=60) as client:
+        file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        folder = BatchFolder(batches, max_bytes=1, file_bytes=1, keep_s=1)
+
+        def done() -> int:
+            return folder.batch("free", batch.id).completed
+
+        for _ in range(2):
+            before = done()
+            wait_for("some lines to be done", lambda before=before: done() > before)
+            for process in gateways(cluster).values():
+                process.send_signal(signal.SIGKILL)
+            assert done() < LINES, "the batch was too short for this test"
+            folder.check_integrity()
+        wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, 100)
+        wait_for("both gateways to return", lambda: len(gateways(cluster)) == 2)
+        batch = client.batches.retrieve(batch.id)
+        assert (batch.status, batch.error_file_id) == ("completed", None)
+        answers = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
+        assert sorted(one["custom_id"] for one in answers) == sorted(bodies)
+        folder.check_integrity()
+        for one in answers[:: LINES // 4]:
+            _, reply = ask(cluster, bodies[one["custom_id"]], path="/v1/completions")
+            assert reply.json["choices"] == one["response"]["body"]["choices"]
+        with pytest.raises(openai.NotFoundError):
+            client.with_options(api_key=KEYS["bound"]).batches.retrieve(batch.id)
 
 
 def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:

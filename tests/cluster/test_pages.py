@@ -73,6 +73,11 @@ FOREIGN_FLAGS = {
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
     *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; benchmarks.gpu
 }
+# What the code of a page prints, among the rest.
+PRINTED = {
+    "docs/sdk.md": ("tokens of the prompt were in the cache", "2 answers", "sampling.top_p"),
+    "docs/structured.md": ("FinishReason.STOP City(country='", "\nred="),
+}
 CHAT_INPUT = "What is the capital of France?\n"
 
 
@@ -184,10 +189,8 @@ def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
     printed = clone.run([sys.executable, "-c", clone.here(code)])
     if page == "README.md":
         assert printed.count("Paris") >= 3, printed
-    else:
-        assert "tokens of the prompt were in the cache" in printed
-        assert "2 answers" in printed
-        assert "sampling.top_p" in printed
+    for text in PRINTED.get(page, ()):
+        assert text in printed
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "sh" for b in blocks(page))])

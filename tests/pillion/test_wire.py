@@ -141,6 +141,7 @@ DELTAS = built(
     logprobs=LOGPROBS,
     tool_calls=st.lists(built(ToolCallDelta), max_size=2).map(tuple),
     prompt_logprobs=LOGPROBS,
+    parsed=st.none(),
 )
 ERRORS = st.builds(decode_pb2.DecodeError, code=st.integers(0, 16), message=TEXT, retryable=st.booleans())
 TIMINGS = st.builds(

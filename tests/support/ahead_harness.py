@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
-from tests.support.scheduler_harness import BLOCK, SchedulerHarness, chosen, scored, shifts
+from tests.support.scheduler_harness import BLOCK, RowChoice, SchedulerHarness, choices_of, chosen, scored
 
 BROKEN = "broken"
 
@@ -38,7 +38,7 @@ class _Step:
     copies: tuple[tuple[int, int], ...]
     slots: set[int]
     # None until the step's choices are begun.
-    shifts: list[int] | None
+    choices: list[RowChoice] | None
     scored: list[int]
     sampled: Sampled | None = None
 
@@ -58,15 +58,15 @@ class SimulatedDevice:
     def launch(self, plan: StepPlan) -> None:
         batch = build_batch(plan, BLOCK)
         batch = replace(batch, block_tables=batch.block_tables.copy())
-        early = None if plan.awaits_tokens else shifts(plan)
+        early = None if plan.awaits_tokens else choices_of(plan)
         self._in_flight.append(_Step(batch, plan.copies, slots_of(batch, plan.copies), early, scored(plan)))
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
     def choose(self, plan: StepPlan) -> None:
         """Begin the choices of the step that was launched last."""
-        assert self._in_flight[-1].shifts is None
-        self._in_flight[-1].shifts = shifts(plan)
+        assert self._in_flight[-1].choices is None
+        self._in_flight[-1].choices = choices_of(plan)
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
@@ -82,14 +82,14 @@ class SimulatedDevice:
 
     def _catch_up(self, steps: int) -> None:
         for step in list(self._in_flight)[:steps]:
-            if step.sampled is None and step.shifts is not None:
+            if step.sampled is None and step.choices is not None:
                 if step.copies:
                     copy_blocks(self._pool, *zip(*step.copies, strict=True))
                 ids = step.batch.token_ids
                 unknown = np.flatnonzero(ids < 0)
                 self.resolved += len(unknown)
                 ids[unknown] = [self._before.token_ids[-1 - token] for token in ids[unknown]]
-                self._before = step.sampled = chosen(run(self._pool, step.batch), step.shifts, step.scored)
+                self._before = step.sampled = chosen(run(self._pool, step.batch), step.choices, step.scored)
 
 
 class AheadHarness(SchedulerHarness):
@@ -98,8 +98,10 @@ class AheadHarness(SchedulerHarness):
     ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
     """
 
-    def __init__(self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4, draws: int = 0) -> None:
-        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs)
+    def __init__(
+        self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4, draws: int = 0, punctual: float = 1.0
+    ) -> None:
+        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual)
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
         self.rival = self.ledger.attach("rival", "decode")
@@ -113,6 +115,7 @@ class AheadHarness(SchedulerHarness):
     def step(self) -> StepPlan:
         """Schedule and launch; land what was under way before."""
         self.now += 0.01
+        self.masks.catch_up()
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
         coming = self.scheduler.awaits_landing
         plan = self.scheduler.schedule(self.now)

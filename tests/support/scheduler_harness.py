@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.batching import build_batch, build_sampling
-from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.grammars.answer_grammar import MaskRows
+from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
@@ -28,6 +30,7 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
+from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
 
 BLOCK = 4
 ROOT = b"\7" * 32
@@ -47,6 +50,8 @@ class SequenceRecord:
     seed: int = 0
     stop: frozenset[int] = frozenset()
     penalized: bool = False
+    # The number of its grammar.
+    grammar: int | None = None
     # Of a further answer, the stream whose prompt it shares.
     parent: int = 0
     scored: bool = False
@@ -64,6 +69,7 @@ class SchedulerHarness:
         max_num_seqs: int = 4,
         drafter: Drafter | None = None,
         max_whole_tokens: int = 0,
+        punctual: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(
             block_size=BLOCK,
@@ -78,6 +84,8 @@ class SchedulerHarness:
         self.gateway = self.ledger.attach("edge", "gateway")
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         self.now = 0.0
+        self.masks = LateThreads(punctual, Random(slots + budget))
+        self.grammars = NumberGrammars(self.masks)
         self.records: dict[int, SequenceRecord] = {}
         self.unsent: list[Outcome] = []
         self.resumes: list[ResumeOrder] = []
@@ -101,6 +109,7 @@ class SchedulerHarness:
         seed: int = 0,
         fork_seeds: tuple[int, ...] = (),
         penalty: float = 0.0,
+        grammar: int | None = None,
         scored: bool = False,
     ) -> int | None:
         """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
@@ -135,10 +144,18 @@ class SchedulerHarness:
         holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
         for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
             parent = 0 if name == seq_id else seq_id
-            record = SequenceRecord(prompt, max_tokens, seed=own_seed, stop=stop, penalized=penalty != 0, parent=parent)
-            record.scored = scored and not parent
-            self.records[name] = record
-        self.scheduler.add(Sequence(spec, holding, BLOCK, self.now), self.now)
+            self.records[name] = SequenceRecord(
+                prompt,
+                max_tokens,
+                seed=own_seed,
+                stop=stop,
+                penalized=penalty != 0,
+                parent=parent,
+                grammar=grammar,
+                scored=scored and not parent,
+            )
+        state = None if grammar is None else self.grammars.start(grammar)
+        self.scheduler.add(Sequence(spec, holding, BLOCK, self.now, grammar=state), self.now)
         return seq_id
 
     def cancel(self, seq_id: int) -> None:
@@ -153,6 +170,7 @@ class SchedulerHarness:
     def step(self) -> StepPlan:
         """One step, checked."""
         self.now += 0.01
+        self.masks.catch_up()
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
@@ -174,7 +192,7 @@ class SchedulerHarness:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
         if not plan.pieces:
             return Sampled()
-        return chosen(run(self.pool, build_batch(plan, BLOCK)), shifts(plan), scored(plan))
+        return chosen(run(self.pool, build_batch(plan, BLOCK)), choices_of(plan), scored(plan))
 
     def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`."""
@@ -205,7 +223,7 @@ class SchedulerHarness:
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
-            waits = sequence.num_in_flight and sequence.next_is_last
+            waits = (sequence.num_in_flight and sequence.next_is_last) or self._held_up(sequence)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
@@ -214,6 +232,8 @@ class SchedulerHarness:
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
         for sequence in sorted(begun, key=lambda s: s.rank) + outside:
+            if self._held_up(sequence):
+                continue
             piece = planned.get(id(sequence))
             want = sequence.step_end() - sequence.next_start
             cut = cut or piece is None or piece.count < want
@@ -221,9 +241,17 @@ class SchedulerHarness:
         if not scheduler.whole_prompts:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
             short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
-            left = [p for p in short if p.count < p.sequence.step_end() - p.start]
+            left = [p for p in short if p.count < p.sequence.step_end() - p.start and not self._held_up(p.sequence)]
             assert len(left) <= 1, "two prompt tails were cut in one step"
             assert not left or left[0] is short[-1], "a prompt tail was served behind one that was cut"
+
+    def _held_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence may wait for its grammar, or for the tokens that its grammar will force."""
+        grammar = sequence.grammar
+        if grammar is None:
+            return False
+        known = bool(sequence.num_drafts) or not grammar.may_run_ahead
+        return self.masks.punctual < 1 or (sequence.num_in_flight > 0 and known)
 
     # The node's side.
 
@@ -317,12 +345,15 @@ class SchedulerHarness:
             assert ending.error is None, ending.error
             self.check_answer(record)
             stopped = bool(record.stop) and record.token_ids[-1:] != [] and record.token_ids[-1] in record.stop
+            if record.grammar is not None:
+                stopped = stopped or not choices(record.grammar, record.token_ids)
             assert ending.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
             assert stopped or len(record.token_ids) == record.max_tokens
 
     def check_answer(self, record: SequenceRecord) -> None:
         """The tokens so far are those of the model, and none stands behind a stop id."""
-        assert record.token_ids == answer(record.prompt, record.seed, len(record.token_ids), record.penalized)
+        count = len(record.token_ids)
+        assert record.token_ids == answer(record.prompt, record.seed, count, record.penalized, record.grammar)
         prompt, known = record.prompt, len(record.scores)
         whole = not record.cancelled and record.end is not None and record.end.ending.error is None
         assert known == (len(prompt) - 1 if record.scored and whole else known)
@@ -339,18 +370,43 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 31 + position * 17 + seed * position) % 97 for position in range(length)]
 
 
-def answer(prompt: list[int], seed: int, count: int, penalized: bool = False) -> list[int]:
-    """The oracle: ``greedy``, each token shifted by the seed, and with a penalty by all tokens of the answer."""
+def answer(prompt: list[int], seed: int, count: int, penalized: bool = False, grammar: int | None = None) -> list[int]:
+    """The oracle: ``greedy``, each token shifted by the seed, and with a penalty by all tokens of the answer; with a
+    grammar the shifted token counts off one of those that the grammar leaves."""
     tokens = list(prompt)
     for _ in range(count):
         history = sum(tokens[len(prompt) :]) if penalized else 0
-        tokens.append((greedy(tokens, 1)[0] + seed + history) % VOCAB_SIZE)
+        token = (greedy(tokens, 1)[0] + seed + history) % VOCAB_SIZE
+        allowed = choices(grammar, tokens[len(prompt) :]) if grammar is not None else range(VOCAB_SIZE)
+        if not allowed:
+            break
+        tokens.append(allowed[token % len(allowed)])
     return tokens[len(prompt) :]
 
 
-def shifts(plan: StepPlan) -> list[int]:
-    """Return the shift that is added to the choice of each row, as known when the choices are begun."""
-    found: list[int] = []
+@dataclass(frozen=True)
+class RowChoice:
+    """How a row's greedy choice becomes its token: shifted, and by the masks of a grammar, which may be late."""
+
+    shift: int
+    masks: MaskRows | None = None
+    place: int = 0
+
+    def of(self, token: int) -> int:
+        token = (token + self.shift) % VOCAB_SIZE
+        if self.masks is None:
+            return token
+        if not self.masks.wait(0):
+            return MASK_LATE
+        bits = np.unpackbits(self.masks.bits[self.place].view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        # Of an answer that is complete or failed meanwhile, any token will do.
+        return int(allowed[token % len(allowed)]) if allowed else 0
+
+
+def choices_of(plan: StepPlan) -> list[RowChoice]:
+    """Return how each row chooses, as known when the choices are begun."""
+    found: list[RowChoice] = []
     for piece in plan.pieces:
         sequence, end = piece.sequence, piece.start + piece.count
         if not piece.samples:
@@ -358,11 +414,17 @@ def shifts(plan: StepPlan) -> list[int]:
         assert sequence.spec.sampling is not None
         history = 0
         if sequence.spec.sampling.frequency_penalty:
-            known = end <= sequence.num_tokens or sequence.end_reported
-            assert known, "a choice that reads a token which nobody knows yet"
+            known = end <= sequence.num_tokens + sequence.num_drafts
+            # The token before was not chosen, for its mask was late: this choice is void.
+            void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
+            assert known or void, "a choice that reads a token which nobody knows yet"
             history = int(sequence.tokens(sequence.spec.prompt_tokens, end).sum())
         seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.fork_seeds)
-        found += [seed + history for seed in seeds]
+        masks = None
+        if sequence.grammar is not None:
+            masks = sequence.grammar.place_masks(sequence.drafts().tolist(), piece.samples)
+        last = piece.samples - 1
+        found += [RowChoice(seed + history, masks, min(place, last)) for place, seed in enumerate(seeds)]
     return found
 
 
@@ -377,13 +439,13 @@ def score_of(token: int, row: npt.NDArray[np.float32]) -> TokenLogprob:
     return TokenLogprob(token, float(row[token]))
 
 
-def chosen(logits: npt.NDArray[np.float32], shifts: Seq[int], scored: Seq[int] = ()) -> Sampled:
+def chosen(logits: npt.NDArray[np.float32], rows: Seq[RowChoice], scored: Seq[int] = ()) -> Sampled:
     """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
-    first = logits[: len(shifts)]
-    assert len(logits) == len(shifts) + len(scored)
+    assert len(logits) == len(rows) + len(scored)
+    likeliest = logits[: len(rows)].argmax(axis=1).tolist()
     return Sampled(
-        tuple(((first.argmax(axis=1) + shifts) % VOCAB_SIZE).tolist()),
-        scored=tuple(score_of(token, row) for token, row in zip(scored, logits[len(shifts) :], strict=True)),
+        tuple(row.of(token) for row, token in zip(rows, likeliest, strict=True)),
+        scored=tuple(score_of(token, row) for token, row in zip(scored, logits[len(rows) :], strict=True)),
     )
 
 

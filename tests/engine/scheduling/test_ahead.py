@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.engine.scheduling.test_drafts import OracleDrafter
-from tests.engine.scheduling.test_properties import ANSWER, CANCEL, STEP
+from tests.engine.scheduling.test_properties import ANSWER, CANCEL, PUNCTUAL, STEP
 from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
@@ -289,6 +289,7 @@ ARRIVE = st.tuples(
     st.sampled_from([0, 0, 0, 1, 3]),
     st.sampled_from([0, 0, 0, 5, 40]),
     st.sampled_from([0, 0, 1]),
+    st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
 )
 SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5))
@@ -299,7 +300,7 @@ EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSW
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, forks, stops, penalized, scored = numbers
+        text, length, most, priority, seed, forks, stops, penalized, grammar, scored = numbers
         harness.submit(
             prompt(text, length),
             most,
@@ -308,6 +309,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
             seed=seed,
             fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
             penalty=float(penalized),
+            grammar=None if grammar < 0 else grammar,
             scored=bool(scored),
         )
     elif kind == "span":
@@ -336,13 +338,15 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(SHAPES, EVENTS, st.integers(0, 99))
+@given(SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL)
 def test_any_history_with_a_step_under_way(
-    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, punctual: float
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
-    harness = AheadHarness(slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws)
+    harness = AheadHarness(
+        slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws, punctual=punctual
+    )
     for kind, *arguments in events:
         play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
     harness.breaks, harness.refuse_commits = "", 0

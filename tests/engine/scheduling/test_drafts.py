@@ -12,6 +12,7 @@ from pillion.engine.scheduling.drafts import NGramDrafter, speculate
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import GREEDY, SchedulerHarness, answer, prompt
 
 
@@ -24,9 +25,12 @@ class OracleDrafter:
     def draft(self, sequence: Sequence, most: int) -> Int32:
         assert sequence.spec.sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
-        guess = np.array(answer(tokens, int(sequence.spec.sampling.seed or 0), most), dtype=np.int32)
+        end = sequence.spec.prompt_tokens
+        grammar = None if sequence.grammar is None else number_of(sequence.grammar)
+        seed, known = int(sequence.spec.sampling.seed or 0), len(tokens) - end
+        guess = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
-            guess[(np.arange(most) + len(tokens)) % self.wrong == 0] += 1
+            guess[(np.arange(len(guess)) + len(tokens)) % self.wrong == 0] += 1
         return guess
 
 

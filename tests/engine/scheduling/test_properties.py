@@ -20,8 +20,11 @@ ARRIVE = st.tuples(
     st.integers(-1, 1),
     st.integers(0, 5),
     st.sampled_from([0, 0, 0, 1, 3]),
+    # The number of its grammar; with -1 it has none.
+    st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
 )
+PUNCTUAL = st.sampled_from([1.0, 0.7])
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
@@ -32,12 +35,13 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, forks, scored = numbers
+            kind_of_text, length, most, priority, seed, forks, grammar, scored = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
                 priority=priority,
                 seed=seed,
+                grammar=None if grammar < 0 else grammar,
                 fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
                 scored=bool(scored),
             )
@@ -59,9 +63,14 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, CANCEL), max_size=40),
     st.none() | st.integers(0, 3).map(OracleDrafter),
     st.booleans(),
+    PUNCTUAL,
 )
 def test_any_history(
-    shape: tuple[int, int, int], events: list[tuple[object, ...]], drafter: OracleDrafter | None, whole_prompts: bool
+    shape: tuple[int, int, int],
+    events: list[tuple[object, ...]],
+    drafter: OracleDrafter | None,
+    whole_prompts: bool,
+    punctual: float,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -71,6 +80,7 @@ def test_any_history(
         max_num_seqs=max_num_seqs,
         drafter=drafter,
         max_whole_tokens=64 if whole_prompts else 0,
+        punctual=punctual,
     )
     play(harness, events)
     harness.finish()

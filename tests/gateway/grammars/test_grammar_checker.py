@@ -127,6 +127,7 @@ async def test_what_is_known_is_bounded(checker: GrammarChecker, monkeypatch: py
 HOSTILE: dict[str, dict[str, Any]] = {
     "nested arrays": {"json": "[" * 60000 + "]" * 60000},
     "nested schemas": {"json": '{"items":' * 9000 + "{}" + "}" * 9000},
+    "a nested value": {"json": '{"const":' + "[" * 600 + "]" * 600 + "}"},
     "nested groups": {"regex": "(" * 30000 + "a" + ")" * 30000},
     "nested rules": {"grammar": "start: " + "(" * 60000 + '"a"' + ")" * 60000},
     "many properties that may be left out": {

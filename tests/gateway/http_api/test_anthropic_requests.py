@@ -107,11 +107,24 @@ def test_a_conversation_with_tools() -> None:
     wrong = InvalidRequest.of(
         FieldViolation("messages[4].content", "x"),
         FieldViolation("tools.tools[0].parameters", "x"),
+        FieldViolation("tools.tools[0].parameters.properties.city", "x"),
+        FieldViolation("tools.tools[0].name", "x"),
+        FieldViolation("tools.tools", "x"),
+        FieldViolation("tools.choice", "x"),
         FieldViolation("sampling.stop[2]", "x"),
         FieldViolation("messages[0].role", "x"),
     )
     named = from_pillion(wrong, asked.names[0]).message
-    assert named == "messages[3].content: x; tools[0].input_schema: x; stop_sequences[2]: x; system.role: x"
+    assert named.split(": x; ") == [
+        "messages[3].content",
+        "tools[0].input_schema",
+        "tools[0].input_schema.properties.city",
+        "tools[0].name",
+        "tools",
+        "tool_choice.type",
+        "stop_sequences[2]",
+        "system.role: x",
+    ]
 
 
 def test_the_last_message_of_an_assistant_is_continued() -> None:

@@ -21,13 +21,14 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches import batch_folder, batch_runner
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.http_api.batches_api import TENANT_UPLOADS
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.multipart import FormReader
 from pillion.observability import metric_catalog as names
 from pillion.priority import MAX_PRIORITY
 from testbed.conditions import until
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
-from tests.support.http import call
+from tests.support.http import call, connected, request_bytes
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -247,6 +248,21 @@ async def test_wrong_forms_are_refused_and_leave_nothing(served: str, tmp_path: 
     for parts in ((FILE, PURPOSE), (PURPOSE, FILE)):
         body, headers = form(*parts)
         assert (await call(served, "/v1/files", body, headers)).json["bytes"] == 7
+
+
+async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.Path) -> None:
+    body, headers = form(PURPOSE, FILE)
+    begun_only = request_bytes("POST", "/v1/files", body, headers)[:-20]
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(TENANT_UPLOADS):
+            _, writer = await stack.enter_async_context(connected(served))
+            writer.write(begun_only)
+        await until("the files to be begun", lambda: len(kept(tmp_path)) == TENANT_UPLOADS)
+        reply = await call(served, "/v1/files", body, headers)
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+    # Their clients have gone: nothing of the files stays, and there is room again.
+    await until("them to be gone", lambda: not kept(tmp_path))
+    assert (await call(served, "/v1/files", body, headers)).status == 200
 
 
 async def test_wrong_questions_are_refused(served: str) -> None:

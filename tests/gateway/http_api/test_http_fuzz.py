@@ -16,7 +16,7 @@ from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
 AT_ONCE = 8
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/messages")
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/messages", "/v1/responses")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "toy",
@@ -58,6 +58,20 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": True,
         "thinking": {"type": "enabled"},
         "metadata": {"user_id": "u"},
+    },
+    "/v1/responses": {
+        "model": "toy",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+        "max_output_tokens": 5,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "stream": True,
     },
 }
 STRANGE = (

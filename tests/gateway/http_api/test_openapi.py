@@ -27,12 +27,15 @@ from pillion.gateway.http_api.openai_fields import (
 )
 from pillion.gateway.http_api.openai_requests import chat_request, completion_request
 from pillion.gateway.http_api.openapi import describe, page
+from pillion.gateway.http_api.responses_fields import ResponsesBody
+from pillion.gateway.http_api.responses_requests import responses_request
 from pillion.types import GenerateRequest
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
 BODIES: list[Any] = [
-    *(ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountTokensBody, BatchBody)
+    *(ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, MessagesBody, CountTokensBody, BatchBody),
+    ResponsesBody,
 ]
 MESSAGES = [{"role": "user", "content": "hi"}]
 EXAMPLES: dict[str, Any] = {
@@ -55,6 +58,15 @@ ANTHROPIC: dict[str, Any] = {
     "cache_control": {"type": "ephemeral"},
     "stop_sequences": ["x"],
     "metadata": {"user_id": "u"},
+}
+RESPONSES: dict[str, Any] = {
+    "include": ["message.output_text.logprobs"],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
+    "tool_choice": {"type": "function", "name": "f"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "stream_options": {},
+    "truncation": "disabled",
 }
 
 
@@ -85,6 +97,7 @@ def test_each_accepted_field_is_described(kind: type[Any]) -> None:
         ("ChatBody", chat_request, {"messages": MESSAGES}, {}),
         ("CompletionBody", completion_request, {"prompt": "x"}, {}),
         ("MessagesBody", messages_request, {"messages": MESSAGES, "max_tokens": 2000}, ANTHROPIC),
+        ("ResponsesBody", responses_request, {"input": MESSAGES}, RESPONSES),
     ],
 )
 def test_what_is_described_is_what_is_read(
@@ -95,7 +108,9 @@ def test_what_is_described_is_what_is_read(
     for name, schema in DOCUMENT["components"]["schemas"][kind]["properties"].items():
         types = [one.get("type") for one in schema.get("anyOf", [schema])]
         value = schema["enum"][0] if "enum" in schema else (EXAMPLES | examples).get(name, values.get(types[0]))
-        needed = {"stream": True} if name == "stream_options" else {"logprobs": True} if name == "top_logprobs" else {}
+        needed = {"stream": True} if name == "stream_options" else {}
+        if name == "top_logprobs":
+            needed = {"include": RESPONSES["include"]} if kind == "ResponsesBody" else {"logprobs": True}
         body = {**least, **needed, name: value}
         assert valid(body, kind), name
         assert isinstance(read(json.dumps(body).encode(), "r").requests[0], GenerateRequest), name

@@ -1,0 +1,149 @@
+"""The real grammar library behind an answer's state: runs, guesses, ends, replay and limits."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+
+import numpy as np
+import pytest
+
+from pillion.engine.grammars import compiler as compiler_module
+from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler
+from pillion.engine.grammars.grammar_state import GrammarState
+from pillion.errors import InvalidRequest
+from tests.support.fake_backend import EOS, VOCAB_SIZE
+from tests.support.grammars import text_of, write_tokenizer
+
+STOPS = frozenset([EOS])
+PERSON = (
+    'start: "{" "\\"first_name\\":" name ",\\"years\\":" /[1-9][0-9]?/ "}"\n'
+    'name: "\\"Ada\\"" | "\\"Alan\\"" | "\\"Grace Hopper\\""\n'
+)
+
+
+@pytest.fixture
+def compiler(tmp_path: pathlib.Path) -> GrammarCompiler:
+    folder = write_tokenizer(tmp_path)
+    made = GrammarCompiler.load(pathlib.Path(folder), VOCAB_SIZE, [EOS])
+    yield made
+    made.close()
+
+
+def started(
+    compiler: GrammarCompiler, text: str, answer: tuple[int, ...] = (), stops: frozenset[int] = STOPS
+) -> GrammarState:
+    return compiler.start(text, answer, stops).result(20)
+
+
+def allowed(state: GrammarState, *drafts: int) -> list[int]:
+    """The tokens that may follow the drafts."""
+    assert state.follow()
+    masks = state.place_masks(drafts, 1 + len(drafts))
+    assert masks.wait(20)
+    return np.flatnonzero(np.unpackbits(masks.bits[-1].view(np.uint8), bitorder="little")).tolist()
+
+
+def walk(state: GrammarState, seed: int) -> list[int]:
+    """A random answer."""
+    draws, answer = random.Random(seed), []
+    while not (state.completes and not state.forced):
+        token = draws.choice(allowed(state))
+        answer.append(token)
+        state.take([token])
+        assert state.follow()
+        assert state.failure is None
+    return answer
+
+
+def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: GrammarCompiler) -> None:
+    for seed in range(4):
+        answer = walk(started(compiler, PERSON), seed)
+        going = started(compiler, PERSON)
+        for end in range(len(answer)):
+            again = started(compiler, PERSON, tuple(answer[:end]))
+            assert (again.forced, again.completes) == (going.forced, going.completes)
+            assert allowed(again) == allowed(going)
+            going.take(answer[end : end + 1])
+            assert going.follow()
+
+
+def test_forced_text_comes_as_a_run(compiler: GrammarCompiler) -> None:
+    state = started(compiler, PERSON)
+    assert text_of(state.forced) == '{"first_name":"'
+    assert allowed(state) == [state.forced[0]]
+    assert allowed(state, *state.forced) == sorted(ord(letter) - 32 for letter in "AG")
+    assert state.may_run_ahead is False
+
+
+def test_a_run_without_choice_to_the_end_completes(compiler: GrammarCompiler) -> None:
+    state = started(compiler, 'start: "abc"')
+    assert (text_of(state.forced), state.completes) == ("abc", True)
+
+
+def test_long_forced_text_is_cut_and_joined(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_FORCED_BYTES", 200)
+    text = "".join(random.Random(1).choice('abc":') for _ in range(900)).replace('"', "'")
+    state = started(compiler, f'start: "{text}" /[xy]/')
+    answer, runs = [], 0
+    while state.forced:
+        assert len(state.forced) <= 200
+        runs += 1
+        answer += state.forced
+        state.take(state.forced)
+        assert state.follow()
+    assert text_of(answer) == text
+    assert runs > 4
+    assert allowed(state) == [ord("x") - 32, ord("y") - 32]
+
+
+def test_guesses_are_cut_where_they_are_refused_forced_or_the_end(compiler: GrammarCompiler) -> None:
+    state = started(compiler, 'start: /[a-f]+/ "-xyz" | /[a-f]+/ "."')
+    letters = [ord(letter) - 32 for letter in "abc-xyz"]
+    assert state.count_fitting([*letters[:3], 0]) == 3
+    assert state.count_fitting(letters) == 4, "behind the dash everything is forced"
+    assert state.count_fitting([letters[0], ord(".") - 32]) == 1, "the last token of an answer is chosen"
+    before = allowed(state)
+    assert allowed(state, *letters[:3]) == sorted([*before, ord("-") - 32, ord(".") - 32])
+    assert allowed(state) == before
+
+
+def test_a_grammar_that_cannot_go_back_takes_no_guesses(compiler: GrammarCompiler) -> None:
+    state = started(compiler, 'start: thought "!" /[0-9]+/\nthought[stop="."]: /[a-z ]+/')
+    assert state.count_fitting([ord("a") - 32]) == 0
+    assert state.follow()
+    assert state.failure is None
+
+
+def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -> None:
+    """ignore_eos: the answer goes on as long as it can, and ends where nothing else is left."""
+    text = "start: /[ab]{1,3}/"
+    assert EOS in allowed(started(compiler, text, (65,)))
+    state = started(compiler, text, (65,), frozenset())
+    assert allowed(state) == [65, 66]
+    state.take([65, 65])
+    assert state.follow()
+    assert state.completes
+    # Of the empty answer only the end can follow.
+    assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
+
+
+def test_limits_fail_a_grammar_when_it_is_compiled(compiler: GrammarCompiler) -> None:
+    with pytest.raises(InvalidRequest, match="does not compile"):
+        started(compiler, "start: /" + "|".join(f"(a.{{{n},{n + 900}}}b.*c)" for n in range(60)) + "/ & /x.{2,9000}y/")
+
+
+def test_the_cache_keeps_what_was_used_last(compiler: GrammarCompiler) -> None:
+    compiled = 0
+
+    def count(seconds: float) -> None:
+        nonlocal compiled
+        compiled += 1
+
+    compiler.on_compiled = count
+    for number in range(MAX_COMPILED_GRAMMARS + 1):
+        started(compiler, f'start: "{number}"')
+        started(compiler, 'start: "kept"')
+    assert compiled == MAX_COMPILED_GRAMMARS + 2
+    started(compiler, 'start: "0"')
+    assert compiled == MAX_COMPILED_GRAMMARS + 3

@@ -1,0 +1,165 @@
+"""Masks that take long, or for ever: who waits for them, and who does not. The grammar is the tests' own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from pillion.engine.grammars import mask_threads
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.grammar_state import GrammarState
+from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MaskThreads
+from pillion.engine.sampling.sampling_rows import UInt32
+from testbed.conditions import wait_for
+from tests.support.fake_backend import VOCAB_SIZE
+from tests.support.fake_grammar import NumberMatcher, place
+
+# A number whose first token is chosen freely.
+FREE = next(kind for kind in range(9) if place(kind, [])[1])
+SOON_S = 20.0
+
+
+class HeldMatcher(NumberMatcher):
+    """Computes masks when ``gate`` is open; ``begun`` counts them."""
+
+    gate: threading.Event
+    begun = 0
+
+    def copy(self) -> HeldMatcher:
+        return held(self.gate, self.answer)
+
+    def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
+        HeldMatcher.begun += 1
+        assert self.gate.wait(SOON_S)
+        super().fill(bits, guesses)
+
+
+def held(gate: threading.Event, answer: Sequence[int] = ()) -> HeldMatcher:
+    matcher = HeldMatcher(FREE, answer)
+    matcher.gate = gate
+    return matcher
+
+
+class Woken:
+    """Counts how often the step loop was woken."""
+
+    def __init__(self) -> None:
+        self.times = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self.times.release()
+
+    def wait(self) -> None:
+        assert self.times.acquire(timeout=SOON_S)
+
+
+@pytest.fixture
+def woken() -> Woken:
+    return Woken()
+
+
+@pytest.fixture
+def threads(woken: Woken) -> Iterator[MaskThreads]:
+    made = MaskThreads(woken)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    made = threading.Event()
+    HeldMatcher.begun = 0
+    yield made
+    made.set()
+
+
+def state_of(matcher: NumberMatcher, threads: MaskThreads) -> GrammarState:
+    state = GrammarState(CompiledGrammar(matcher, VOCAB_SIZE), threads)
+    assert state.follow()
+    return state
+
+
+def test_a_late_mask_is_not_waited_for_and_wakes_the_loop(
+    threads: MaskThreads, woken: Woken, gate: threading.Event
+) -> None:
+    state = state_of(held(gate), threads)
+    masks = state.place_masks((), 1)
+    assert not masks.wait(0.01)
+    assert not state.follow(), "the matcher is in use"
+    gate.set()
+    woken.wait()
+    wait_for("the mask", lambda: state.follow())
+    assert state.failure is None
+    again = state.place_masks((), 1)
+    assert again is masks, "a mask that was late is used when it is there"
+    allowed = np.flatnonzero(np.unpackbits(again.bits[0].view(np.uint8), bitorder="little"))
+    assert allowed.tolist() == place(FREE, [])[1]
+
+
+def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken, gate: threading.Event) -> None:
+    late = state_of(held(gate), threads)
+    late.place_masks((), 1)
+    wait_for("the first job's begin", lambda: HeldMatcher.begun)
+    others = [state_of(NumberMatcher(FREE), threads) for _ in range(20)]
+    masks = [other.place_masks((), 1) for other in others]
+    # The step that finds masks missing has another thread started.
+    wait_for("another thread", lambda: not late.follow() and masks[-1].wait(0))
+    assert all(each.wait(SOON_S) for each in masks)
+    assert all(other.follow() for other in others)
+
+
+def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: threading.Event) -> None:
+    grammar = CompiledGrammar(held(gate), VOCAB_SIZE)
+    siblings = [GrammarState(grammar, threads) for _ in range(MAX_MASK_THREADS + 2)]
+    assert all(sibling.follow() for sibling in siblings)
+    masks = [sibling.place_masks((), 1) for sibling in siblings]
+    wait_for("the first job's begin", lambda: HeldMatcher.begun)
+    other = state_of(NumberMatcher(FREE), threads)
+    mask = other.place_masks((), 1)
+    wait_for("another grammar's mask", lambda: not siblings[0].follow() and mask.wait(0))
+    assert HeldMatcher.begun == 1
+    gate.set()
+    assert all(each.wait(SOON_S) for each in masks)
+
+
+def test_a_mask_that_never_comes_fails_its_request_alone(
+    threads: MaskThreads, woken: Woken, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_threads, "MASK_LIMIT_MS", 30)
+    monkeypatch.setattr("pillion.engine.grammars.grammar_state.MASK_LIMIT_MS", 30)
+    endless = state_of(held(gate), threads)
+    endless.place_masks((), 1)
+    other = state_of(NumberMatcher(FREE), threads)
+    assert not endless.follow()
+    woken.wait()
+    wait_for("the end of its time", lambda: endless.follow() and endless.failure)
+    assert "took longer than 30 ms" in str(endless.failure)
+    assert other.place_masks((), 1).wait(SOON_S)
+
+
+def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
+    threads: MaskThreads, woken: Woken, gate: threading.Event
+) -> None:
+    """No step waits for the next mask then: the stream is not scheduled before it is there."""
+    state = state_of(held(gate), threads)
+    state._grammar.slow = True
+    state.take([place(FREE, [])[1][0]])
+    gate.set()
+    if not state.follow():
+        woken.wait()
+        wait_for("the mask", lambda: state.follow())
+    assert state.forced or HeldMatcher.begun == 1
+
+
+def test_a_fork_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
+    gate.set()
+    state = state_of(held(gate), threads)
+    state.take([place(FREE, [])[1][0]])
+    assert state.follow()
+    child = state.fork()
+    assert child.follow()
+    assert child.num_tokens == 0
+    assert child.place_masks((), 1).wait(SOON_S)

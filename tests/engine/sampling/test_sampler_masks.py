@@ -1,0 +1,122 @@
+"""Masked rows against a plain race over the whole vocabulary, of which only the allowed tokens are left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import MASK_LATE, Bool, Int64, SamplingRows, UInt32
+from tests.support.sampling import RowParameters, rows_of, unpruned
+
+DENSITIES = st.sampled_from([0.0, 0.003, 0.1, 0.5, 0.97, 1.0])
+
+
+@dataclass
+class KnownMasks:
+    """Masks that were made before; some may be late. Implements RowMasks."""
+
+    rows: Int64
+    bits: UInt32
+    there: Bool
+
+    def take(self) -> tuple[UInt32, Bool]:
+        return self.bits, self.there
+
+
+def packed(allowed: np.ndarray) -> UInt32:
+    """Pack bool [M, V] as masks are."""
+    whole = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), np.uint8)
+    whole[:, : allowed.shape[1]] = allowed
+    return np.packbits(whole, axis=1, bitorder="little").view(np.uint32)
+
+
+def with_masks(rows: SamplingRows, numbers: list[int], allowed: np.ndarray, late: tuple[int, ...] = ()) -> SamplingRows:
+    there = np.array([number not in late for number in numbers])
+    return replace(rows, masks=KnownMasks(np.array(numbers), packed(allowed), there))
+
+
+def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torch.Tensor, np.ndarray]:
+    """Logits [count, V] and allowed tokens, bool [count, V], at least one in each row."""
+    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    draws = np.random.default_rng(seed)
+    allowed = draws.random((count, vocab_size)) < density
+    allowed[np.arange(count), draws.integers(0, vocab_size, count)] = True
+    return logits, allowed
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([33, 97, 300, 1280, 5000]),
+    DENSITIES,
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    st.sampled_from([0, 1, 5, 40]),
+    st.sampled_from([1.0, 0.9, 0.2]),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_masked_rows_race_among_what_is_allowed(
+    seed: int, vocab_size: int, density: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits, allowed = a_case(seed, vocab_size, 4, density)
+    params = [
+        RowParameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed + row, position=row)
+        for row in range(4)
+    ]
+    # The last row has no mask.
+    allowed[3] = True
+    kept = np.where(allowed, logits.numpy(), -np.inf)
+    wanted = [
+        int(kept[row].argmax()) if temperature == 0.0 else unpruned(torch.from_numpy(kept[row]), params[row])
+        for row in range(4)
+    ]
+    rows = with_masks(rows_of(params), [0, 1, 2], allowed[:3])
+    assert list(sample(logits.clone(), rows).token_ids) == wanted
+
+
+def test_logprobs_are_those_of_the_masked_distribution() -> None:
+    logits, allowed = a_case(1, 300, 2, 0.05)
+    kept = torch.from_numpy(np.where(allowed, logits.numpy(), -np.inf))
+    wanted = kept.double().log_softmax(-1)
+    rows = with_masks(rows_of([RowParameters(temperature=0.7, logprobs=3, bias={4: 3.0})] * 2), [0, 1], allowed)
+    sampled = sample(logits.clone(), rows)
+    for row, entry in enumerate(sampled.logprobs):
+        assert entry is not None
+        assert entry.token_id == sampled.token_ids[row]
+        assert entry.logprob == pytest.approx(float(wanted[row, entry.token_id]), abs=1e-4)
+        assert list(entry.top_ids) == wanted[row].topk(3).indices.tolist()
+        assert entry.top_logprobs == pytest.approx(wanted[row].topk(3).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_late_mask_leaves_its_row_and_no_other_without_a_token(temperature: float) -> None:
+    logits, allowed = a_case(2, 97, 3, 0.2)
+    params = [RowParameters(temperature=temperature, seed=row) for row in range(3)]
+    on_time = sample(logits.clone(), with_masks(rows_of(params), [0, 1, 2], allowed)).token_ids
+    late = sample(logits.clone(), with_masks(rows_of(params), [0, 1, 2], allowed, late=(1,))).token_ids
+    assert late == (on_time[0], MASK_LATE, on_time[2])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bans_yield_where_they_would_leave_nothing(temperature: float) -> None:
+    """min_tokens bans ends; where the grammar allows nothing else, the grammar wins."""
+    logits = torch.zeros(2, 300)
+    logits[:, 7] = 5.0
+    allowed = np.zeros((2, 300), bool)
+    allowed[0, [7, 200]] = allowed[1, [7, 299]] = True
+    params = [RowParameters(temperature=temperature, banned=banned) for banned in ([7], [7, 299, 9999])]
+    tokens = sample(logits, with_masks(rows_of(params), [0, 1], allowed)).token_ids
+    assert tokens[0] == 200
+    assert tokens[1] in (7, 299)
+
+
+def test_a_bias_cannot_bring_back_what_the_mask_forbids() -> None:
+    logits, allowed = torch.zeros(1, 97), np.zeros((1, 97), bool)
+    allowed[0, [3, 4]] = True
+    rows = rows_of([RowParameters(temperature=0.0, bias={50: 100.0, 4: 1.0, 3: -100.0})])
+    assert sample(logits, with_masks(rows, [0], allowed)).token_ids == (4,)

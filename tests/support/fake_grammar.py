@@ -1,0 +1,135 @@
+"""A grammar of numbers for the scheduler's tests: what may come next is a hash of the answer so far.
+
+The rule is written twice: a matcher for the product's GrammarState, and :func:`choices`, which walks over an answer
+from its begin. Both ask :func:`place`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from random import Random
+
+from pillion.engine.grammars.answer_grammar import AnswerGrammar
+from pillion.engine.grammars.compiled_grammar import CompiledGrammar
+from pillion.engine.grammars.grammar_state import GrammarState
+from pillion.engine.grammars.mask_threads import MaskJob, MaskThreads
+from pillion.engine.sampling.sampling_rows import UInt32
+from tests.support.fake_backend import VOCAB_SIZE
+
+
+def place(kind: int, answer: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The forced run behind an answer, and what may be chosen where nothing is forced; neither where it is complete."""
+    hashed = zlib.crc32(bytes([kind, *answer]))
+    if len(answer) > 3 and hashed % 19 == 0:
+        return [], []
+    if hashed % 3 == 0:
+        return [(hashed >> 4 * at) % VOCAB_SIZE for at in range(1, 2 + hashed % 7)], []
+    return [], list(range(hashed % 5, VOCAB_SIZE, 7))
+
+
+def choices(kind: int, answer: Sequence[int]) -> list[int]:
+    """What may come next by the rule of runs: one forced token, or several, or nothing where the answer is complete."""
+    run: list[int] = []
+    for end in range(len(answer) + 1):
+        free: list[int] = []
+        if not run:
+            run, free = place(kind, answer[:end])
+            run = list(run)
+        if end == len(answer):
+            return run[:1] or free
+        assert answer[end] in (run[:1] or free), "the answer does not follow the rule"
+        del run[:1]
+    raise AssertionError
+
+
+class NumberMatcher:
+    """Implements :class:`pillion.engine.grammars.compiled_grammar.TokenMatcher`."""
+
+    def __init__(self, kind: int, answer: Sequence[int] = ()) -> None:
+        self.kind = kind
+        self.answer = list(answer)
+
+    def copy(self) -> NumberMatcher:
+        return NumberMatcher(self.kind, self.answer)
+
+    def consume(self, token: int) -> bool:
+        # The run in which it may stand is known to whoever asks.
+        self.answer.append(token)
+        return True
+
+    def forced(self) -> list[int]:
+        return place(self.kind, self.answer)[0]
+
+    def allows(self, token: int) -> bool:
+        return token in place(self.kind, self.answer)[1]
+
+    def rollback(self, count: int) -> None:
+        del self.answer[len(self.answer) - count :]
+
+    def stopped(self) -> bool:
+        return place(self.kind, self.answer) == ([], [])
+
+    def error(self) -> str:
+        return ""
+
+    def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
+        for row, count in zip(bits, range(len(guesses) + 1), strict=True):
+            run, free = place(self.kind, [*self.answer, *guesses[:count]])
+            for token in run[:1] or free:
+                row[token // 32] |= 1 << token % 32
+
+
+class LateThreads(MaskThreads):
+    """Computes no mask before it is asked to: ``punctual`` of them at once, by ``draws``, the others later."""
+
+    def __init__(self, punctual: float, draws: Random) -> None:
+        super().__init__()
+        self.punctual = punctual
+        self._draws = draws
+        self._waiting: list[MaskJob] = []
+        self.late = 0
+
+    def put(self, job: MaskJob) -> None:
+        self._waiting.append(job)
+        if self._draws.random() < self.punctual:
+            self.catch_up()
+        else:
+            self.late += 1
+
+    def relieve(self) -> None:
+        pass
+
+    def wake_later(self) -> None:
+        pass
+
+    def catch_up(self) -> None:
+        """Compute what waits."""
+        for job in self._waiting:
+            job.run()
+            job.grammar.slow = self._draws.random() > self.punctual
+        self._waiting.clear()
+
+
+class NumberGrammars:
+    """Grammars by their number."""
+
+    def __init__(self, threads: LateThreads) -> None:
+        self.threads = threads
+        self._compiled: dict[int, CompiledGrammar] = {}
+
+    def start(self, kind: int, answer: Sequence[int] = ()) -> GrammarState:
+        """The state of an answer so far."""
+        compiled = self._compiled.setdefault(kind, CompiledGrammar(NumberMatcher(kind), VOCAB_SIZE))
+        state = GrammarState(compiled, self.threads)
+        state.take(answer)
+        state.move()
+        return state
+
+
+def number_of(grammar: AnswerGrammar) -> int:
+    """The number of a grammar that NumberGrammars started."""
+    assert isinstance(grammar, GrammarState)
+    matcher = grammar._grammar.start
+    assert isinstance(matcher, NumberMatcher)
+    return matcher.kind
