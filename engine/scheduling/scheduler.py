@@ -312,7 +312,7 @@ class Scheduler:
         if grammar.failure is not None:
             self.fail(sequence.seq_id, grammar.failure, now)
             return False
-        # Further answers begin with a token that is chosen, and a prompt may be computed for its own sake, or be scored.
+        # Further answers begin with a token that is chosen; a prompt may be scored, or computed for its own sake.
         needs_step = sequence.forks or sequence.is_prompt_only or sequence.unscored_from is not None
         if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return True
