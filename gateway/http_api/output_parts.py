@@ -55,14 +55,19 @@ class OutputParts:
         return any(part.kind is PartKind.CALL for part in self.all)
 
     def take(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
-        """The next texts of parts, each with its part, and whether the part begins with it. A delta has at most one of
-        each kind but calls; what was thought comes first, calls come last."""
+        """The next texts of parts, each with its part, and whether the part begins with it. A delta may be several that
+        waited: the call that grows goes on first, and further calls come behind what was thought and said."""
+        growing = self._call
+        for call in delta.tool_calls:
+            if call.index == growing:
+                yield self._grown(PartKind.CALL, call.arguments, call)
         if delta.reasoning:
             yield self._grown(PartKind.REASONING, delta.reasoning)
         if delta.text:
             yield self._grown(PartKind.TEXT, delta.text)
         for call in delta.tool_calls:
-            yield self._grown(PartKind.CALL, call.arguments, call)
+            if call.index != growing:
+                yield self._grown(PartKind.CALL, call.arguments, call)
 
     def further_text(self, delta: Delta) -> bool:
         """Whether ``delta`` brings further text of the last part and no more, as nearly every delta does; the text is

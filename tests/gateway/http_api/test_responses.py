@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from pillion.errors import Overloaded, Unavailable
-from pillion.types import Delta, FinishReason, TokenLogprob
+from pillion.types import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 from tests.support.scripted import ScriptedGateway, called, ended, said
@@ -146,6 +146,22 @@ async def test_reasoning_text_and_calls_are_items(
         assert [message.role for message in messages] == ["user", "assistant", "tool"]
         assert (messages[1].content, messages[1].reasoning) == ("I look.", "Let me see.")
         assert [one.id for one in messages[1].tool_calls] == ["c1", "c2"]
+
+
+async def test_text_behind_a_call_does_not_cut_it(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
+    """A delta that waited may hold a call's end, text behind it, and the next call."""
+    parts = (ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "c2", "time", "{}"))
+    scripted.script = [
+        called(0, '{"a": 1', id="c1", name="weather"),
+        Delta("r", "And", (1,), tool_calls=parts),
+        ended(FinishReason.LENGTH),
+    ]
+    async with client_of(fakes) as client:
+        whole = await client.responses.create(**ASKED)
+        first, message, second = whole.output
+        assert (first.call_id, first.arguments, second.call_id, second.arguments) == ("c1", '{"a": 1}', "c2", "{}")
+        assert (message.content[0].text, second.status) == ("And", "incomplete")
+        assert without_ids((await streamed(client, **ASKED))[1]) == without_ids(whole)
 
 
 async def test_a_shape_is_parsed(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
