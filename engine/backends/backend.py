@@ -172,10 +172,6 @@ class Backend(Protocol):
         """Whether a step may be launched before the results of the previous one are fetched. Never changes."""
 
     @property
-    def takes_masks(self) -> bool:
-        """Whether ``launch`` obeys SamplingRows.masks. Never changes."""
-
-    @property
     def layout(self) -> KVLayout:
         """The layout of KV, known before a pool is bound, because the worker attaches with it."""
 

@@ -37,7 +37,6 @@ class HostBackend(ABC):
     """
 
     runs_ahead = False
-    takes_masks = True
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout

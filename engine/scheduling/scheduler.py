@@ -312,8 +312,8 @@ class Scheduler:
         if grammar.failure is not None:
             self.fail(sequence.seq_id, grammar.failure, now)
             return False
-        # Further answers begin with a token that is chosen, and a prompt may have to be scored.
-        needs_step = sequence.forks or sequence.unscored_from is not None
+        # Further answers begin with a token that is chosen; a prompt may be scored, or computed for its own sake.
+        needs_step = sequence.forks or sequence.is_prompt_only or sequence.unscored_from is not None
         if needs_step or not grammar.completes or (grammar.forced and sequence.reports_logprobs):
             return True
         self._complete(sequence, now)

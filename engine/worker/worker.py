@@ -291,8 +291,6 @@ def load_grammars(model: LoadedModel) -> GrammarCompiler | None:
     """What compiles grammars for a model; None, and a line in the log, where that cannot be."""
     prepared, backend = model.prepared, model.backend
     try:
-        if not backend.takes_masks:
-            raise ValueError(f"the backend {model.operators} takes no masks")
         return GrammarCompiler.load(prepared.folder, backend.vocab_size, prepared.eos_token_ids)
     except (ImportError, OSError, ValueError) as error:
         log.warning("answers cannot follow grammars here: %s", error)

@@ -318,6 +318,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
         name: who speaks.
         reasoning_content: what the assistant thought; most templates leave it out.
         reasoning: another name of reasoning_content.
+        provider_specific_fields: what litellm adds to the messages that it got; without effect.
     """
 
     role: str
@@ -325,6 +326,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Raw = Raw()
     audio: Raw = Raw()
     function_call: Raw = Raw()
+    provider_specific_fields: dict[str, Any] | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None

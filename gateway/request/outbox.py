@@ -28,8 +28,9 @@ class _Unread:
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    # Few answers have any, so no list is made before there is something to hold.
+    reasoning: list[str] | None = None
+    calls: list[ToolCallDelta] | None = None
     finish_reason: FinishReason | None = None
     stop_string: str = ""
 
@@ -74,6 +75,8 @@ class Outbox:
         if self._show_logprobs or self._ranks:
             box.logprobs.extend(piece.logprobs)
         if piece.reasoning or piece.tool_calls:
+            if box.reasoning is None or box.calls is None:
+                box.reasoning, box.calls = [], []
             box.reasoning.append(piece.reasoning)
             box.calls.extend(piece.tool_calls)
         if piece.token_ids:
@@ -123,7 +126,7 @@ class Outbox:
             timings=timings,
             index=index,
             logprobs=tuple(box.logprobs) if self._show_logprobs else (),
-            reasoning="".join(box.reasoning),
+            reasoning="".join(box.reasoning) if box.reasoning else "",
             tool_calls=_merged(box.calls) if box.calls else (),
             stop_string=box.stop_string,
         )

@@ -36,10 +36,16 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(deltas: Iterable[Delta]) -> str:
-    """Prints the text as it arrives, then log probabilities where the answer has them; returns the text."""
+    """Prints the text as it arrives, then log probabilities where the answer has them; returns the text. Reasoning goes
+    to standard error, so that the output is the answer alone."""
     texts: list[str] = []
     logprobs: list[TokenLogprob] = []
+    thinks = False
     for delta in deltas:
+        if delta.reasoning or (thinks and delta.text):
+            sys.stderr.write(delta.reasoning or "\n\n")
+            sys.stderr.flush()
+            thinks = bool(delta.reasoning) and not delta.text
         sys.stdout.write(delta.text)
         sys.stdout.flush()
         texts.append(delta.text)

@@ -44,7 +44,7 @@ from pillion.client.connection import Pem, connect
 from pillion.client.resume import RESUME_TIMEOUT_S, StreamProgress, is_loss
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
-from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams
+from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams, Tool
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import model_from_pb, status_from_pb
 
@@ -146,6 +146,9 @@ class Client:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "",
+        parallel_tool_calls: bool | None = None,
         **fields: Any,
     ) -> Generator[Delta, None, None]:
         """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
@@ -156,6 +159,10 @@ class Client:
             continue_final_message: go on with the last message instead of beginning another one.
             chat_template_kwargs: further variables of the model's chat template, such as ``{"enable_thinking": False}``
                 or ``{"reasoning_effort": "low"}``.
+            tools: tools that the model may call, in OpenAI's form or as :class:`pillion.Tool`; calls come in
+                ``delta.tool_calls``.
+            tool_choice: "auto" (the default), "none", "required", or the name of the one that has to be called.
+            parallel_tool_calls: whether one answer may call several tools; default: true.
 
         The other arguments are those of :meth:`generate`.
         """
@@ -166,6 +173,7 @@ class Client:
             messages,
             model=model,
             chat=options,
+            tools=client_requests.tool_options(tools, tool_choice, parallel_tool_calls),
             sampling=chosen,
             cache_salt=cache_salt,
             request_id=request_id,

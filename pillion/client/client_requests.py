@@ -11,16 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, PillionError
-from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, Tool, ToolCall, ToolOptions
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
 
+_CHOICES = ("", "auto", "none", "required")
 # Items of a prompt that one error names.
 MAX_NAMED = 32
+_MESSAGE_KEYS = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
+)
 _PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
-Message = ChatMessage | Mapping[str, str]
+Message = ChatMessage | Mapping[str, Any]
 # One item of a batch: a prompt, or a conversation.
 Item = Prompt | Sequence[Message]
 
@@ -54,6 +58,48 @@ def chat_options(
         continue_final_message=continue_final_message,
         chat_template_kwargs=kwargs,
     )
+
+
+def tool_options(
+    tools: Sequence[Tool | Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel_tool_calls: bool | None
+) -> ToolOptions:
+    """The tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none", "required", a
+    tool's name, or OpenAI's object with one. Raises InvalidRequest for what is neither."""
+    read = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
+    if isinstance(tool_choice, Mapping):
+        choice, name = "named", str(_named_function(tool_choice, "tool_choice")["name"])
+    else:
+        choice, name = (tool_choice, "") if tool_choice in _CHOICES else ("named", tool_choice)
+    return ToolOptions(tools=read, choice=choice, name=name, parallel_tool_calls=parallel_tool_calls)
+
+
+def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
+    if isinstance(tool, Tool):
+        return tool
+    function = _named_function(tool, where)
+    unknown = sorted(set(function) - {"name", "description", "parameters", "strict"})
+    if unknown:
+        raise InvalidRequest.of(*(FieldViolation(f"{where}.function.{key}", "not known") for key in unknown))
+    parameters = function.get("parameters")
+    try:
+        schema = "" if parameters is None else json.dumps(parameters, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest.of(FieldViolation(f"{where}.function.parameters", str(error))) from None
+    return Tool(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=schema,
+        strict=function.get("strict"),
+    )
+
+
+def _named_function(value: Any, where: str) -> Mapping[str, Any]:
+    """The "function" of OpenAI's objects, which has a name. Raises InvalidRequest."""
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        text = 'an object of type "function" is needed, whose "function" has a "name"'
+        raise InvalidRequest.of(FieldViolation(where, text))
+    return function
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:
@@ -107,12 +153,36 @@ def _no_id(item: Any) -> str:
 
 
 def message_of(message: Message, where: str) -> ChatMessage:
-    """The message as a ChatMessage. Raises InvalidRequest, naming ``where``, for anything but a role and a text."""
+    """The message as a ChatMessage. Raises InvalidRequest, naming ``where``, for what is no message of OpenAI's."""
     if isinstance(message, ChatMessage):
         return message
-    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-        raise InvalidRequest.of(FieldViolation(where, "a message is its role and its content, and nothing else"))
-    for name, text in message.items():
+    if not isinstance(message, Mapping) or "role" not in message or not _MESSAGE_KEYS.issuperset(message):
+        named = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
+        raise InvalidRequest.of(FieldViolation(where, f"a message is its role, and what it has of {named}"))
+    # An answer may be sent back as it came: with null where it has nothing.
+    given = {name: value for name, value in message.items() if value is not None}
+    calls = given.pop("tool_calls", ())
+    for name, text in given.items():
         if not isinstance(text, str):
             raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
-    return ChatMessage(message["role"], message["content"])
+    if "content" not in given and not calls:
+        raise InvalidRequest.of(FieldViolation(f"{where}.content", "this field is needed"))
+    return ChatMessage(
+        role=given["role"],
+        content=given.get("content", ""),
+        tool_calls=tuple(_called(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
+        tool_call_id=given.get("tool_call_id", ""),
+        name=given.get("name", ""),
+        reasoning=given.get("reasoning") or given.get("reasoning_content", ""),
+    )
+
+
+def _called(call: ToolCall | Mapping[str, Any], where: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = _named_function(call, where)
+    texts = {"id": call.get("id"), "function.arguments": function.get("arguments")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
+    return ToolCall(call["id"], function["name"], function["arguments"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pillion.types import Delta, Timings, TokenLogprob, Usage
+from pillion.types import Delta, Timings, TokenLogprob, ToolCall, ToolCallDelta, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "tool_calls".
         logprobs: for each token, the sampled one first, then the alternatives; None where they were not asked for.
         cumulative_logprob: the sum of the sampled tokens' log probabilities; None where they were not asked for.
+        reasoning: what the model thought before it answered.
+        tool_calls: the tools that it called.
         parsed: the value of an answer to which a schema was given; None for one that was cut short.
     """
 
@@ -41,6 +43,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     parsed: Any = None
 
 
@@ -128,6 +132,8 @@ class OutputCollector:
             finish_reason=reason.value if reason else None,
             logprobs=None if logprobs is None else [self._position(one) for one in logprobs],
             cumulative_logprob=None if logprobs is None else sum(one.logprob for one in logprobs),
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=_whole_calls(part for delta in deltas for part in delta.tool_calls),
             parsed=next((delta.parsed for delta in deltas if delta.parsed is not None), None),
         )
 
@@ -138,3 +144,12 @@ class OutputCollector:
         for token_id, logprob in zip(sampled.top_ids, sampled.top_logprobs, strict=True):
             found.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
         return found
+
+
+def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """The calls that a stream's parts are of, in their order."""
+    calls: dict[int, ToolCall] = {}
+    for part in parts:
+        known = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))
+        calls[part.index] = replace(known, arguments=known.arguments + part.arguments)
+    return list(calls.values())

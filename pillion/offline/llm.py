@@ -33,11 +33,12 @@ from pillion.client.client_requests import (
     prompt_request,
     respelled,
     to_pb,
+    tool_options,
 )
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
-from pillion.types import ClusterStatus, GenerateRequest, SamplingParams
+from pillion.types import ClusterStatus, GenerateRequest, SamplingParams, Tool
 from pillion.wire.public import request_from_pb
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] = "",
+        parallel_tool_calls: bool | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next message in one conversation or many; the model's own template makes the prompts.
 
@@ -124,9 +128,10 @@ class LLM:
         :meth:`pillion.AsyncClient.chat` have the other arguments.
         """
         options = chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
+        called = tool_options(tools, tool_choice, parallel_tool_calls)
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
-        requests = [chat_request(conversation, chat=options) for conversation in conversations]
+        requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
         return self._run(requests, sampling_params, use_tqdm, priority, schema)
 
     def status(self) -> ClusterStatus:

@@ -186,6 +186,13 @@ async def test_prompt_logprobs_as_vllm_gives_them(components: Components) -> Non
             assert sorted(entry["rank"] for entry in found.values())[:2] == [1, 2]
         chat = await client.chat.completions.create(messages=MESSAGES, **asked)
         assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+        # An answer that its shape leaves nothing to choose in needs no step; the prompt's log probabilities do.
+        shape = {"prompt_logprobs": 2, "structured_outputs": {"choice": ["yes"]}}
+        for tokens, text in ((8, "yes"), (0, "")):
+            forced: Any = await client.completions.create(
+                model="tiny", prompt=PROMPT, max_tokens=tokens, extra_body=shape
+            )
+            assert (forced.choices[0].text, forced.choices[0].prompt_logprobs) == (text, one)
         with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
             await client.completions.create(prompt=PROMPT, **asked, stream=True)
         with pytest.raises(openai.BadRequestError, match=r"logprobs: 21 is not in \[0, 20\]"):

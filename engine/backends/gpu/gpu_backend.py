@@ -113,7 +113,6 @@ class GpuBackend:
     """Implements ``pillion.engine.backends.backend.Backend``, whose docstring has the contract."""
 
     runs_ahead = True
-    takes_masks = False
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
         """``enforce_eager``: whether to capture no CUDA graphs."""

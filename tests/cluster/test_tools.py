@@ -1,0 +1,186 @@
+"""Tools and reasoning of small random models on real components, by the clients that people use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+import pytest_asyncio
+
+from pillion import LLM, SamplingParams, Tool
+from pillion.client.outputs import OutputCollector
+from testbed.conditions import until
+from testbed.tiny_model import save_model
+from tests.support.components import Components, running_components
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CLIENTS = pathlib.Path(os.environ.get("PILLION_CLIENTS", ROOT / ".venv" / "clients"))
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TEMPLATE = (
+    "{% if tools %}Tools:{% for tool in tools %}{{ tool.function.name }} {% endfor %}Write <tool_call>.{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
+)
+
+
+class Forecast(pydantic.BaseModel):
+    """Tells the weather."""
+
+    city: str = pydantic.Field(max_length=8)
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+TOOL: Any = openai.pydantic_function_tool(Forecast)
+SCHEMA = TOOL["function"]["parameters"]
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Bonn?"}],
+    "tools": [TOOL],
+    "max_tokens": 300,
+    "seed": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("tools") / "tiny", template=TEMPLATE, marks=MARKS)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def components(tiny: pathlib.Path) -> AsyncIterator[Components]:
+    model = {"model": str(tiny), "dtype": "float32", "max_model_len": 1024}
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        async with running_components(pathlib.Path(name), model=model) as running:
+            await until("the gateway to know the worker's model", running.client.models)
+            yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def url_of(components: Components) -> str:
+    return f"http://{components.gateway.http_address}/v1"
+
+
+def client_of(components: Components) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=url_of(components), api_key="none", max_retries=0, timeout=60)
+
+
+async def proven(components: Components) -> None:
+    """Wait until nothing is held any more, and prove that the pool adds up."""
+    pool = components.kvnode.pool
+    await until(
+        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
+    )
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
+async def test_random_weights_write_valid_calls(components: Components, choice: Any) -> None:
+    asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False, "n": 3}
+    async with client_of(components) as client:
+        whole = await client.chat.completions.parse(**asked)
+        async with client.chat.completions.stream(**asked) as stream:
+            streamed = await stream.get_final_completion()
+    for completion in (whole, streamed):
+        for one in completion.choices:
+            assert one.finish_reason == "tool_calls"
+            assert one.message.content in (None, "")
+            (call,) = one.message.tool_calls
+            assert isinstance(call.function.parsed_arguments, Forecast)
+    calls = [[one.message.tool_calls[0].function.arguments for one in each.choices] for each in (whole, streamed)]
+    assert calls[0] == calls[1]
+    await proven(components)
+
+
+async def test_clients_over_grpc_and_without_servers_say_the_same(components: Components, tiny: pathlib.Path) -> None:
+    tool = Tool(name="Forecast", parameters=json.dumps(SCHEMA), strict=True)
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "Forecast"}
+    collector = OutputCollector(None, None, False)
+    async for delta in components.client.chat(ASKED["messages"], max_tokens=300, temperature=0, **asked):
+        collector.add(delta)
+    (answer,) = collector.output().outputs
+    (call,) = answer.tool_calls
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    assert (answer.finish_reason, call.name, answer.text) == ("tool_calls", "Forecast", "")
+    # The answer goes back as it came.
+    history = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": answer.tool_calls}]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+    more = [delta async for delta in components.client.chat(history, max_tokens=2, **asked)]
+    assert more[-1].finish_reason is not None
+
+    def offline() -> Any:
+        with LLM(str(tiny), dtype="float32", max_model_len=1024, kv_pool_bytes="64MiB") as llm:
+            (output,) = llm.chat(
+                ASKED["messages"], SamplingParams(max_tokens=300, temperature=0), use_tqdm=False, **asked
+            )
+            return output.outputs[0]
+
+    alone = await asyncio.to_thread(offline)
+    assert [one.arguments for one in alone.tool_calls] == [call.arguments]
+    await proven(components)
+
+
+async def test_reasoning_comes_before_the_call(components: Components, tiny: pathlib.Path) -> None:
+    from tokenizers import Tokenizer
+
+    end = Tokenizer.from_file(str(tiny / "tokenizer.json")).token_to_id("</think>")
+    body: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    asked = {**ASKED, "tool_choice": "required", "parallel_tool_calls": False}
+    async with client_of(components) as client:
+        cut = await client.chat.completions.create(**{**asked, "max_tokens": 7}, extra_body=body)
+        assert cut.choices[0].finish_reason == "length"
+        assert cut.usage.completion_tokens_details.reasoning_tokens == 7
+        ended = await client.chat.completions.create(**asked, logit_bias={str(end): 100}, extra_body=body)
+    assert ended.usage.completion_tokens_details.reasoning_tokens == 1
+    (call,) = ended.choices[0].message.tool_calls
+    Forecast.model_validate_json(call.function.arguments)
+    await proven(components)
+
+
+async def test_the_code_of_the_page_runs(components: Components) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
+    for said, here in (("http://127.0.0.1:8000/v1", url_of(components)), ("my-model", "tiny")):
+        assert said in code
+        code = code.replace(said, here)
+    known: dict[str, Any] = {}
+    await asyncio.to_thread(exec, code, known)
+    assert set(json.loads(known["call"].function.arguments)) >= {"city"}
+    more = {**ASKED, "messages": known["messages"], "max_tokens": 1}
+    async with client_of(components) as client:
+        assert (await client.chat.completions.create(**more)).usage.completion_tokens == 1
+
+
+@pytest.mark.skipif(not CLIENTS.is_dir(), reason="`make setup-clients` makes the environment of these clients")
+@pytest.mark.parametrize("script", ["langchain_calls", "litellm_calls"])
+async def test_other_clients_read_the_calls(components: Components, script: str) -> None:
+    path = ROOT / "tests" / "clients" / f"{script}.py"
+    process = await asyncio.create_subprocess_exec(
+        str(CLIENTS / "bin" / "python"),
+        str(path),
+        url_of(components),
+        "tiny",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false"},
+    )
+    out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    found = json.loads(out.decode().splitlines()[-1])
+    assert {"whole", "streamed", "again"} <= set(found)
+    for arguments in found.values():
+        Forecast.model_validate(arguments)
+    assert found["whole"] == found["streamed"]
+    await proven(components)
