@@ -10,7 +10,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 
-class CityForecast(BaseModel):
+class CityForecast(BaseModel, extra="forbid"):
     """Tells the weather."""
 
     city: str = Field(max_length=8)
