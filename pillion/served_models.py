@@ -64,7 +64,7 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
             values[field] = _SETTINGS[field](value.strip())
         except ConfigError as error:
             raise ConfigError(f"--also-model {text!r}: {error.message}") from None
-    for name, choices in _CHOICES.items():
-        if values.get(name, choices[0]) not in choices:
-            raise ConfigError(f"--also-model {text!r}: {values[name]!r} is not one of {', '.join(choices)}")
+    for field, choices in _CHOICES.items():
+        if values.get(field, choices[0]) not in choices:
+            raise ConfigError(f"--also-model {text!r}: {values[field]!r} is not one of {', '.join(choices)}")
     return ServedModelFlags(model=model.strip(), served_model_name=name.strip(), **values)

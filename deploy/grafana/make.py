@@ -179,6 +179,29 @@ def _service() -> Dashboard:
     )
 
 
+def _grammars() -> tuple[Panel, ...]:
+    forced, late = map(rate_by_component, ("pillion_step_forced_tokens_total", "pillion_grammar_late_masks_total"))
+    return (
+        Panel(
+            "Forced tokens",
+            TOKENS_PER_S,
+            (Query(forced, "{{component}}"),),
+            "Tokens of answers that a grammar left no choice of. They cost no step of their own.",
+        ),
+        Panel(
+            "Late masks",
+            "ops",
+            (Query(late, "{{component}}"),),
+            "Answers that sat out a step because their grammar's mask was not there. Other answers went on.",
+        ),
+        latency_by_component(
+            "Compiling grammars",
+            "pillion_grammar_compile_duration_seconds",
+            "A worker compiles a grammar once and keeps it. Streams that run do not wait for it.",
+        ),
+    )
+
+
 def _engine() -> Dashboard:
     uses = "pillion_step_budget_tokens_total"
     by_use, budget = f"{rate(uses)} {OWNER}", rate_by_component(uses, "use")
@@ -255,7 +278,7 @@ def _engine() -> Dashboard:
                 "component", "Component", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, component)'
             ),
         ),
-        (("Steps", steps), ("Queues", queues), ("Processes", _processes())),
+        (("Steps", steps), ("Queues", queues), ("Grammars", _grammars()), ("Processes", _processes())),
     )
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,8 @@ class Conversation:
         path = Path(name).expanduser()
         try:
             with path.open("x", encoding="utf-8") as file:
-                json.dump([asdict(message) for message in self.messages()], file, ensure_ascii=False, indent=2)
+                said = [{"role": message.role, "content": message.content} for message in self.messages()]
+                json.dump(said, file, ensure_ascii=False, indent=2)
         except OSError as error:
             return f"{path}: {error.strerror}"
         return f"{len(self.messages())} messages are in {path}"

@@ -34,6 +34,7 @@ def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
         _rich_delta_from_pb(delta)
         if delta.finish_reason
         or delta.logprobs
+        or delta.prompt_logprobs
         or delta.HasField("timings")
         or delta.HasField("error")
         or not (token_ids := tuple(delta.token_ids))

@@ -3,6 +3,7 @@ stream when they get a signal to end, and a batch is finished once whoever is ki
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import signal
@@ -263,29 +264,34 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
 
 def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    begun, pids = threading.Semaphore(0), set()
+    begun = threading.Semaphore(0)
 
-    def read() -> Reply:
-        with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=300) as connection:
-            pids.add(owner(cluster, connection))
-            asked = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEYS['free']}"})
-            connection.sendall(asked)
-            received = connection.recv(1)
-            begun.release()
-            while chunk := connection.recv(2**16):
-                received += chunk
+    def read(connection: socket.socket) -> Reply:
+        asked = request_bytes("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEYS['free']}"})
+        connection.sendall(asked)
+        received = connection.recv(1)
+        begun.release()
+        while chunk := connection.recv(2**16):
+            received += chunk
         return parse_reply(received)
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        reading = [pool.submit(read) for _ in range(STREAMS)]
-        for _ in range(STREAMS):
+    with contextlib.ExitStack() as stack:
+        connections: list[socket.socket] = []
+        pids: set[int] = set()
+        # The system chooses the process of each connection.
+        while len(connections) < STREAMS or len(pids) < 2:
+            address = ("127.0.0.1", HTTP_PORT)
+            connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))
+            pids.add(owner(cluster, connections[-1]))
+        pool = stack.enter_context(ThreadPoolExecutor(len(connections)))
+        reading = [pool.submit(read, connection) for connection in connections]
+        for _ in connections:
             assert begun.acquire(timeout=200)
         cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
             reply = work.result(300)
             assert reply.status == 200
             assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
-    assert len(pids) == 2
     assert cluster.process.wait(STOP_TIMEOUT_S) == 0
     wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.ever_seen.values()))
     assert cluster.left_behind() == []

@@ -205,6 +205,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
                 error=delta.error,
                 timings=delta.timings,
                 logprobs=map(logprob_to_pb, delta.logprobs),
+                prompt_logprobs=map(logprob_to_pb, delta.prompt_logprobs),
                 queued=None if delta.queued is None else common_pb2.Queued(position=delta.queued),
             )
             for delta in deltas

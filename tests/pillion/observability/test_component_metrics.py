@@ -195,8 +195,8 @@ def test_outcomes(error: errors.PillionError | None, reasons: list[str], outcome
     request.ended(101.0, Usage(10, 0, 0), Timings(), (0, 0), reasons, error)
     assert values(meters, names.REQUESTS) == {("demo", outcome): 1}
     assert list(values(meters, names.DURATION)) == [(CHAT, "demo", kind)]
-    # Nothing came: nobody knows what of the prompt was computed.
-    assert values(meters, names.PROMPT_TOKENS) == {}
+    # Without a token, what of the prompt was computed is known only where the request ended by itself (max_tokens=0).
+    assert (values(meters, names.PROMPT_TOKENS) == {}) == (error is not None)
 
 
 @given(st.tuples(*[st.integers(0, 500)] * 5))

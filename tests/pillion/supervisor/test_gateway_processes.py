@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from pillion.cli.checks import check_flags
-from pillion.config import GatewayFlags, ModelFlags, ServeFlags
+from pillion.config import GatewayFlags, ServedModelFlags, ServeFlags
 from pillion.errors import ConfigError
 from pillion.served_models import other_models
 from pillion.supervisor.gateway_processes import PublicPorts, gateway_specs
@@ -87,8 +87,8 @@ def test_further_models() -> None:
         model="/a", dtype="float32", max_model_len=100, also_model=("b=/x/b", "c=hub/c,max-model-len=4K,revision=v2")
     )
     assert other_models(flags) == (
-        ModelFlags(model="/x/b", served_model_name="b", dtype="float32"),
-        ModelFlags(model="hub/c", served_model_name="c", dtype="float32", max_model_len=4000, revision="v2"),
+        ServedModelFlags(model="/x/b", served_model_name="b", dtype="float32"),
+        ServedModelFlags(model="hub/c", served_model_name="c", dtype="float32", max_model_len=4000, revision="v2"),
     )
     assert other_models(GatewayFlags()) == ()
 
