@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 POLL_S = 0.02
-# As a loaded machine needs it: what never comes is told late, which happens only where something is broken.
+# Most time that a condition is given. It is long for the sake of loaded machines; a test waits it out only where
+# something is broken.
 WITHIN_S = 60.0
 
 

@@ -55,7 +55,7 @@ class GrammarState:
 
     @property
     def may_run_ahead(self) -> bool:
-        # Of a run of two tokens, the launched step chooses one, and the step behind it the other.
+        # A forced run of two tokens holds nothing up: the launched step chooses its first, the next step its second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure)
 
     def fork(self) -> GrammarState:

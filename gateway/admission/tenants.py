@@ -47,7 +47,7 @@ class Tenant:
         return self.most_urgent_priority >= MAX_PRIORITY
 
     def in_background(self) -> Tenant:
-        """The same tenant, with its quotas and its salt, served in the background."""
+        """Returns a copy of this tenant, with its quotas and its salt, whose requests run in the background."""
         return replace(self, most_urgent_priority=MAX_PRIORITY)
 
 

@@ -28,7 +28,7 @@ from pillion.gateway.batches.batch_folder import (
 from pillion.gateway.batches.batch_lines import BatchLine, InputCheck, JournalEntry, read_request, whole_entries
 from pillion.gateway.batches.batch_records import BatchRecord
 
-# Of the input, read and judged at once: between two pieces other work has its turn.
+# So much of the input is read and judged at once; between two such pieces other work has its turn.
 PIECE_BYTES = 256 * 2**10
 
 

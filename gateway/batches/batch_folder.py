@@ -291,7 +291,7 @@ class BatchFolder:
         for name in self.batch_ids():
             batch, place = self.known_batch(name), self.of_batch(name)
             if batch is not None and batch.over:
-                # Who ended it was killed before it could.
+                # The gateway that ended this batch removes its journal last, and was killed before it did.
                 (place / "journal").unlink(missing_ok=True)
             old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
             if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):

@@ -84,7 +84,7 @@ class RunningBatch:
 
     @property
     def tenant(self) -> str:
-        """Whose batch it is."""
+        """The name of the tenant that the batch belongs to."""
         return self.machine.record.tenant
 
 

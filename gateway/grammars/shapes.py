@@ -16,7 +16,7 @@ from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, 
 from pillion.gateway.grammars.structural_tags import tag_piece
 from pillion.types import StructuredOutputs
 
-# Of the text of a shape; OpenAI's bound is 120,000 characters of names and values.
+# The most that the text of a shape may take; OpenAI allows 120,000 characters of names and values.
 MAX_SHAPE_BYTES = 128 * 2**10
 MAX_CHOICES = 4096
 

@@ -124,7 +124,7 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
     state.take([65, 65])
     assert state.follow()
     assert state.completes
-    # Of the empty answer only the end can follow.
+    # This grammar allows the empty answer alone, so only its end can be chosen.
     assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
 
 
