@@ -18,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pillion.engine.checkpoints.model_files import weight_files
+from pillion.engine.checkpoints.weight_format import TensorHeader, WeightFormat, choose_format
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -146,6 +148,7 @@ class TensorSource(Protocol):
 
     def has(self, key: str) -> bool: ...
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix: ...
 
 
 class Checkpoint:
@@ -156,6 +159,10 @@ class Checkpoint:
         self._folder = folder
         self._family = config.family
         self._handles = handles
+        self._format: WeightFormat | None = choose_format(config)
+        self._headers = {plain: _header(handle, name) for plain, (handle, name) in handles.items()}
+        # The names of the tensors in few bits that stand for a plain name.
+        self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         if config.tie_word_embeddings and "lm_head.weight" in handles:
             # The config ties the head to the embedding; a head in the file, equal or not, is used nevertheless.
@@ -169,16 +176,28 @@ class Checkpoint:
 
         Raises ConfigError for one with NaN or infinities, with which every answer would be nonsense.
         """
-        tensors = []
-        for wanted in self._spellings[key]:
-            handle, name = self._handles[wanted.name]
-            tensor = handle.get_tensor(name) if wanted.part is None else handle.get_slice(name)[wanted.part]
-            tensor = tensor.to(dtype)
-            if not _finite(tensor):
-                kind = str(dtype).removeprefix("torch.")
-                raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
-            tensors.append(tensor)
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        return plain(self.take_matrix(key, dtype), dtype)
+
+    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
+        """Returns a matrix as the checkpoint has it: in few bits, or like :meth:`take`."""
+        return stack_rows([self._read(wanted, dtype) for wanted in self._spellings[key]], dtype)
+
+    def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
+        if self._stored.get(wanted.name):
+            assert self._format is not None
+            rows, columns = wanted.shape[-2:]
+            return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
+        tensor = self._tensor(wanted.name, wanted.part).to(dtype)
+        if not _finite(tensor):
+            kind = str(dtype).removeprefix("torch.")
+            name = self._handles[wanted.name][1]
+            raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
+        return tensor
+
+    def _tensor(self, plain_name: str, part: int | None) -> torch.Tensor:
+        handle, name = self._handles[plain_name]
+        found: torch.Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
+        return found
 
     def has(self, key: str) -> bool:
         """Whether the model has a tensor of that name."""
@@ -188,7 +207,7 @@ class Checkpoint:
         """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none."""
 
         def absent(spelling: Spelling) -> list[str]:
-            return [tensor.name for tensor in spelling if tensor.name not in self._handles]
+            return [tensor.name for tensor in spelling if not self._has(tensor)]
 
         chosen = {
             key: min(spellings, key=lambda spelling: len(absent(spelling)) / len(spelling))
@@ -199,21 +218,29 @@ class Checkpoint:
             raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
         return chosen
 
+    def _has(self, wanted: CheckpointTensor) -> bool:
+        """Whether the files hold a tensor, plain or in few bits."""
+        if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
+            self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
+        return bool(self._stored.get(wanted.name)) or wanted.name in self._handles
+
     def _check_names(self) -> None:
-        known = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
+        wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
+        known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
         unknown = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
         if unknown:
             raise ConfigError(f"{self._folder} holds {_names(unknown)}, which a {self._family} model does not have")
 
     def _check_shapes(self) -> None:
         shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}
-        for plain, shape in shapes.items():
-            handle, name = self._handles[plain]
-            found = handle.get_slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise ConfigError(f"{self._folder}: {name} is {found.get_shape()}, config.json wants {list(shape)}")
-            if found.get_dtype() not in FLOATS:
-                raise ConfigError(f"{self._folder}: {name} is {found.get_dtype()}; only {', '.join(FLOATS)} are read")
+        for plain_name, shape in shapes.items():
+            if self._stored.get(plain_name):
+                continue
+            found, name = self._headers[plain_name], self._handles[plain_name][1]
+            if found.shape != shape:
+                raise ConfigError(f"{self._folder}: {name} is {list(found.shape)}, config.json wants {list(shape)}")
+            if found.dtype not in FLOATS:
+                raise ConfigError(f"{self._folder}: {name} is {found.dtype}; only {', '.join(FLOATS)} are read")
 
 
 @contextmanager
@@ -230,6 +257,11 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
                 if not name.startswith(_IGNORED_PREFIXES):
                     handles[_plain(name)] = (handle, name)
         yield Checkpoint(folder, config, handles)
+
+
+def _header(handle: Any, name: str) -> TensorHeader:
+    found = handle.get_slice(name)
+    return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
 
 
 def _finite(tensor: torch.Tensor) -> bool:

@@ -16,24 +16,30 @@ from pillion.engine.models.decoder import LayerWeights, ModelWeights
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Types of arithmetic and KV, by their names in flags and layouts.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Makes a linear layer of a matrix [out, in] and its bias [out].
-MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Loads and fuses all weights. Raises ConfigError for tensors that do not fit the config."""
+    """Loads and fuses all weights for torch, which widens matrices in few bits. Raises ConfigError for tensors that do
+    not fit the config."""
+
+    def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        return Linear(plain(weight, dtype), bias)
+
     with open_checkpoint(folder, config) as checkpoint:
         embedding = checkpoint.take("embedding", dtype)
         return ModelWeights(
             embedding=embedding,
             embedding_scale=embedding_scale(config, dtype),
-            layers=tuple(load_layer(checkpoint, config, dtype, index) for index in range(config.num_layers)),
+            layers=tuple(load_layer(checkpoint, config, dtype, index, linear) for index in range(config.num_layers)),
             final_norm=load_final_norm(checkpoint, config, dtype),
-            lm_head=Linear(load_head(checkpoint, config, dtype, embedding)),
+            lm_head=linear(load_head(checkpoint, config, dtype, embedding), None),
         )
 
 
@@ -46,18 +52,19 @@ def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.
     return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
 
 
-def load_head(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor
-) -> torch.Tensor:
-    """Loads the head: the embedding if the model ties the two and the checkpoint holds no other head."""
+def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> Matrix:
+    """Loads the head: the embedding if the model ties the two and the checkpoint holds no other head. Where the
+    checkpoint has the embedding in few bits, a tied head stays in these."""
     if not checkpoint.has("lm_head"):
-        return embedding
-    head = checkpoint.take("lm_head", dtype)
-    return embedding if config.tie_word_embeddings and torch.equal(head, embedding) else head
+        tied = checkpoint.take_matrix("embedding", dtype)
+        return tied if isinstance(tied, QuantizedMatrix) else embedding
+    head = checkpoint.take_matrix("lm_head", dtype)
+    same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
+    return embedding if same else head
 
 
 def load_layer(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear = Linear
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear
 ) -> LayerWeights:
     """Loads one layer, whose matrices ``linear`` makes."""
     prefix = f"layers.{index}."
@@ -105,7 +112,7 @@ def _norm_weight(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dty
 
 def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, linear: MakeLinear) -> Linear:
     bias = checkpoint.take(key + ".bias", dtype) if checkpoint.has(key + ".bias") else None
-    return linear(checkpoint.take(key + ".weight", dtype), bias)
+    return linear(checkpoint.take_matrix(key + ".weight", dtype), bias)
 
 
 def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
@@ -116,13 +123,11 @@ def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, pref
     rotated = config.num_heads + config.num_kv_heads
     order = partial_order(config.head_dim, rotary_dim)
 
-    def reordered(tensor: torch.Tensor) -> torch.Tensor:
-        heads = tensor.view(-1, config.head_dim, *tensor.shape[1:])
-        return torch.cat((heads[:rotated, order], heads[rotated:])).view(tensor.shape)
-
+    rows = torch.arange((rotated + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
+    reordered = torch.cat((rows[:rotated, order], rows[rotated:])).view(-1)
     key = prefix + "qkv."
-    bias = reordered(checkpoint.take(key + "bias", dtype)) if checkpoint.has(key + "bias") else None
-    return linear(reordered(checkpoint.take(key + "weight", dtype)), bias)
+    bias = checkpoint.take(key + "bias", dtype)[reordered] if checkpoint.has(key + "bias") else None
+    return linear(select_rows(checkpoint.take_matrix(key + "weight", dtype), reordered), bias)
 
 
 def _moe(
@@ -131,7 +136,7 @@ def _moe(
     assert config.moe is not None
 
     def expert(index: int) -> GatedMLP:
-        gate_up, down = (checkpoint.take(f"{prefix}experts.{index}.{key}", dtype) for key in ("gate_up", "down"))
+        gate_up, down = (checkpoint.take_matrix(f"{prefix}experts.{index}.{key}", dtype) for key in ("gate_up", "down"))
         return GatedMLP(linear(gate_up, None), linear(down, None), GATED[config.activation])
 
     return MoeWeights(

@@ -63,6 +63,7 @@ class ModelConfig:
         embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
         logit_divisor: divisor of the logits.
         eos_token_ids: tokens that end a text.
+        quantization: the checkpoint's quantization_config as JSON with sorted keys; "" for plain weights.
     """
 
     family: str
@@ -96,6 +97,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: str = ""
 
 
 def known_architectures() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
     reference.py         paged attention one sequence and one head at a time: the oracle of every attention kernel
     torch_attention.py   a step's attention;  attention_tiles.py plans which queries meet which keys in which call
+    quantized_matrix.py  a matrix in few bits, in the plain form that all packers of kernels take
     torch_linear.py      linear layers whose bfloat16 weights are packed where the processor can
 
 Read reference.py first. Never in here: kernels of our own.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix
+
 # The layout hardly depends on the expected number of rows; measured with 1, 16 and 256.
 PACKED_FOR_ROWS = 16
 
@@ -34,26 +36,34 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """A matrix [out, in], and a bias [out] or None, by which rows are multiplied. Immutable."""
+    """A matrix [out, in], and a bias [out] or None, by which rows are multiplied. Immutable.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, pack: bool | None = None) -> None:
+    A matrix in few bits is only carried, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
+    makes one that torch multiplies by.
+    """
+
+    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None, *, pack: bool | None = None) -> None:
         """``pack``: None packs if :func:`can_pack` allows it. A packed weight is a copy of its own."""
         self._bias = bias
-        self._packed = can_pack(weight.dtype) if pack is None else pack
         self._weight: Any = weight
+        if isinstance(weight, QuantizedMatrix):
+            assert pack is False
+            self._packed = False
+            return
+        self._packed = can_pack(weight.dtype) if pack is None else pack
         if self._packed:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
 
     @classmethod
-    def plain(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def plain(cls, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """Makes a layer with the weight as it is in the checkpoint, for callers that pack in their own way."""
         return cls(weight, bias, pack=False)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Matrix:
         """The weight [out, in]; only a plain layer has it."""
         assert not self._packed
-        found: torch.Tensor = self._weight
+        found: Matrix = self._weight
         return found
 
     @property

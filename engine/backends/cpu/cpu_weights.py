@@ -34,6 +34,7 @@ from pillion.kernels.cpu.products.packing import (
     pack_gated_bias,
     pack_linear,
 )
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -141,7 +142,7 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
         # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
         _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
         _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
-        _write(writer, prefix + "experts.down", [pack_linear(expert.down.weight, kind) for expert in layer.mlp.experts])
+        _write(writer, prefix + "experts.down", [_packed(expert.down, kind) for expert in layer.mlp.experts])
         return
     _write(writer, prefix + "gate_up", [_gated(layer.mlp, kind)])
     if layer.mlp.gate_up.bias is not None:
@@ -150,7 +151,9 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
 
 
 def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
-    gate, up = mlp.gate_up.weight.chunk(2)
+    inner = mlp.gate_up.weight.shape[0] // 2
+    halves = (select_rows(mlp.gate_up.weight, part) for part in (slice(0, inner), slice(inner, None)))
+    gate, up = (plain(half, torch.float32) if isinstance(half, QuantizedMatrix) else half for half in halves)
     return pack_gated(gate, up, kind)
 
 
@@ -161,9 +164,14 @@ def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
 
 
 def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
-    _write(writer, name, [pack_linear(linear.weight, kind)])
+    _write(writer, name, [_packed(linear, kind)])
     if linear.bias is not None:
         writer.tensor(name + ".bias", pack_bias(linear.bias))
+
+
+def _packed(linear: Linear, kind: str) -> PackedWeight:
+    weight = linear.weight
+    return pack_linear(weight.dequantize(torch.float32) if isinstance(weight, QuantizedMatrix) else weight, kind)
 
 
 def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:

@@ -24,6 +24,7 @@ from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_fin
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layers import MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
+from pillion.kernels.torch.quantized_matrix import Matrix, plain
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
@@ -118,6 +119,9 @@ class _ShapesOnly:
         shapes = [tensor.shape for tensor in self._spellings[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
+    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
+        return self.take(key, dtype)
+
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
     """Plans a model's memory. ``separate_head``: whether the output projection is another than the embedding."""
@@ -149,16 +153,20 @@ def _tensors_of(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors layer by layer, so that little memory is held at a time."""
+
+    def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        return Linear.plain(plain(weight, dtype), bias)
+
     embedding = checkpoint.take("embedding", dtype)
     yield "embedding", embedding
     head = load_head(checkpoint, config, dtype, embedding)
     for index in range(config.num_layers):
-        layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
+        layer = load_layer(checkpoint, config, dtype, index, linear)
         for name, tensor in _layer_tensors(layer):
             yield f"layers.{index}.{name}", tensor
     yield "final_norm", load_final_norm(checkpoint, config, dtype).weight
     if head is not embedding:
-        yield "lm_head", head
+        yield "lm_head", plain(head, dtype)
 
 
 def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,14 +177,23 @@ def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
     linears: list[tuple[str, Linear]] = [("qkv", layer.qkv), ("o", layer.o)]
     if isinstance(layer.mlp, MoeWeights):
         yield "router", layer.mlp.router
-        yield "experts.gate_up", torch.stack([expert.gate_up.weight for expert in layer.mlp.experts])
-        yield "experts.down", torch.stack([expert.down.weight for expert in layer.mlp.experts])
+        yield "experts.gate_up", _stacked([expert.gate_up for expert in layer.mlp.experts])
+        yield "experts.down", _stacked([expert.down for expert in layer.mlp.experts])
     else:
         linears += [("mlp.gate_up", layer.mlp.gate_up), ("mlp.down", layer.mlp.down)]
     for name, linear in linears:
-        yield f"{name}.weight", linear.weight
+        yield f"{name}.weight", _plain_weight(linear)
         if linear.bias is not None:
             yield f"{name}.bias", linear.bias
+
+
+def _stacked(linears: list[Linear]) -> torch.Tensor:
+    return torch.stack([_plain_weight(linear) for linear in linears])
+
+
+def _plain_weight(linear: Linear) -> torch.Tensor:
+    assert isinstance(linear.weight, torch.Tensor)
+    return linear.weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,49 @@
+"""How a checkpoint stores matrices in few bits: the contract of a format, and the choice of one by the config.
+
+A format knows which tensors of the files stand for a matrix, and turns them into a
+:class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format leaves alone, such as one on a
+list of exceptions, has its plain tensor in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pillion.engine.models.model_config import ModelConfig
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of a tensor before it is read: its type by safetensors' name ("F8_E4M3", "I32"), its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightFormat(Protocol):
+    """A layout of matrices in few bits. Raises ConfigError, which names the tensor, for what it cannot read."""
+
+    def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
+        """Names of the tensors that stand for the matrix ``name`` ("...q_proj.weight"), or () where it is plain or
+        missing.
+
+        Args:
+            shape: that of the plain matrix: [N, K], or [experts, N, K] for the stacked matrices of experts.
+            headers: all tensors of the checkpoint by name.
+
+        Raises ConfigError where one of them has another type or shape than the format prescribes.
+        """
+
+    def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
+        """Reads the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored``, of one expert where they are stacked.
+        Raises ConfigError for numbers that cannot be, such as a scale that is NaN."""
+
+
+def choose_format(config: ModelConfig) -> WeightFormat | None:
+    """The format of a model's matrices; None where all of them are plain. Raises ConfigError for an unknown one."""
+    return None

@@ -1,0 +1,172 @@
+"""A matrix in few bits: what every reader of a checkpoint makes, and what every packer of kernels takes.
+
+    a checkpoint's layout --engine/checkpoints--> QuantizedMatrix --packing--> a backend's own layout
+
+This is the plain form, with one code a byte, of one layer at a time; no product reads it. Its arithmetic is the one
+that all kernels must have:
+
+    weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+# The 16 quantiles of the normal distribution of NF4 (arXiv 2305.14314, appendix E).
+_NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+# What a code stands for, by coding: float32 [16] or [256]. int4 is a number from -8 on, int8 the two's complement of
+# its byte, fp8_e4m3 the float of OCP's 8-bit format without infinities.
+CODINGS: dict[str, torch.Tensor] = {
+    "uint4": torch.arange(16).float(),
+    "int4": torch.arange(16).float() - 8,
+    "nf4": torch.tensor(_NF4),
+    "int8": torch.arange(256).to(torch.uint8).view(torch.int8).float(),
+    "fp8_e4m3": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(),
+}
+# Codings whose values are whole numbers that int8 holds, too.
+_WHOLE = ("uint4", "int4", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [N outputs, K inputs] in few bits.
+
+    Attributes:
+        coding: a key of ``CODINGS``.
+        codes: uint8 [N, K], one code a byte.
+        scales: float32 [N, ceil(K / group)].
+        offsets: the same shape, or None where all are 0.
+        group: inputs that share a scale; K or more for one scale for each output.
+        order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
+    """
+
+    coding: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows, columns = self.codes.shape
+        assert self.codes.dtype == torch.uint8
+        assert self.scales.shape == (rows, -(-columns // self.group))
+        assert self.offsets is None or self.offsets.shape == self.scales.shape
+        assert self.order is None or self.order.shape == (columns,)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return self.codes.shape
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The plain matrix [N, K], computed in float32 and rounded once; its columns are the inputs in order."""
+        columns = self.codes.shape[1]
+        wide = CODINGS[self.coding][self.codes.long()] * _spread(self.scales, self.group, columns)
+        if self.offsets is not None:
+            wide += _spread(self.offsets, self.group, columns)
+        if self.order is not None:
+            wide = torch.empty_like(wide).index_copy_(1, self.order, wide)
+        return wide.to(dtype)
+
+    def rows(self, index: slice | torch.Tensor) -> QuantizedMatrix:
+        """The outputs that ``index`` names, as a slice or int64 [M] -> a matrix [M, K]."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+
+
+# A matrix as a checkpoint has it, in floating point or in few bits.
+Matrix = torch.Tensor | QuantizedMatrix
+
+
+def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix [N, K] in floating point."""
+    return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
+
+
+def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
+    """The outputs that ``index`` names."""
+    return matrix.rows(index) if isinstance(matrix, QuantizedMatrix) else matrix[index]
+
+
+def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
+    """Stacks matrices of equal K along their outputs.
+
+    Matrices in few bits stay so where one coding and one group hold them all exactly; in all other cases every part
+    becomes floating point of type ``dtype``.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    if len(quantized) == len(parts) and _fit(quantized):
+        alike = _alike(quantized)
+        return replace(
+            alike[0],
+            codes=torch.cat([part.codes for part in alike]),
+            scales=torch.cat([part.scales for part in alike]),
+            offsets=None
+            if alike[0].offsets is None
+            else torch.cat([part.offsets for part in alike if part.offsets is not None]),
+        )
+    return torch.cat([plain(part, dtype) for part in parts])
+
+
+def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
+    """Whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
+    first = parts[0]
+    columns = first.shape[1]
+    least = min(part.group for part in parts)
+    groups = all(min(part.group, columns) % least == 0 for part in parts)
+    codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
+    orders = all(
+        part.order is first.order
+        or (part.order is not None and first.order is not None and torch.equal(part.order, first.order))
+        for part in parts
+    )
+    return groups and codings and orders
+
+
+def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
+    """The parts in one coding (int8 where they differ) and in the smallest of their groups, with the same values."""
+    coding = parts[0].coding if len({part.coding for part in parts}) == 1 else "int8"
+    group, shifted = min(part.group for part in parts), any(part.offsets is not None for part in parts)
+    found = []
+    for part in parts:
+        codes = part.codes
+        if part.coding != coding:
+            codes = CODINGS[part.coding][codes.long()].to(torch.int8).view(torch.uint8)
+        count = -(-part.shape[1] // group)
+        scales, offsets = (
+            None if values is None else _spread(values, max(1, part.group // group), count)
+            for values in (part.scales, part.offsets)
+        )
+        assert scales is not None
+        if shifted and offsets is None:
+            offsets = torch.zeros_like(scales)
+        found.append(replace(part, coding=coding, codes=codes, scales=scales, offsets=offsets, group=group))
+    return found
+
+
+def _spread(values: torch.Tensor, group: int, count: int) -> torch.Tensor:
+    """Repeats each of the values [N, G] ``group`` times and cuts the result to [N, count]."""
+    return values.repeat_interleave(min(group, count), 1)[:, :count]
