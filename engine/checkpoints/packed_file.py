@@ -27,7 +27,7 @@ _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
 # Bytes reserved for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8}
+_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float32", "int8", "uint8", "int32")}
 
 
 class PackedWriter:

@@ -12,19 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
-from pillion.kernels.cpu.language.isa import Isa
-from pillion.kernels.cpu.products.int8 import widen
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
+from pillion.kernels.cpu.products.packing import TOTALS_BYTES
 
 # A step of a tile is a pair of bfloat16 inputs or one float32: 4 bytes of a row.
 ROW_STEP_BYTES = 4
 # Bytes of a panel that belong to a step.
-PANEL_STEP_BYTES = {"bf16": 128, "fp32": 128, "int8": 64}
-SUMS_ROW_BYTES = 4 * PANEL_COLUMNS
+PANEL_STEP_BYTES = 128
 _LINE_BYTES = 64
 _STEPS_PER_ITERATION = 2
-# The tables of int8 weights need the registers of so many rows.
-_TABLE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +45,14 @@ class TileArgs:
     sums: Ptr
 
 
-def most_rows(isa: Isa, kind: str) -> int:
-    """The most rows of a tile."""
-    return isa.gemm_rows - (_TABLE_ROWS if _looks_up(isa, kind) else 0)
-
-
 def multiply_rows(k: Kernel, kind: str, rows: Int, args: TileArgs) -> None:
-    """Multiplies ``rows`` rows, 1 to :func:`most_rows`, with a panel."""
+    """Multiplies ``rows`` rows, 1 to ``isa.gemm_rows``, with a panel."""
     b = k.builder
     x_bytes = (rows - 1) * args.x_stride + args.steps * ROW_STEP_BYTES
-    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES[kind])
-    with k.when(inside & k.holds(args.sums, rows * SUMS_ROW_BYTES)):
+    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
+    with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
         behind = b.append_basic_block("behind")
-        cases = [b.append_basic_block("rows") for _ in range(most_rows(k.isa, kind))]
+        cases = [b.append_basic_block("rows") for _ in range(k.isa.gemm_rows)]
         choice = b.switch(rows.ir, cases[0])
         for height, block in enumerate(cases, 1):
             if height > 1:
@@ -73,65 +63,50 @@ def multiply_rows(k: Kernel, kind: str, rows: Int, args: TileArgs) -> None:
         b.position_at_end(behind)
 
 
-def _looks_up(isa: Isa, kind: str) -> bool:
-    """Whether tables widen the weights (pillion.kernels.cpu.products.int8), which need registers and a port."""
-    return kind == "int8" and isa.bf16_dot == "x86"
-
-
 def _call_tile(k: Kernel, kind: str, rows: int, args: TileArgs) -> None:
-    def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-        _Tile(inner, kind, rows, TileArgs(*seen), twin).write()
+    def body(inner: Kernel, *seen: Any) -> None:
+        _Tile(inner, kind, rows, TileArgs(*seen)).write()
 
-    values = (args.x, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
+    values = (args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
     k.call_subroutine(f"gemm_tile_{kind}_{rows}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Emits the function for one number of rows. ``twin`` equals x, and LLVM cannot know it.
-
-    A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
-    occupies the port that table look-ups need. Where each tile has its own pointer, the broadcast becomes part of both
-    products, for free: that makes int8 tiles a quarter faster on Zen 4.
-    """
+    """Emits the function for one number of rows."""
 
     k: Kernel
     kind: str
     rows: int
     args: TileArgs
-    twin: Ptr
 
     def write(self) -> None:
         k, args = self.k, self.args
         sums = [[k.variable(k.vector(0.0)) for _ in range(2)] for _ in range(self.rows)]
-        bases = (args.x, self.twin if _looks_up(k.isa, self.kind) else args.x)
-        rows = [[base + args.x_stride * row for base in bases] for row in range(self.rows)]
+        rows = [args.x + args.x_stride * row for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
                 at = first + step
-                weights = self._weights(args.panel + at * PANEL_STEP_BYTES[self.kind])
+                weights = self._weights(args.panel + at * PANEL_STEP_BYTES)
                 self._prefetch(args.ahead + at * args.ahead_step)
                 for row, totals in zip(rows, sums, strict=True):
-                    for base, total, weight in zip(row, totals, weights, strict=True):
-                        total.value = self._sum(total.value, base + at * ROW_STEP_BYTES, weight)
+                    for total, weight in zip(totals, weights, strict=True):
+                        total.value = self._sum(total.value, row + at * ROW_STEP_BYTES, weight)
         for number, pair in enumerate(sums):
             for half, total in enumerate(pair):
-                k.store(args.sums + (number * SUMS_ROW_BYTES + half * VECTOR_BYTES), total.value)
+                k.store(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value)
 
     def _weights(self, line: Ptr) -> tuple[Any, Any]:
         k, half = self.k, line + VECTOR_BYTES
         if self.kind == "fp32":
             return k.load(line), k.load(half)
-        if self.kind == "bf16":
-            return k.load_pairs(line), k.load_pairs(half)
-        return widen(k, line)
+        return k.load_pairs(line), k.load_pairs(half)
 
     def _prefetch(self, line: Ptr) -> None:
-        # With few rows a tile mostly waits for memory, and the processor's own prefetcher is faster alone. Widening
-        # int8 weights is enough work to hide that wait.
-        if self.kind != "int8" and 2 * self.rows < self.k.isa.gemm_rows:
+        # With few rows a tile mostly waits for memory, and the processor's own prefetcher is faster alone.
+        if 2 * self.rows < self.k.isa.gemm_rows:
             return
-        for at in range(0, PANEL_STEP_BYTES[self.kind], _LINE_BYTES):
+        for at in range(0, PANEL_STEP_BYTES, _LINE_BYTES):
             self.k.prefetch(line + at, near=False)
 
     def _sum(self, total: Any, x: Ptr, weight: Any) -> Any:

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME, host_features
+from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear
 from pillion.kernels.cpu.runtime.compiler import assembly
-from tests.support.cpu_references import reference_gemm
+from tests.support.cpu_references import reference_gemm, reference_group_sums
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
 
-KINDS = ("bf16", "fp32", "int8")
+KINDS = ("bf16", "fp32")
 EPILOGUES = ("store", "add", *GATED)
 # Every epilogue and every option, not every pair of them: tiles are shared, and what compiles is the time.
 PLAIN = [Gemm(kind, epilogue, bias=epilogue in ("add", "gated_gelu")) for kind in KINDS for epilogue in EPILOGUES]
@@ -59,11 +60,11 @@ class GemmCase:
 
     def values(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
         first = self.packed[0]
-        scales = None if first.scales is None else torch.stack([one.scales for one in self.packed])
+        sums = reference_group_sums(x, first) if first.offsets else None
         return {
             "x": x,
             "weights": torch.stack([one.data for one in self.packed]),
-            "scales": scales,
+            "input_sums": sums,
             "bias": self.bias,
             "out": out,
             "group_starts": self.starts,
@@ -73,6 +74,8 @@ class GemmCase:
             "out_stride": stride(out),
             "num_groups": len(self.packed) if self.spec.grouped else 0,
             "group_bytes": first.nbytes,
+            "inputs": first.group,
+            "input_sums_stride": 0 if sums is None else stride(sums),
             "factor": FACTOR,
         }
 
@@ -113,7 +116,7 @@ def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups:
     x = torch.zeros(rows, packed[0].depth)
     x[:, :depth] = normal(rows, depth, seed=seed + 4)
     starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
-    return GemmCase(spec, packed, bias, x.to(torch.float32 if spec.weights == "fp32" else torch.bfloat16), starts)
+    return GemmCase(spec, packed, bias, x.to(torch.bfloat16 if spec.bf16_rows else torch.float32), starts)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -180,37 +183,17 @@ def test_no_rows(runner, spec):
     assert one.run(runner).shape == (0, 64)
 
 
-def test_int8_weights_are_exactly_the_bfloat16_of_their_quanta(runner):
-    """Every quantum, in both ways to the same sums: a tile of few rows, and panels that meet many."""
-    packed = pack_linear(torch.arange(-127, 129).clamp(max=127).repeat(32, 1).float(), "int8")
-    packed.scales[:] = 1.0
-    quanta = torch.arange(-127, 129).clamp(max=127).bfloat16().float()
-    x = torch.eye(256).bfloat16()
-    found = GemmCase(Gemm("int8", "store"), [packed], None, x).run(runner)
-    assert torch.equal(found, quanta[:, None].expand(256, 32))
-    for row in (0, 127, 255):
-        assert torch.equal(GemmCase(Gemm("int8", "store"), [packed], None, x[row : row + 1]).run(runner)[0], found[row])
-
-
-def test_panels_deeper_than_scratch(runner):
-    """int8 panels that cannot be widened as a whole."""
-    one = case(Gemm("int8", "store"), 20, 32, 16400)
-    found = one.run(runner, threads=1)
-    assert_close(found, one.expected())
-    assert torch.equal(one.run(runner, one.x[7:8], threads=1)[0], found[7])
-
-
-@pytest.mark.parametrize("short", ["x", "weights", "scales", "bias", "out"])
+@pytest.mark.parametrize("short", ["x", "weights", "bias", "out"])
 def test_strays_are_noted(runner, short):
     """A checked product whose memory is too small is reported, and touches no other memory."""
     if not runner.kernels.checked:
         pytest.skip("kernels that do not check")
-    one = case(Gemm("int8", "add", bias=True), 17, 64, 48)
+    one = case(Gemm("bf16", "add", bias=True), 17, 64, 48)
     out = one.new_out(17)
     values = one.values(padded(one.x), out)
     buffer = values[short].contiguous()
     values[short] = (buffer.data_ptr(), buffer.nbytes - 64)
-    with pytest.raises(Internal, match="gemm_int8_add"):
+    with pytest.raises(Internal, match="gemm_bf16_add"):
         runner.run(one.spec, values, rows_step(17))
 
 
@@ -221,7 +204,7 @@ def test_sums_stay_in_registers(kind):
     isa = next((row for row in rows if set(row.needs) <= host_features()), rows[-1])
     texts = assembly([Gemm(kind, "store")], isa)
     tiles = {name: text for name, text in texts.items() if name.startswith(f"gemm_tile_{kind}_")}
-    assert len(tiles) == (6 if isa is rows[-1] else 11 if kind == "int8" else 14)
+    assert len(tiles) == (6 if isa is rows[-1] else 14)
     for name, text in tiles.items():
         spilled = [line for line in text.splitlines() if "zmm" in line and "(%rsp)" in line]
         assert not spilled, (name, spilled)
@@ -230,4 +213,4 @@ def test_sums_stay_in_registers(kind):
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     assert {spec.layout for spec in SPECS} == {LAYOUT}
-    assert set(DTYPES) == set(KINDS)
+    assert set(DTYPES) == {*KINDS, *CODE_KINDS}
