@@ -58,8 +58,9 @@ class TileKind:
         found = isa.bf16_tiles if self.rows == "bf16" else isa.fp32_tiles
         if self.weights != "int8":
             return found
-        # Both halves of a panel share a line of int8 weights, so there are no narrow tiles of them.
-        return TileRows(found.wide - (_TABLE_ROWS if self.looks_up(isa) else 0))
+        # Both halves of a panel share a line of int8 weights, so there are no narrow tiles of them; and to widen a line
+        # costs more than what a second row spills.
+        return TileRows(max(2, found.wide - (_TABLE_ROWS if self.looks_up(isa) else 0)))
 
     def looks_up(self, isa: Isa) -> bool:
         """Whether tables widen the weights (pillion.kernels.cpu.products.int8), which need registers and a port."""
