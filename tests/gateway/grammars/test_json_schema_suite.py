@@ -27,7 +27,9 @@ WALKS = 6
 # ``format`` constrains here, as OpenAI has it, and ``contentEncoding`` and its like do not, as in draft 2020-12.
 OTHER_MEANINGS = frozenset({"format.json", "optional/content.json"})
 # Valid values that no answer has: forms of a format which few readers take, and draft 7 lets $ref stand alone.
-NEVER_WRITTEN = re.compile("leap second|mixed format|a long valid ipv6|quoted string|IPv6-address-literal|maxItems ignored")
+NEVER_WRITTEN = re.compile(
+    "leap second|mixed format|a long valid ipv6|quoted string|IPv6-address-literal|maxItems ignored"
+)
 BLANKS = "\t\n\v\f\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 PYTHONS = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]"} | {
     r"\s": f"[{BLANKS}]",
