@@ -20,7 +20,9 @@ _PART = re.compile(rf"{_CLASS.pattern}|{_ESCAPE}|.", re.DOTALL)
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
-_DAY = "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_LONG_MONTH = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+_SHORT_MONTH = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_DAY = f"(?:{_LONG_MONTH}|{_SHORT_MONTH}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 # Without leap seconds, of which there was one in some years, and only at one time of the day.

@@ -41,11 +41,11 @@ def test_a_pattern_is_one_of_ecma_262(pattern: str, matching: str, other: str) -
 
 
 @pytest.mark.parametrize("year", [1, 4, 96, 100, 400, 1900, 1904, 2000, 2021, 2024, 2100, 9999])
-@pytest.mark.parametrize("format", ["date", "date-time"])
-def test_february_has_29_days_in_leap_years(format: str, year: int) -> None:
-    matcher = matcher_of({"type": "string", "format": format})
+@pytest.mark.parametrize("name", ["date", "date-time"])
+def test_february_has_29_days_in_leap_years(name: str, year: int) -> None:
+    matcher = matcher_of({"type": "string", "format": name})
     assert matcher is not None
-    rest = "T10:00:00Z" * (format == "date-time")
+    rest = "T10:00:00Z" * (name == "date-time")
     assert allows(matcher, f'"{year:04}-02-28{rest}"')
     assert allows(matcher, f'"{year:04}-02-29{rest}"') is calendar.isleap(year)
 
