@@ -49,7 +49,9 @@ class PeakDots(KernelSpec):
         sums = [k.variable(k.vector(0.0)) for _ in range(self._sums(k.isa))]
         with k.range(call.args.number("rounds")):
             for total in sums:
-                total.value = k.dot(total.value, pairs, pairs) if self._pairs(k.isa) else k.fma(values, values, total.value)
+                total.value = (
+                    k.dot(total.value, pairs, pairs) if self._pairs(k.isa) else k.fma(values, values, total.value)
+                )
         k.store(sink, _added(sums))
 
 
