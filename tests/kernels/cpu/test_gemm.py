@@ -171,8 +171,8 @@ def test_groups_meet_their_own_matrix(runner, spec, groups):
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 def test_a_group_of_rows_has_the_bits_of_the_same_rows_alone(runner, kind):
-    one = case(Gemm(*kind, "store", grouped=True), 21, 72, 48, groups=[4, 17])
-    alone = Gemm(*kind, "add", bias=True)
+    one = case(Gemm(kind[0], kind[1], "store", grouped=True), 21, 72, 48, groups=[4, 17])
+    alone = Gemm(kind[0], kind[1], "add", bias=True)
     for packed, begin, end in zip(one.packed, (0, 4), (4, 21), strict=True):
         other = GemmCase(alone, [packed], torch.zeros(packed.pairs * 32), one.x[begin:end])
         sums = other.run(runner, out=torch.zeros(end - begin, other.width))
@@ -236,7 +236,7 @@ def test_sums_stay_in_registers(kind, name):
     of bfloat16 may wait on the stack, once in each of the two steps of AVX2's loop, while the first is multiplied. int8
     weights are widened by several constants, for which few registers are too few."""
     isa, limits = BY_NAME[name], TileKind(*kind).tiles(BY_NAME[name])
-    texts, prefix = assembly([Gemm(*kind, "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
+    texts, prefix = assembly([Gemm(kind[0], kind[1], "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
     if kind[0] == "int8" and limits.most == 2:
         pytest.skip("widening needs more registers than there are")
     heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
