@@ -264,9 +264,7 @@ def test_batches_take_lines_of_every_door_and_shapes(cluster: ServedCluster) -> 
     client, _ = door_clients("free")
     with client:
         for url, asked in bodies.items():
-            lines = [
-                {"custom_id": f"c{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(asked)
-            ]
+            lines = [{"custom_id": f"c{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(asked)]
             content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
             file = client.files.create(file=("in.jsonl", content), purpose="batch")
             batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")

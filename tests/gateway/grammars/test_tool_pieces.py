@@ -133,9 +133,7 @@ def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_worker_goes_on_in_the_middle_of_a_call(
-    model: str, choice: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
     """After a preemption or a killed worker the place is found by the answer's tokens alone, wherever it stood."""
     codec = codec_of(model)
     codec.save(str(tmp_path / "tokenizer.json"))
