@@ -52,14 +52,14 @@ LONG_SHAPE = StructuredOutputs(json=json.dumps(LONG))
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France, and what of Italy?"}]
 
 
-class Weather(pydantic.BaseModel, extra="forbid"):
+class Sky(pydantic.BaseModel, extra="forbid"):
     """What answers are to say."""
 
     degrees: int = pydantic.Field(ge=-99, le=99)
     rain: bool
 
 
-WEATHER: Any = {"type": "json_schema", "name": "w", "schema": Weather.model_json_schema()}
+WEATHER: Any = {"type": "json_schema", "name": "w", "schema": Sky.model_json_schema()}
 
 
 def keys_toml(*names: str) -> str:
@@ -206,10 +206,10 @@ def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
     to_respond: Any = {"model": "tiny", "max_output_tokens": 100, "input": MESSAGES}
     responses, messages = door_clients("free")
     with responses, messages:
-        parsed = responses.responses.parse(**to_respond, text_format=Weather)
-        assert isinstance(parsed.output_parsed, Weather)
-        with responses.responses.stream(**to_respond, text_format=Weather) as stream:
-            assert isinstance(stream.get_final_response().output_parsed, Weather)
+        parsed = responses.responses.parse(**to_respond, text_format=Sky)
+        assert isinstance(parsed.output_parsed, Sky)
+        with responses.responses.stream(**to_respond, text_format=Sky) as stream:
+            assert isinstance(stream.get_final_response().output_parsed, Sky)
         with messages.messages.stream(**asked) as spoken:
             text = "".join(spoken.text_stream)
             final = spoken.get_final_message()
@@ -281,7 +281,7 @@ def test_batches_take_lines_of_every_door_and_shapes(cluster: ServedCluster) -> 
                     texts += [part["text"] for item in answer["output"] for part in item["content"]]
                 else:
                     texts += [choice["message"]["content"] for choice in answer["choices"]]
-            assert [Weather.model_validate_json(text) for text in texts]
+            assert [Sky.model_validate_json(text) for text in texts]
             assert len(texts) == sum(body is not wrong for body in asked)
             if wrong in asked:
                 (failed,) = client.files.content(str(batch.error_file_id)).text.splitlines()
@@ -297,9 +297,9 @@ def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_
         words = ["generate", "--target", cluster.target, "--schema", str(path), "--max-tokens", "100", "Rome?"]
         return subprocess.run([sys.executable, "-m", "pillion", *words], capture_output=True, text=True, timeout=100)
 
-    printed = generate(Weather.model_json_schema())
+    printed = generate(Sky.model_json_schema())
     assert printed.returncode == 0, printed.stderr
-    Weather.model_validate_json(printed.stdout)
+    Sky.model_validate_json(printed.stdout)
     refused = generate({"properties": {"a": {"not": {}}}})
     assert refused.returncode != 0
     assert "/properties/a/not" in refused.stderr
