@@ -31,7 +31,6 @@ from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
-from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.input_rows import GatherInputs, SumInputs
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
@@ -139,10 +138,9 @@ class OperationBuilder:
             values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.inputs}
             values |= {"x_stride": x.stride, "sums_stride": sums.stride}
             yield Operation(SumInputs(self.bf16, self.rows_of, x.each), values, self.when)
-        grouped, wide_rows = group_starts is not None, linear.kind in CODE_KINDS and not self.bf16
-        spec = Gemm(
-            linear.kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, grouped, wide_rows, linear.offsets
-        )
+        rows, grouped = "fp32" if x.dtype == "float32" else "bf16", group_starts is not None
+        has_bias = linear.bias is not None
+        spec = Gemm(linear.kind, rows, epilogue, f"num_{self.rows_of}", has_bias, grouped, linear.offsets)
         values = {
             "x": x,
             "weights": linear.data,

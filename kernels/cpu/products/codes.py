@@ -155,7 +155,7 @@ def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterato
 
 
 def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
-    """Looks up bfloat16 by the lowest 5 bits of each 16. The table has every value twice, so the fifth has no effect."""
+    """Looks up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth has no effect."""
     b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * place)), _WORDS)
     function = k.function("llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
     return tuple(
@@ -290,15 +290,15 @@ def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
     return kind.parts if in_pairs(k, wide_rows) else 2
 
 
-def load_parts(k: Kernel, at: Ptr, parts: int, wide_rows: bool) -> Iterator[tuple[Parts, Parts]]:
-    """What :func:`store_parts` stored."""
+def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> Iterator[tuple[Parts, ...]]:
+    """What :func:`store_parts` stored, of both tiles, or of the one that begins at ``at``."""
     read = k.load_pairs if in_pairs(k, wide_rows) else k.load
 
     def tile(step: int, number: int) -> Any:
         return tuple(read(at + _place(step, part, number, parts)) for part in range(parts))
 
     for step in range(2):
-        yield tile(step, 0), tile(step, 1)
+        yield tuple(tile(step, number) for number in range(width))
 
 
 def store_parts(k: Kernel, at: Ptr, unit: Iterator[tuple[Parts, Parts]]) -> None:

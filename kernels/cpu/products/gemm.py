@@ -4,7 +4,8 @@
 
 Threads draw ranges of panels. All rows meet a panel, in tiles of even height: the first tile streams it from memory,
 the others find it in the cache, and each of them prefetches a part of the panel that this thread works on next, so that
-memory and arithmetic are busy at the same time. Weights in few bits have tiles of their own (quantized_tiles).
+memory and arithmetic are busy at the same time. Weights in few bits have tiles of their own
+(:mod:`pillion.kernels.cpu.products.quantized_tiles`).
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
 over rising inputs (gemm_tiles), and all rows share the epilogue's code.
@@ -20,14 +21,14 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Ve
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS
-from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, multiply_rows
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
 from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.products.quantized_tiles import CodedProduct, CodedRows
 
 LAYOUT = RecordLayout(
     "gemm",
     pointers=(
-        "x",  # [rows, depth] bfloat16 or float32; zeros behind the values up to depth
+        "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth
         "weights",  # the packed matrix, or the matrices of all groups, one behind the other
         "input_sums",  # float32, the sum of each group's inputs of each row; weights with offsets only
         "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
@@ -65,12 +66,12 @@ class Gemm(KernelSpec):
 
     Attributes:
         weights: kind of the packed weights: "bf16", "fp32" or one of ``CODE_KINDS``.
+        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32".
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
-        wide_rows: whether x, and out of a gated product, are float32; those of weights in fp32 always are.
         offsets: whether weights in few bits have offsets.
     """
 
@@ -78,17 +79,12 @@ class Gemm(KernelSpec):
     layout = LAYOUT
 
     weights: str
+    rows: str
     epilogue: str
     rows_of: str = "num_tokens"
     bias: bool = False
     grouped: bool = False
-    wide_rows: bool = False
     offsets: bool = False
-
-    @property
-    def bf16_rows(self) -> bool:
-        """Whether x is bfloat16, not float32."""
-        return self.weights != "fp32" and not self.wide_rows
 
     def emit(self, call: KernelCall) -> None:
         body = _Body(self, call)
@@ -104,14 +100,15 @@ class _Body:
     def __init__(self, spec: Gemm, call: KernelCall) -> None:
         k, args = call.k, call.args
         self.spec, self.call, self.k = spec, call, k
+        self.kind = TileKind(spec.weights, spec.rows)
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
         self.x_stride, self.out_stride = args.number("x_stride"), args.number("out_stride")
         self.pairs = args.number("pairs")
-        self.coded = None
-        self.steps = args.number("depth") // (1 if spec.weights == "fp32" else 2)
+        self.steps = args.number("depth") // self.kind.inputs
         self.panel_bytes = self.steps * PANEL_STEP_BYTES
+        self.coded = None
         if spec.weights in CODE_KINDS:
-            self.coded = CodedProduct(k, CODE_KINDS[spec.weights], spec.wide_rows, spec.offsets)
+            self.coded = CodedProduct(k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
             self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
             self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
         if spec.epilogue == "add":
@@ -150,7 +147,8 @@ class _Body:
                 self._panel(_Cut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def _tiles(self, rows: Int) -> Int:
-        highest = self.k.isa.gemm_rows
+        """The number of tiles for so many rows."""
+        highest = self.kind.tiles(self.k.isa).most if self.coded is None else self.coded.most_rows(True)
         return (rows + (highest - 1)) // highest
 
     @contextmanager
@@ -185,7 +183,7 @@ class _Body:
             wanted = ahead + (tile - cut.first) * self.steps * step_bytes
             x, sums = self.x + begin * self.x_stride, self.call.scratch
             args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
-            multiply_rows(k, self.spec.weights, rows, args)
+            multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
                 self._finish(sums + row * TOTALS_BYTES, out + (begin + row) * self.out_stride, constants)
 
@@ -230,7 +228,7 @@ class _Body:
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
         if spec.epilogue in GATED:
-            k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.bf16_rows)
+            k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
             return
         for half, total in enumerate(totals):
             place = out + half * VECTOR_BYTES
@@ -240,7 +238,7 @@ class _Body:
         """Bytes of out for each packed column."""
         if self.spec.epilogue not in GATED:
             return 4
-        return 1 if self.spec.bf16_rows else 2
+        return 2 if self.spec.rows == "fp32" else 1
 
 
 @dataclass(frozen=True, slots=True)

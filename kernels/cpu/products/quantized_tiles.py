@@ -10,11 +10,12 @@ meet a panel that is widened into the scratch, some groups at a time, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.isa import TileRows
 from pillion.kernels.cpu.products.codes import (
     LINE_BYTES,
     UNIT_INPUTS,
@@ -78,6 +79,12 @@ class CodedRows:
         """Number of groups."""
         return (self.units + (self.group_units - 1)) // self.group_units
 
+    def half(self, number: int) -> CodedRows:
+        """The arguments of a narrow tile: one half of the panel."""
+        at = number * VECTOR_BYTES
+        weights, constants, totals = (place + at for place in (self.weights, self.constants, self.totals))
+        return replace(self, weights=weights, constants=constants, totals=totals)
+
     def words(self) -> tuple[Int | Ptr, ...]:
         """All values in the order of the attributes."""
         return tuple(getattr(self, name) for name in self.__slots__)
@@ -109,12 +116,17 @@ class CodedProduct:
 
     def most_rows(self, widened: bool) -> int:
         """The most rows of a tile."""
-        spare = 0 if widened else _TABLE_ROWS
-        if not in_pairs(self.k, self.wide_rows):
-            spare += 2 if self.k.isa.bf16_dot else 0
-        elif self.kind.parts > 1:
-            spare += 1
-        return max(1, self.k.isa.gemm_rows - spare)
+        if not widened:
+            return max(1, self._tile_rows.wide - _TABLE_ROWS)
+        return self._tile_rows.most
+
+    @property
+    def _tile_rows(self) -> TileRows:
+        """The most rows of tiles of widened weights."""
+        isa = self.k.isa
+        found = isa.fp32_tiles if self.wide_rows else isa.bf16_tiles
+        # A second part needs registers of its own.
+        return TileRows(found.wide - 1) if in_pairs(self.k, self.wide_rows) and self.kind.parts > 1 else found
 
     def panel_bytes(self, units: Int, group_units: Int) -> Int:
         """Bytes of a panel."""
@@ -220,16 +232,20 @@ class CodedProduct:
                 if height > 1:
                     choice.add_case(height, block)
                 b.position_at_end(block)
-                self._call_tile(height, args, widened)
+                if height <= self._tile_rows.wide:
+                    self._call_tile(height, 2, args, widened)
+                else:
+                    for number in range(2):
+                        self._call_tile(height, 1, args.half(number), widened)
                 b.branch(behind)
             b.position_at_end(behind)
 
-    def _call_tile(self, rows: int, args: CodedRows, widened: bool) -> None:
+    def _call_tile(self, rows: int, width: int, args: CodedRows, widened: bool) -> None:
         def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-            _Tile(replace(self, k=inner), rows, CodedRows(*seen), twin, widened).write()
+            _Tile(replace(self, k=inner), rows, width, CodedRows(*seen), twin, widened).write()
 
         words = [f"gemm_{'wide_' * widened}tile", self.kind.name, "wide" * self.wide_rows, "offsets" * self.offsets]
-        self.k.call_subroutine("_".join(filter(None, [*words, str(rows)])), (args.x, *args.words()), body)
+        self.k.call_subroutine("_".join(filter(None, [*words, f"{rows}x{width}"])), (args.x, *args.words()), body)
 
 
 def _rows_from(args: CodedRows, row: Int) -> CodedRows:
@@ -240,7 +256,7 @@ def _rows_from(args: CodedRows, row: Int) -> CodedRows:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Emits the function for one number of rows. ``twin`` equals x, and LLVM cannot know it.
+    """Emits the function for one number of rows, ``width`` vectors wide. ``twin`` equals x, and LLVM cannot know it.
 
     A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
     occupies the port that table look-ups need. Where each tile has its own pointer, the broadcast becomes part of both
@@ -249,13 +265,14 @@ class _Tile:
 
     product: CodedProduct
     rows: int
+    width: int
     args: CodedRows
     twin: Ptr
     widened: bool
 
     def write(self) -> None:
         k, args = self.product.k, self.args
-        sides = max(1, min(_MOST_SIDES, k.isa.gemm_rows // (3 * self.rows)))
+        sides = max(1, min(_MOST_SIDES, self.product.most_rows(True) // (3 * self.rows)))
         done = k.int(0)
         if sides > 1:
             rounds = args.units // args.group_units // sides
@@ -268,7 +285,9 @@ class _Tile:
     def _groups(self, first: Int, sides: int, units: Int) -> None:
         """Some groups of ``units`` units, side by side."""
         k, args = self.product.k, self.args
-        sums = [[[k.variable(k.vector(0.0)) for _ in range(2)] for _ in range(self.rows)] for _ in range(sides)]
+        sums = [
+            [[k.variable(k.vector(0.0)) for _ in range(self.width)] for _ in range(self.rows)] for _ in range(sides)
+        ]
         begins = [(first + side) * args.group_units for side in range(sides)]
         weights = [args.weights + (first + side) * args.weights_stride for side in range(sides)]
         pairs = in_pairs(k, self.product.wide_rows)
@@ -287,18 +306,18 @@ class _Tile:
                         self._add(totals, tiles, [base + at for base in row])
         self._fold(first, sums)
 
-    def _unit(self, weights: Ptr, unit: Int) -> Iterator[tuple[Parts, Parts]]:
+    def _unit(self, weights: Ptr, unit: Int) -> Iterator[Sequence[Parts]]:
         product = self.product
         if self.widened:
             parts = parts_of(product.k, product.kind, product.wide_rows)
-            return load_parts(product.k, weights + unit * product.wide_bytes, parts, product.wide_rows)
+            return load_parts(product.k, weights + unit * product.wide_bytes, parts, self.width, product.wide_rows)
         return unit_parts(product.k, product.kind, weights + unit * product.kind.unit_bytes, product.wide_rows)
 
-    def _add(self, totals: list[Any], tiles: tuple[Parts, Parts], x: list[Ptr]) -> None:
+    def _add(self, totals: list[Any], tiles: Sequence[Parts], x: list[Ptr]) -> None:
         """Adds the products of a row's pair of inputs at ``x``, one address for each tile, with the parts of both."""
         k, wide_rows = self.product.k, self.product.wide_rows
         if in_pairs(k, wide_rows):
-            for total, parts, at in zip(totals, tiles, x, strict=True):
+            for total, parts, at in zip(totals, tiles, x, strict=False):
                 for part in parts:
                     total.value = k.dot(total.value, part, k.broadcast_pair(at))
             return
@@ -314,7 +333,7 @@ class _Tile:
         """Adds the groups' sums to the totals."""
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
-        halves = [half * VECTOR_BYTES for half in range(2)]
+        halves = [half * VECTOR_BYTES for half in range(self.width)]
         scales = [[k.load(at + half) for half in halves] for at in constants]
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
@@ -329,5 +348,5 @@ class _Tile:
                 k.store(place, total)
 
     def _prefetch(self, line: Ptr) -> None:
-        for at in range(0, self.product.kind.unit_bytes, LINE_BYTES):
+        for at in range(0, self.product.kind.unit_bytes * self.width // 2, LINE_BYTES):
             self.product.k.prefetch(line + at, near=False)
