@@ -5,11 +5,10 @@
     model_cache.py   the cache on disk of prepared models
     convert.py       GGUF files and foreign tokenizers -> a plain Hugging Face folder
     checkpoint.py    names and shapes of tensors in safetensors files
-    weight_format.py the contract of a format of matrices in few bits, and the choice of one
+    weight_format.py the contract of a format of matrices in few bits;  formats/ reads those of other programs
     weights.py       checkpoint tensors -> the decoder's weights
     packed_file.py   the mapped file in which the CPU kernels keep packed weights
 
 Read prepare.py first. Never in here: the forward pass (engine/models), and layouts of weights for one device
-(engine/backends). Only checkpoint, weight_format, weights and
-packed_file import torch.
+(engine/backends). Only checkpoint, weight_format, formats, weights and packed_file import torch.
 """
