@@ -96,9 +96,7 @@ def _few_bit_types() -> set[str]:
     return set(BLOCK_LAYOUTS)
 
 
-def _convert_weights(
-    source: Path, reader: Any, config: Any, folder: Path, dtype: str, progress: Progress
-) -> None:
+def _convert_weights(source: Path, reader: Any, config: Any, folder: Path, dtype: str, progress: Progress) -> None:
     import torch
 
     from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
