@@ -351,7 +351,7 @@ def test_a_file_that_ends_early_is_refused(tmp_path, converted):
     content = (tmp_path / "a.gguf").read_bytes()
     for length in (len(content) - 100, len(content) // 2):
         (tmp_path / "a.gguf").write_bytes(content[:length])
-        with pytest.raises(ConfigError, match="a.gguf cannot be read as GGUF"):
+        with pytest.raises(ConfigError, match=r"a\.gguf cannot be read as GGUF"):
             converted(tmp_path / "a.gguf")
 
 

@@ -27,6 +27,12 @@ def headers(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHeader]:
     return {name: TensorHeader(NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+def checked(tensors: dict[str, torch.Tensor]) -> None:
+    one = PillionFormat()
+    one.stored("a.weight", (6, 10), headers(tensors))
+    one.read("a.weight", (6, 10), tensors.__getitem__)
+
+
 @pytest.mark.parametrize("coding", ["int4", "uint4", "int8"])
 @pytest.mark.parametrize(("columns", "groups"), [(10, 2), (7, 1), (64, 2)])
 def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
@@ -58,10 +64,8 @@ def test_a_matrix_is_read_as_it_was_written(coding, columns, groups):
 def test_what_does_not_fit_together_is_refused_by_name(change, words):
     tensors = stored_tensors("a.weight", matrix("uint4")) | change
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    one = PillionFormat()
     with pytest.raises(ConfigError, match=words):
-        one.stored("a.weight", (6, 10), headers(tensors))
-        one.read("a.weight", (6, 10), tensors.__getitem__)
+        checked(tensors)
 
 
 def test_files_are_of_bounded_size(tmp_path):
