@@ -88,19 +88,19 @@ def _q8_0(blocks: torch.Tensor) -> Parts:
 
 
 def _q4_k(blocks: torch.Tensor) -> Parts:
-    codes = _nibbles(blocks[:, 16:].unflatten(1, (4, 32)))
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
     return codes.flatten(1), *_scales_and_offsets(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> Parts:
-    low = _nibbles(blocks[:, 48:].unflatten(1, (4, 32))).reshape(-1, 8, 32)
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     # Bit g of byte i is the fifth bit of input i of group g.
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     return (low | high << 4).flatten(1), *_scales_and_offsets(blocks)
 
 
 def _q6_k(blocks: torch.Tensor) -> Parts:
-    low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 8, 32)
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs) & 3).reshape(-1, 8, 32)
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
@@ -110,7 +110,7 @@ def _q6_k(blocks: torch.Tensor) -> Parts:
 def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group, packed in 12
     bytes. Of the last four groups the upper two bits are in the bytes of the first four."""
-    first, second, rest = blocks[:, 4:16].split(4, 1)
+    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), 1)
     offsets = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), 1)
     return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * offsets.float())
