@@ -16,7 +16,10 @@ from pillion.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
+# The pattern of a scheme for all modules.
 ANY_MODULE = ""
+# The quant_method of what Pillion converts or quantizes itself.
+OWN_METHOD = "pillion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +62,20 @@ class Quantization:
     Attributes:
         method: the name of the producer's format.
         schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
-            on. The first match decides.
+            on. The first match decides. In Pillion's own format the tensors themselves say all.
+        weights: what the config says of its weights in words, where there are no schemes.
     """
 
     method: str
-    schemes: tuple[tuple[str, MatrixScheme], ...]
+    schemes: tuple[tuple[str, MatrixScheme], ...] = ()
+    weights: str = ""
 
     @property
     def words(self) -> str:
         """The format in a few words: "awq, 4 bits in groups of 128"."""
-        return f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
+        return (
+            self.weights or f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
+        )
 
     @property
     def activations(self) -> str:

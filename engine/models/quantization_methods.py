@@ -8,6 +8,7 @@ from typing import Any
 from pillion.engine.models.compressed_tensors_config import parse_compressed_tensors
 from pillion.engine.models.quantization import (
     ANY_MODULE,
+    OWN_METHOD,
     MatrixScheme,
     Quantization,
     Raw,
@@ -137,10 +138,16 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
+def _own(raw: Raw) -> Quantization:
+    refuse_others(raw, "quant_method weights", "quantization_config")
+    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD)
+
+
 METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": parse_compressed_tensors,
     "fp8": _fp8,
     "bitsandbytes": _bitsandbytes,
+    OWN_METHOD: _own,
 }

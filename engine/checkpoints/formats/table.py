@@ -12,9 +12,10 @@ from pillion.engine.checkpoints.formats.bitsandbytes import Int8Layout, Nf4Layou
 from pillion.engine.checkpoints.formats.compressed import CodesLayout, PackedLayout
 from pillion.engine.checkpoints.formats.int32_layouts import AwqLayout, GptqLayout
 from pillion.engine.checkpoints.formats.layout import Headers, Layout, Part, stem
+from pillion.engine.checkpoints.formats.pillion_format import PillionFormat
 from pillion.engine.checkpoints.weight_format import WeightFormat
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.quantization import MatrixScheme, Quantization
+from pillion.engine.models.quantization import OWN_METHOD, MatrixScheme, Quantization
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
@@ -39,7 +40,10 @@ _OF_ROWS = (
 
 def choose_format(config: ModelConfig) -> WeightFormat | None:
     """The format of a model's matrices; None where all of them are plain."""
-    return None if config.quantization is None else ConfiguredFormat(config.quantization)
+    if config.quantization is None:
+        return None
+    own = config.quantization.method == OWN_METHOD
+    return PillionFormat() if own else ConfiguredFormat(config.quantization)
 
 
 class ConfiguredFormat:
