@@ -155,9 +155,9 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
 
 def _gated(mlps: Sequence[GatedMLP], kind: str) -> list[PackedWeight]:
     """Packs the gates and ups of all experts of a layer, or of the only MLP, as one kind."""
-    wholes = [_plain(mlp.gate_up.weight) for mlp in mlps]
-    kind = exact_kind(wholes, kind)
-    return [pack_gated(*whole.chunk(2), kind) for whole in wholes]
+    halves = [_plain(mlp.gate_up.weight).chunk(2) for mlp in mlps]
+    kind = exact_kind((half for pair in halves for half in pair), kind)
+    return [pack_gated(gate, up, kind) for gate, up in halves]
 
 
 def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
