@@ -31,7 +31,7 @@ DECODES = (1, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PeakRates:
     """What this processor can do at most: operations of products, and bytes read from memory, each second."""
 
     operations: float
@@ -57,22 +57,22 @@ def product_work(operations: list[Operation], batch: StepBatch) -> tuple[int, in
     return work, size
 
 
-def describe(operations: list[Operation], batch: StepBatch, seconds: float, limits: Limits) -> dict[str, Any]:
+def describe(operations: list[Operation], batch: StepBatch, seconds: float, peaks: PeakRates) -> dict[str, Any]:
     """Return the figures of some operations that took ``seconds``."""
     work, size = product_work(operations, batch)
     found: dict[str, Any] = {"ms": seconds * 1000}
     if work:
-        least = max(work / limits.operations, size / limits.read_bytes)
+        least = max(work / peaks.operations, size / peaks.read_bytes)
         found |= {
             "gops": work / seconds / 1e9,
-            "of_registers": work / seconds / limits.operations,
-            "of_read": size / seconds / limits.read_bytes,
+            "of_registers": work / seconds / peaks.operations,
+            "of_read": size / seconds / peaks.read_bytes,
             "of_limit": least / seconds,
         }
     return found
 
 
-def profile(bench: CpuStepBench, batch: StepBatch, repeats: int, limits: Limits) -> dict[str, Any]:
+def profile(bench: CpuStepBench, batch: StepBatch, repeats: int, peaks: PeakRates) -> dict[str, Any]:
     """Return the figures of a step, of each kernel in it, and of all products together."""
     backend: CpuBackend = bench.backend
     step = min(bench.seconds(batch, repeats))
@@ -82,7 +82,7 @@ def profile(bench: CpuStepBench, batch: StepBatch, repeats: int, limits: Limits)
             kinds.setdefault(label(operation), []).append(operation)
     products = [each for some in kinds.values() for each in some if isinstance(each.spec, Gemm)]
     found = {
-        name: describe(some, batch, fastest(backend.again(some), repeats), limits)
+        name: describe(some, batch, fastest(backend.again(some), repeats), peaks)
         for name, some in (*kinds.items(), ("all products", products))
     }
     found["whole step"] = {"ms": step * 1000, "beside_products": 1 - found["all products"]["ms"] / (step * 1000)}
@@ -119,11 +119,11 @@ def main() -> None:
     steps = {}
     for name, batch in batches.items():
         bench.backend.forward(batch)
-        limits = Limits(*limits_of(bench.backend, args.threads))
-        steps[name] = profile(bench, batch, args.repeats, limits)
+        peaks = PeakRates(*limits_of(bench.backend, args.threads))
+        steps[name] = profile(bench, batch, args.repeats, peaks)
         show(f"{name}; {bench.backend.model.isa.name}, {prepared.dtype}, {args.threads} threads", steps[name])
         print(
-            f"registers allow {limits.operations / 1e9:.0f} G operations/s, memory {limits.read_bytes / 1e9:.1f} GB/s"
+            f"registers allow {peaks.operations / 1e9:.0f} G operations/s, memory {peaks.read_bytes / 1e9:.1f} GB/s"
         )
     save(f"cpu_profile-{bench.backend.model.isa.name}", {"dtype": prepared.dtype, "steps": steps})
 
