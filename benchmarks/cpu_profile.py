@@ -122,9 +122,7 @@ def main() -> None:
         peaks = PeakRates(*limits_of(bench.backend, args.threads))
         steps[name] = profile(bench, batch, args.repeats, peaks)
         show(f"{name}; {bench.backend.model.isa.name}, {prepared.dtype}, {args.threads} threads", steps[name])
-        print(
-            f"registers allow {peaks.operations / 1e9:.0f} G operations/s, memory {peaks.read_bytes / 1e9:.1f} GB/s"
-        )
+        print(f"registers allow {peaks.operations / 1e9:.0f} G operations/s, memory {peaks.read_bytes / 1e9:.1f} GB/s")
     save(f"cpu_profile-{bench.backend.model.isa.name}", {"dtype": prepared.dtype, "steps": steps})
 
 
