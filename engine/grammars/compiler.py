@@ -1,8 +1,8 @@
 """llguidance: a model's tokenizer as it needs it, and grammars that are compiled once and kept.
 
 Loading the tokenizer holds the interpreter's lock for a second or more, so a worker does that before it serves. The
-compilation of a grammar lets other threads run, and gives way to them. The limits bound memory and time of a grammar, whatever is in it: the
-worst mask within them takes some tens of milliseconds.
+compilation of a grammar lets other threads run, and gives way to them. The limits bound memory and time of a grammar,
+whatever is in it: the worst mask within them takes some tens of milliseconds.
 """
 
 from __future__ import annotations
