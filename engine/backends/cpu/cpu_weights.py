@@ -33,6 +33,7 @@ from pillion.kernels.cpu.products.packing import (
     MAX_GROUP_INPUTS,
     PANEL_COLUMNS,
     PackedWeight,
+    exact_kind,
     has_offsets,
     pack_bias,
     pack_gated,
@@ -174,7 +175,8 @@ class _Packer:
         self._linear(prefix + "o", layer.o)
         if isinstance(layer.mlp, MoeWeights):
             # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
-            self._write(prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
+            router = layer.mlp.router
+            self._write(prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
             self._mlps(prefix + "experts.", layer.mlp.experts)
             return
         self._mlps(prefix, [layer.mlp])
@@ -203,8 +205,9 @@ class _Packer:
     def _chosen(self, matrices: Sequence[Matrix], num_groups: int = 1) -> tuple[str, bool]:
         """The kind of panels that hold all of the matrices, and whether they have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+        plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
-            return self.kind, False
+            return exact_kind(plain, self.kind), False
         if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
             # A step gathers the inputs of all rows in one order, but each expert has its own.
             return self.wide, False

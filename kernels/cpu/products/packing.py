@@ -14,7 +14,7 @@ each panel, the first tile holds 16 outputs of the gate and the second the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,13 +62,20 @@ class PackedWeight:
         return self.data.numel() * self.data.element_size()
 
 
+def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
+    """The kind that holds ``weights`` in least memory: "bf16" instead of "fp32" where all of them are bfloat16 numbers,
+    because products with float32 rows are the same then, and else ``kind``."""
+    if kind == "fp32" and all(torch.equal(weight.float(), weight.bfloat16().float()) for weight in weights):
+        return "bf16"
+    return kind
+
+
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
     """Bytes of a panel."""
     if kind not in CODE_KINDS:
         return PANEL_COLUMNS * depth * DTYPES[kind].itemsize
-    return depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes + -(-depth // group) * TOTALS_BYTES * (
-        2 if offsets else 1
-    )
+    constants = -(-depth // group) * TOTALS_BYTES * (2 if offsets else 1)
+    return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
 
 
 def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
