@@ -242,7 +242,7 @@ class CodedProduct:
 
     def _call_tile(self, rows: int, width: int, args: CodedRows, widened: bool) -> None:
         def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-            _Tile(replace(self, k=inner), rows, width, CodedRows(*seen), twin, widened).write()
+            _CodedTile(replace(self, k=inner), rows, width, CodedRows(*seen), twin, widened).write()
 
         words = [f"gemm_{'wide_' * widened}tile", self.kind.name, "wide" * self.wide_rows, "offsets" * self.offsets]
         self.k.call_subroutine("_".join(filter(None, [*words, f"{rows}x{width}"])), (args.x, *args.words()), body)
@@ -255,7 +255,7 @@ def _rows_from(args: CodedRows, row: Int) -> CodedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _CodedTile:
     """Emits the function for one number of rows, ``width`` vectors wide. ``twin`` equals x, and LLVM cannot know it.
 
     A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
