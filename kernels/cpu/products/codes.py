@@ -39,8 +39,8 @@ _BYTES = ir.VectorType(I8, LINE_BYTES)
 _WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
-# Two or more numbers that meet the same inputs of a column: parts of one bfloat16 pair, or the two float32 of a pair.
-Parts = tuple[Pairs, ...] | tuple[Vec, ...]
+# What meets a pair of inputs: Pairs, two Pairs that add up to the values, or the Vec of the first and of the second input.
+Parts = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,10 +174,11 @@ def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bo
         """[N, inputs or groups] -> [pairs, 32, the same]."""
         tile = PANEL_COLUMNS if len(parts) == 1 else TILE_COLUMNS
         wide = [pad(part, (0, 0, 0, -len(part) % tile)) for part in parts]
-        return (wide[0] if len(wide) == 1 else _in_turn(*wide)).unflatten(0, (-1, PANEL_COLUMNS))
+        packed = wide[0] if len(wide) == 1 else _in_turn(*wide)
+        return packed.view(-1, PANEL_COLUMNS, packed.shape[1])
 
     codes = panels([pad(kept_codes(first.coding, matrix.codes), (0, depth - inputs)) for matrix in matrices])
-    units = pack_codes(codes.unflatten(2, (-1, UNIT_INPUTS)).transpose(1, 2), kind.bits)
+    units = pack_codes(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind.bits)
     constants = [panels([matrix.scales[:, source] * kind.scale for matrix in matrices])]
     if offsets:
         constants.append(panels([_offsets(matrix)[:, source] for matrix in matrices]))
@@ -212,7 +213,7 @@ def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
     for begin in range(0, packed.depth, packed.group):
         inputs = min(packed.group, packed.depth - begin)
         sizes = [parts * TOTALS_BYTES, inputs // UNIT_INPUTS * kind.unit_bytes]
-        before, codes, rest = rest.split([*sizes, rest.shape[1] - sum(sizes)], 1)
+        before, codes, rest = torch.split(rest, [*sizes, rest.shape[1] - sum(sizes)], 1)
         constants = before.contiguous().view(torch.float32).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
         plain_codes = unpack_codes(codes.reshape(packed.pairs, -1, kind.unit_bytes), kind.bits).transpose(1, 2)
         wide = values[plain_codes.flatten(2).long()] * constants[:, 0]
