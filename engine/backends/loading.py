@@ -104,7 +104,7 @@ def precision_notes(prepared: PreparedModel) -> Iterator[str]:
     if config.quantization is not None and config.quantization.activations:
         yield (
             "the checkpoint's producer also rounds the inputs of quantized layers to"
-            f" {config.quantization.activations}; here they are not rounded, which is nearer to the model before it was quantized"
+            f" {config.quantization.activations}; here they are not rounded, which is nearer to the unquantized model"
         )
     for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
