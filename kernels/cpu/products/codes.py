@@ -39,7 +39,7 @@ _BYTES = ir.VectorType(I8, LINE_BYTES)
 _WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
-# What meets a pair of inputs: Pairs, two Pairs that add up to the values, or the Vec of the first and of the second one.
+# What meets a pair of inputs: Pairs, two Pairs whose sum is the values, or the Vec of the first and of the second one.
 Parts = tuple[Any, ...]
 
 
