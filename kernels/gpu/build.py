@@ -31,6 +31,7 @@ MODULES = (
     "attention.kv_write",
     "attention.paged_attention",
     "blocks",
+    "products.quantized_product",
     "rows.embedding",
     "rows.gated",
     "rows.norms",
