@@ -42,6 +42,7 @@ from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.grammars.shapes import shape_piece
 from pillion.types import SamplingParams
 from testbed.cluster import served
+from testbed.plain_model import plain_folder
 
 MODEL = "demo"
 WIDE_VOCABULARY = 152_064
@@ -358,7 +359,7 @@ def device(engine: Engine, rounds: int) -> dict[str, Any]:
 @contextmanager
 def wide_model() -> Iterator[str]:
     """Make the model of a wide vocabulary for as long as it is measured."""
-    source = prepare(ModelFlags(model=MODEL)).folder
+    source = plain_folder(MODEL)
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         cache = os.environ.get("PILLION_CACHE")
         try:

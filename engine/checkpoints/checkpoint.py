@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pillion.engine.checkpoints.formats.table import choose_format
 from pillion.engine.checkpoints.model_files import weight_files
-from pillion.engine.checkpoints.weight_format import TensorHeader, WeightFormat, choose_format
+from pillion.engine.checkpoints.weight_format import TensorHeader, WeightFormat
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows

@@ -25,7 +25,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones.
-CONVERSION_VERSION = 2
+CONVERSION_VERSION = 3
 # To be raised when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 3
 

@@ -83,12 +83,14 @@ _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale"
 
 # Where checkpoints say how their weights are quantized.
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")
+# Values of quant_method that a WeightFormat reads (engine/checkpoints/weight_format.py).
+_METHODS = ("pillion",)
 
 
 def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for quantized weights, and for the first key that the family ``name`` does not understand."""
     _refuse_quantized(name, raw)
-    known = _READ | BOOKKEEPING | family.defaults.keys() | set(family.ignored)
+    known = _READ | BOOKKEEPING | {"quantization_config"} | family.defaults.keys() | set(family.ignored)
     if "num_experts_per_tok" in family.defaults:
         known = known.union(_NUM_EXPERTS)
     if raw.get("use_sliding_window") is False:
@@ -122,7 +124,7 @@ def _refuse(name: str, kind: str, raw: Mapping[str, Any], known: Iterable[str], 
 
 def _refuse_quantized(name: str, raw: Mapping[str, Any]) -> None:
     for key in _QUANTIZED:
-        if raw.get(key):
+        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("quant_method") in _METHODS):
             raise ConfigError(
                 f"{name}: weights quantized by {_method(key, raw[key])} (config.json: {key}) are not supported; use the"
                 " bf16, fp16 or fp32 release, or a GGUF file"

@@ -6,6 +6,7 @@ The table in :mod:`pillion.engine.models.families` has one row for each model fa
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         moe=_moe(raw, options, num_layers),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
+        quantization=json.dumps(raw["quantization_config"], sort_keys=True) if raw.get("quantization_config") else "",
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from pillion import AsyncClient, ChatMessage, Delta
 from pillion.kvstore.ledger.integrity import check_integrity
+from testbed.plain_model import plain_folder
 from tests.support.components import Components, running_components
 from tests.support.oracle import Expected, Oracle, first_difference
 
@@ -153,7 +154,8 @@ async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
     torch.set_num_threads(2)
     prepared = prepare(ModelFlags(**MODEL))
     tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
-    oracle = Oracle(AutoModelForCausalLM.from_pretrained(prepared.folder, dtype=torch.float32), prepared.eos_token_ids)
+    model = AutoModelForCausalLM.from_pretrained(plain_folder(MODEL["model"], MODEL["dtype"]), dtype=torch.float32)
+    oracle = Oracle(model, prepared.eos_token_ids)
     async with running_components(folder, model=MODEL) as components:
         yield ParityCluster(components, oracle, tokenizer)
 
