@@ -92,7 +92,9 @@ def test_a_second_worker_reads_no_weights(made):
     (folder / "model.safetensors").unlink()
     two = load(folder, memory)
     assert asked == [asked[0], "filled", asked[0]]
-    assert {name: each.data_ptr() for name, each in one.items()} == {name: each.data_ptr() for name, each in two.items()}
+    assert {name: each.data_ptr() for name, each in one.items()} == {
+        name: each.data_ptr() for name, each in two.items()
+    }
     assert one.plan == two.plan
 
 

@@ -24,13 +24,12 @@ from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
-from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
-from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.torch.torch_linear import Linear
-
 
 GpuMatrix = torch.Tensor | PackedMatrix
 
@@ -113,7 +112,6 @@ class GpuModel:
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.head_dim)
         inner = max(config.intermediate_size, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)
-
 
     def product(
         self, rows: torch.Tensor, weight: GpuMatrix | None, bias: torch.Tensor | None, out: torch.Tensor

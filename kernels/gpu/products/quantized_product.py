@@ -265,7 +265,7 @@ class QuantizedProduct:
 
 def _constants(kind: PackedKind, shifted: bool, rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
     tile = next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
-    use = tuned("quantized_product", arch, rows=tile, bits=BITS[kind.coding], bytes=item_bytes)
+    use = tuned("quantized_product", arch, rows=tile, bits=BITS[kind.coding], coding=kind.coding, bytes=item_bytes)
     check(OUTPUTS % use["outputs"] == 0, f"a tile of {use['outputs']} outputs does not divide {OUTPUTS}")
     splits = splits_of(kind)
     return {
