@@ -27,7 +27,8 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens")
     weights = f", linear layers' weights in {flags.quantization}" if flags.quantization != "none" else ""
-    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}")
+    kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
+    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
     if flags.device == "cuda":
         notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
