@@ -139,10 +139,11 @@ def main() -> None:
     from pillion.config import ModelFlags
     from pillion.engine.checkpoints.prepare import prepare
     from testbed.cluster import served
+    from testbed.plain_model import plain_folder
 
     logging.set_verbosity_error()
     prepared = prepare(ModelFlags(model=MODEL))
-    model = AutoModelForCausalLM.from_pretrained(prepared.folder, dtype=getattr(torch, prepared.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(plain_folder(MODEL), dtype=getattr(torch, prepared.dtype)).eval()
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), MODEL) as cluster:
         rows = measure(cluster.target, model, args)
     lengths = {"input_tokens": args.input_len, "output_tokens": args.output_len, "rounds": args.rounds}

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pillion.kernels.cpu.attention.attention_rows import PARTITION_GROUPS, AttentionShape, Groups
 from pillion.kernels.cpu.attention.cpu_attention import GroupRange, each_attention_item, emit_groups
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Vec
-from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# Sums in flight: enough to hide the latency of a product, few enough to stay in registers.
-SUMS = 12
 # ``sink`` has 64 bytes for each thread: a kernel must store its result, or the compiler drops the work.
 # How many bytes a thread draws at a time, and how far ahead it prefetches.
 _CHUNK_BYTES = 65536
@@ -24,24 +22,36 @@ _SIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class PeakDots(KernelSpec):
-    """Products of bfloat16 pairs (or of float32) that never leave the registers: ``rounds`` of SUMS on each thread."""
+    """Products of bfloat16 pairs (or of float32) that never leave the registers: ``rounds`` on each thread.
+
+    A round has as many sums as the largest tile of products: enough to hide the latency of a product, few enough to
+    stay in registers. Without an instruction for bfloat16 pairs, the limit of bfloat16 is that of float32.
+    """
 
     layout = RecordLayout("peak", pointers=("sink",), numbers=("rounds",))
 
     bf16: bool
 
-    @property
-    def operations(self) -> int:
+    def operations(self, isa: Isa) -> int:
         """Multiplications and additions of a round."""
-        return SUMS * LANES * (4 if self.bf16 else 2)
+        return self._sums(isa) * LANES * (4 if self._pairs(isa) else 2)
+
+    def _pairs(self, isa: Isa) -> bool:
+        return self.bf16 and bool(isa.bf16_dot)
+
+    def _sums(self, isa: Isa) -> int:
+        tiles = isa.bf16_tiles if self._pairs(isa) else isa.fp32_tiles
+        return max(2 * tiles.wide, tiles.narrow)
 
     def emit(self, call: KernelCall) -> None:
         k, sink = call.k, call.args.pointer("sink") + call.thread * VECTOR_BYTES
         values, pairs = k.load(sink), k.load_pairs(sink)
-        sums = [k.variable(k.vector(0.0)) for _ in range(SUMS)]
+        sums = [k.variable(k.vector(0.0)) for _ in range(self._sums(k.isa))]
         with k.range(call.args.number("rounds")):
             for total in sums:
-                total.value = k.dot(total.value, pairs, pairs) if self.bf16 else k.fma(values, values, total.value)
+                total.value = (
+                    k.dot(total.value, pairs, pairs) if self._pairs(k.isa) else k.fma(values, values, total.value)
+                )
         k.store(sink, _added(sums))
 
 

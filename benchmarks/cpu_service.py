@@ -217,10 +217,11 @@ def main() -> None:
     from pillion.config import ModelFlags
     from pillion.engine.checkpoints.model_files import locate
     from pillion.engine.checkpoints.prepare import prepare
+    from testbed.plain_model import plain_folder
 
     prepared = prepare(ModelFlags(model=MODEL))
     gguf = args.gguf or locate(MODEL, "", lambda _: None).path
-    wanted = systems(args, args.vllm_model or prepared.folder, prepared.dtype, gguf)
+    wanted = systems(args, args.vllm_model or plain_folder(MODEL), prepared.dtype, gguf)
     loads = [load for load in LOADS if not args.loads or load.name in args.loads]
     if not wanted or not loads:
         raise SystemExit("nothing to measure")

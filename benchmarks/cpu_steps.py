@@ -104,7 +104,7 @@ def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
     data = backend.model.weights.linear("lm_head").data
     size = data.numel() * data.element_size() // 65536 * 65536
     read = backend.again([Operation(ReadAll(), {"data": data, "sink": sink, "bytes": size})])
-    return dots.operations * PEAK_ROUNDS * threads / fastest(multiply, 5), size / fastest(read, 5)
+    return dots.operations(backend.model.isa) * PEAK_ROUNDS * threads / fastest(multiply, 5), size / fastest(read, 5)
 
 
 def fastest(call: Callable[[], None], repeats: int) -> float:

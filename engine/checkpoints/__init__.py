@@ -3,13 +3,14 @@
     prepare.py       finds, converts and fingerprints a model: the entry for every component
     model_files.py   resolves the flag; lists weight files
     model_cache.py   the cache on disk of prepared models
-    convert.py       GGUF files and foreign tokenizers -> a plain Hugging Face folder
+    convert.py       GGUF files and foreign tokenizers -> a Hugging Face folder; shards.py writes its weights
+    gguf_blocks.py   the blocks of GGUF's types -> matrices in few bits
     checkpoint.py    names and shapes of tensors in safetensors files
-    weight_format.py the contract of a format of matrices in few bits, and the choice of one
+    weight_format.py the contract of a format of matrices in few bits;  formats/ has all of them
     weights.py       checkpoint tensors -> the decoder's weights
     packed_file.py   the mapped file in which the CPU kernels keep packed weights
 
 Read prepare.py first. Never in here: the forward pass (engine/models), and layouts of weights for one device
-(engine/backends). Only checkpoint, weight_format, weights and
-packed_file import torch.
+(engine/backends). model_files, model_cache, prepare and convert
+import no torch at their top, because the gateway and the supervisor start with them.
 """

@@ -1,13 +1,17 @@
-"""Converts GGUF files and folders without tokenizer.json into plain Hugging Face folders, by means of transformers.
+"""Converts GGUF files and folders without tokenizer.json into Hugging Face folders, by means of transformers.
 
-Only the functions import transformers, so that a start with a converted model stays quick.
+Matrices whose type :mod:`pillion.engine.checkpoints.gguf_blocks` knows stay in few bits, in the layout of
+:mod:`pillion.engine.checkpoints.formats.pillion_format`. Only the functions import torch and transformers, so that a
+start with a converted model stays quick.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +40,27 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 # Tokens that end a turn in the chat formats of models whose GGUF files name only the token that ends a text.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+# The tensor of one projection of all experts of a layer.
+_EXPERTS = re.compile(r"(?P<stem>blk\.\d+\.ffn_(?P<projection>gate|up|down)_exps)\.weight")
 _PRIVATE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> None:
-    """Fills ``folder`` with config, tokenizer and de-quantized weights in ``dtype`` ("bfloat16" or "float32").
+    """Fills ``folder`` with config, tokenizer and weights: matrices in few bits as they are, others in ``dtype``
+    ("bfloat16" or "float32").
 
-    In float32 the weights are exactly the de-quantized ones. Raises ConfigError for a file that is damaged or holds
-    an architecture that is not known.
+    In float32 the weights are exactly those that transformers makes of the file. Raises ConfigError for a file that is
+    damaged or holds an architecture that is not known.
     """
     progress(f"reading {source.name}")
     try:
         from gguf import GGUFReader
-        from safetensors.torch import save_file
         from transformers import AutoConfig, AutoTokenizer
         from transformers.utils import logging
     except ImportError as error:
         raise ConfigError(f"reading GGUF needs the package {error.name}, which is not installed") from None
     logging.disable_progress_bar()
-    try:
+    with _blaming(source):
         reader = GGUFReader(source)
         refuse_unread(reader)
         read = AutoConfig.from_pretrained(str(source.parent), gguf_file=source.name)
@@ -65,32 +71,98 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         progress("reading the tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
         config["eos_token_id"] = turn_ends(config, reader, tokenizer)
-        progress("de-quantizing weights")
-        tensors = _dequantize(source, read, dtype)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001  (foreign readers over foreign bytes: whatever they raise, the file is at fault)
-        raise ConfigError(f"{source} cannot be read as GGUF: {_first_line(error)}") from None
-    progress(f"saving weights in {dtype}")
-    save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
+    _convert_weights(source, reader, read, folder, dtype, progress)
+    few = sorted({tensor.tensor_type.name for tensor in reader.tensors} & _few_bit_types())
+    if few:
+        config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(few)}
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
 
 
-def _dequantize(source: Path, config: Any, dtype: str) -> dict[str, Any]:
-    """Hugging Face name -> tensor. The model on the meta device only gives transformers the names."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+@contextlib.contextmanager
+def _blaming(source: Path) -> Iterator[None]:
+    """Whatever foreign readers raise over foreign bytes in this block becomes a ConfigError about the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error.message}") from None
+    except Exception as error:  # noqa: BLE001  (the readers raise errors of many kinds)
+        raise ConfigError(f"{source} cannot be read as GGUF: {_first_line(error)}") from None
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    # The reader draws a progress bar of its own, whatever transformers' logging is set to.
-    with contextlib.redirect_stderr(io.StringIO()):
-        tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
-    if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
-    return {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in tensors.items()}
+
+def _few_bit_types() -> set[str]:
+    from pillion.engine.checkpoints.gguf_blocks import BLOCK_LAYOUTS
+
+    return set(BLOCK_LAYOUTS)
+
+
+def _convert_weights(source: Path, reader: Any, config: Any, folder: Path, dtype: str, progress: Progress) -> None:
+    import torch
+
+    from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
+    from pillion.engine.checkpoints.shards import write_shards
+
+    plain_types = {"F64", "F32", "F16", "BF16"} | _few_bit_types()
+    widened = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    for kind in sorted(widened.keys() - plain_types):
+        progress(f"widening {widened[kind]} tensors of the type {kind} to {dtype}")
+    progress("converting weights")
+    with write_shards(folder) as writer:
+        for name, matrix in _matrices(source, reader, config):
+            if isinstance(matrix, torch.Tensor):
+                writer.add({name: matrix.to(getattr(torch, dtype)).contiguous()})
+            else:
+                writer.add(stored_tensors(name, matrix))
+
+
+def _matrices(source: Path, reader: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    """Yields each tensor by its Hugging Face name, in few bits or in floating point.
+
+    Names, and what has to be done to tensors, come from transformers, to which a model on the meta device gives the
+    names. What it does to a matrix in few bits is a permutation of its rows, which shows in the rows' numbers.
+    """
+    import numpy as np
+    import torch
+    from gguf import dequantize
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    from pillion.engine.checkpoints.gguf_blocks import BLOCK_LAYOUTS, read_blocks
+
+    with _blaming(source):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        architecture = _metadata(reader, "general.architecture")
+        processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+        names = get_gguf_hf_weights_map(model, processor)
+        if config.tie_word_embeddings:
+            names.pop("output.weight", None)
+        for tensor in reader.tensors:
+            layout = BLOCK_LAYOUTS.get(tensor.tensor_type.name)
+            for part, name, data in _parts(tensor, names):
+                if layout is None or data.ndim < 2:
+                    numbers = dequantize(data, tensor.tensor_type)
+                    yield name, torch.from_numpy(np.copy(processor.process(weights=numbers, name=part).weights))
+                    continue
+                matrix = read_blocks(layout, torch.from_numpy(np.copy(data)))
+                for numbers in (matrix.scales, matrix.offsets):
+                    if numbers is not None and not bool(numbers.isfinite().all()):
+                        raise ConfigError(f"{tensor.name} holds scales that are NaN or infinite")
+                rows = processor.process(weights=np.arange(len(data))[:, None], name=part).weights[:, 0]
+                yield name, matrix.rows(torch.from_numpy(np.copy(rows)))
+
+
+def _parts(tensor: Any, names: dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    """Yields a tensor's name in GGUF, its Hugging Face name and its data; of all experts of a layer, one after another.
+    A tensor that transformers does not know yields nothing."""
+    experts = _EXPERTS.fullmatch(tensor.name)
+    if experts is None:
+        if tensor.name in names:
+            yield tensor.name, names[tensor.name], tensor.data
+        return
+    room = names[experts["stem"]].rpartition(".")[0]
+    for index, data in enumerate(tensor.data):
+        yield tensor.name.replace("_exps", ""), f"{room}.{index}.{experts['projection']}_proj.weight", data
 
 
 def _metadata(reader: Any, key: str) -> Any:

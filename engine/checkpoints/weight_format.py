@@ -1,4 +1,4 @@
-"""How a checkpoint stores matrices in few bits: the contract of a format, and the choice of one by the config.
+"""How a checkpoint stores matrices in few bits: the contract of a format.
 
 A format knows which tensors of the files stand for a matrix, and turns them into a
 :class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format leaves alone, such as one on a
@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 
@@ -42,8 +41,3 @@ class WeightFormat(Protocol):
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         """Reads the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored``, of one expert where they are stacked.
         Raises ConfigError for numbers that cannot be, such as a scale that is NaN."""
-
-
-def choose_format(config: ModelConfig) -> WeightFormat | None:
-    """The format of a model's matrices; None where all of them are plain. Raises ConfigError for an unknown one."""
-    return None

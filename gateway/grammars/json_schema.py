@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from pillion.gateway.grammars.json_strings import format_pattern, rust_pattern
+
 # Keywords of some draft that constrain a value and cannot be followed.
 UNSUPPORTED = frozenset(
     {
@@ -29,6 +31,7 @@ _OPTIONS = "x-guidance"
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ALONE = ("items", "additionalItems", "additionalProperties")
+_APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 
 
@@ -46,7 +49,31 @@ def written(schema: Any) -> Any:
     """A checked schema as llguidance gets it, with how an answer is written."""
     if schema is True:
         schema = {}
-    return {_OPTIONS: _WRITING, **schema} if isinstance(schema, dict) else schema
+    return {_OPTIONS: _WRITING, **_followed(schema)} if isinstance(schema, dict) else schema
+
+
+def _followed(schema: Any) -> Any:
+    """A schema in which each string is followed as JSON Schema means it."""
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            name_of = rust_pattern if key == "patternProperties" else str
+            value = {name_of(name): _followed(inner) for name, inner in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            value = [_followed(inner) for inner in value]
+        elif key in _ALONE:
+            value = _followed(value)
+        elif key == "pattern" and isinstance(value, str):
+            value = rust_pattern(value)
+        made[key] = value
+    pattern = format_pattern(str(schema.get("format")))
+    others = made.get("allOf", [])
+    if pattern is not None and isinstance(others, list):
+        del made["format"]
+        made["allOf"] = [*others, {"pattern": pattern}]
+    return made
 
 
 def _is_deep(schema: Any) -> bool:
@@ -83,6 +110,8 @@ def _faults(schema: Any, path: str) -> Iterator[tuple[str, str]]:
         del schema["uniqueItems"]
     if "prefixItems" in schema and "additionalItems" in schema:
         yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
+    if "additionalItems" in schema and _APPLIED & schema.keys():
+        yield f"{path}/additionalItems", "items of another schema that holds here too would count as listed"
     least, needed = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, needed))) if isinstance(needed, list) else 0
     if isinstance(least, int) and least > certain + 1:

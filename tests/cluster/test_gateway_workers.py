@@ -8,6 +8,8 @@ import json
 import pathlib
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import anthropic
 import grpc
 import openai
 import psutil
+import pydantic
 import pytest
 
-from pillion import Client
+from pillion import Client, StructuredOutputs
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
@@ -33,13 +37,29 @@ from tests.support.http import Reply, parse_reply, request_bytes
 
 pytestmark = pytest.mark.cluster
 
-KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late")}
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late", "once")}
 TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"
+TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, TOKENS = 8, 2000
 LINES = 150
+# An answer of some 1,700 tokens, which are bytes.
+WORDS = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": 20, "maxItems": 20}
+LONG = {"type": "object", "properties": {"w": WORDS}, "required": ["w"], "additionalProperties": False}
+LONG_SHAPE = StructuredOutputs(json=json.dumps(LONG))
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France, and what of Italy?"}]
+
+
+class Sky(pydantic.BaseModel, extra="forbid"):
+    """What answers are to say."""
+
+    degrees: int = pydantic.Field(ge=-99, le=99)
+    rain: bool
+
+
+WEATHER: Any = {"type": "json_schema", "name": "w", "schema": Sky.model_json_schema()}
 
 
 def keys_toml(*names: str) -> str:
@@ -49,7 +69,7 @@ def keys_toml(*names: str) -> str:
 @pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
-    path.write_text(keys_toml("free", "bound"))
+    path.write_text(keys_toml("free", "bound", "once"))
     return path
 
 
@@ -167,12 +187,122 @@ def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
 
 def test_new_keys_are_seen_by_both(cluster: ServedCluster, keys_file: pathlib.Path) -> None:
     assert ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 401
-    keys_file.write_text(keys_toml("free", "bound", "late"))
+    keys_file.write_text(keys_toml("free", "bound", "once", "late"))
 
     def known() -> bool:
         return all(ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 200 for _ in range(8))
 
     wait_for("the key in every process", known)
+
+
+def door_clients(key: str) -> tuple[openai.OpenAI, anthropic.Anthropic]:
+    url = f"http://127.0.0.1:{HTTP_PORT}"
+    usual: Any = {"api_key": KEYS[key], "max_retries": 0, "timeout": 100}
+    return openai.OpenAI(base_url=f"{url}/v1", **usual), anthropic.Anthropic(base_url=url, **usual)
+
+
+def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 5, "messages": MESSAGES}
+    to_respond: Any = {"model": "tiny", "max_output_tokens": 100, "input": MESSAGES}
+    responses, messages = door_clients("free")
+    with responses, messages:
+        parsed = responses.responses.parse(**to_respond, text_format=Sky)
+        assert isinstance(parsed.output_parsed, Sky)
+        with responses.responses.stream(**to_respond, text_format=Sky) as stream:
+            assert isinstance(stream.get_final_response().output_parsed, Sky)
+        with messages.messages.stream(**asked) as spoken:
+            text = "".join(spoken.text_stream)
+            final = spoken.get_final_message()
+        assert [block.text for block in final.content if block.type == "text"] == [text]
+        assert final.usage.output_tokens == 5
+        prompt_tokens = messages.messages.count_tokens(model="tiny", messages=MESSAGES).input_tokens
+        assert prompt_tokens > 64
+
+        def cached(salt: str) -> tuple[int, int]:
+            """Return how many tokens of the prompt each door finds."""
+            extra = {"cache_salt": salt}
+            message = messages.messages.create(**asked, extra_body=extra)
+            response = responses.responses.create(**{**to_respond, "max_output_tokens": 5}, extra_body=extra)
+            assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == prompt_tokens
+            assert response.usage is not None
+            return message.usage.cache_read_input_tokens or 0, response.usage.input_tokens_details.cached_tokens
+
+        # The doors find what the others have left, and nobody finds it by another salt.
+        first, second = cached("one")
+        assert (first, second > 48) == (0, True)
+        assert cached("one") == (second, second)
+        assert cached("two")[0] == 0
+
+
+def test_tenants_and_quotas_hold_at_the_other_doors(cluster: ServedCluster) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 1, "messages": MESSAGES, "extra_body": {"cache_salt": "one"}}
+    responses, messages = door_clients("once")
+    with responses, messages:
+        # Another tenant has the same words and the same salt in the cache, and its only request in a minute finds none.
+        assert messages.messages.create(**asked).usage.cache_read_input_tokens == 0
+        with pytest.raises(anthropic.RateLimitError) as refused:
+            messages.messages.create(**asked)
+        assert refused.value.body["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError, match="requests_per_minute of tenant 'once'"):
+            responses.responses.create(model="tiny", input="x")
+        with pytest.raises(openai.RateLimitError):
+            responses.chat.completions.create(model="tiny", messages=MESSAGES)
+    other, anthropics = door_clients("late")
+    with other, anthropics, pytest.raises(anthropic.AuthenticationError):
+        anthropics.with_options(api_key="wrong").messages.create(**asked)
+
+
+def test_batches_take_lines_of_every_door_and_shapes(cluster: ServedCluster) -> None:
+    chat = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
+    shape = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER["schema"]}}
+    response = {"model": "tiny", "max_output_tokens": 100, "input": "Rome?", "text": {"format": WEATHER}}
+    wrong = {**response, "text": {"format": {**WEATHER, "schema": {"not": {}}}}}
+    bodies: dict[Any, list[Any]] = {
+        "/v1/responses": [response, wrong],
+        "/v1/chat/completions": [chat | {"response_format": shape, "seed": n} for n in range(2)],
+    }
+    client, _ = door_clients("free")
+    with client:
+        for url, asked in bodies.items():
+            lines = [{"custom_id": f"c{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(asked)]
+            content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+            file = client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+            wait_for(
+                "the batch to end",
+                lambda name=batch.id: client.batches.retrieve(name).status == "completed",
+                100,
+            )
+            batch = client.batches.retrieve(batch.id)
+            answers = client.files.content(str(batch.output_file_id)).text.splitlines()
+            texts = []
+            for answer in (json.loads(line)["response"]["body"] for line in answers):
+                if url == "/v1/responses":
+                    texts += [part["text"] for item in answer["output"] for part in item["content"]]
+                else:
+                    texts += [choice["message"]["content"] for choice in answer["choices"]]
+            assert [Sky.model_validate_json(text) for text in texts]
+            assert len(texts) == sum(body is not wrong for body in asked)
+            if wrong in asked:
+                (failed,) = client.files.content(str(batch.error_file_id)).text.splitlines()
+                error = json.loads(failed)["response"]
+                assert (error["status_code"], error["body"]["error"]["param"]) == (400, "text.format.schema")
+
+
+def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "schema.json"
+
+    def generate(schema: Any) -> subprocess.CompletedProcess[str]:
+        path.write_text(json.dumps(schema))
+        words = ["generate", "--target", cluster.target, "--schema", str(path), "--max-tokens", "100", "Rome?"]
+        return subprocess.run([sys.executable, "-m", "pillion", *words], capture_output=True, text=True, timeout=100)
+
+    printed = generate(Sky.model_json_schema())
+    assert printed.returncode == 0, printed.stderr
+    Sky.model_validate_json(printed.stdout)
+    refused = generate({"properties": {"a": {"not": {}}}})
+    assert refused.returncode != 0
+    assert "/properties/a/not" in refused.stderr
 
 
 def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:
@@ -181,8 +311,11 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     texts, port = [f"Once {n}" for n in range(STREAMS)], int(cluster.target.rpartition(":")[2])
 
     def read(client: Client, number: int, salt: str, begun: threading.Semaphore) -> RequestOutput:
-        several = {"n": 3, "logprobs": 2} if number % 2 else {}
-        fields = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "cache_salt": salt, **several}
+        more: dict[str, Any] = {"n": 3, "logprobs": 2} if number % 2 else {}
+        if number % 4 > 1:
+            # The stream breaks in the middle of an object.
+            more |= {"structured_outputs": LONG_SHAPE}
+        fields = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "cache_salt": salt, **more}
         collector = OutputCollector(None, None, True)
         for count, delta in enumerate(client.generate(texts[number], request_id=f"r-{number}", **fields)):
             collector.add(delta)
@@ -207,6 +340,8 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     assert killed
     assert [replace(output, timings=None) for output in found] == wanted
     assert min(output.timings.replays for output in found if output.timings) > 0
+    for output in (output for number, output in enumerate(found) if number % 4 > 1):
+        assert all(len(json.loads(one.text)["w"]) == 20 for one in output.outputs)
     wait_for("it to return", lambda: len(gateways(cluster)) == 2)
 
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pydantic
@@ -126,10 +127,45 @@ async def test_clients_over_grpc_and_without_servers_say_the_same(components: Co
             (output,) = llm.chat(
                 ASKED["messages"], SamplingParams(max_tokens=300, temperature=0), use_tqdm=False, **asked
             )
+            shaped = llm.generate(["Bonn", "Rome"], SamplingParams(max_tokens=300), schema=Forecast, use_tqdm=False)
+            assert all(isinstance(one.outputs[0].parsed, Forecast) for one in shaped)
             return output.outputs[0]
 
     alone = await asyncio.to_thread(offline)
     assert [one.arguments for one in alone.tool_calls] == [call.arguments]
+    await proven(components)
+
+
+async def test_the_other_doors_carry_the_call(components: Components) -> None:
+    address = f"http://{components.gateway.http_address}"
+    to_message: Any = {"model": "tiny", "max_tokens": 300, "messages": ASKED["messages"]}
+    tool: Any = {"name": "Forecast", "input_schema": SCHEMA, "strict": True}
+    async with anthropic.AsyncAnthropic(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+        asked = {**to_message, "tools": [tool], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        async with client.messages.stream(**asked, extra_body={"seed": 5}) as stream:
+            final = await stream.get_final_message()
+        (block,) = final.content
+        assert (block.type, block.name, final.stop_reason) == ("tool_use", "Forecast", "tool_use")
+        Forecast.model_validate(block.input)
+        # The call goes back as it came.
+        result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
+        history = [*to_message["messages"], {"role": "assistant", "content": final.content}]
+        history.append({"role": "user", "content": [result]})
+        again = await client.messages.create(**{**asked, "messages": history, "max_tokens": 2})
+        assert again.stop_reason == "max_tokens"
+    function: Any = {"type": "function", "name": "Forecast", "parameters": SCHEMA, "strict": True}
+    async with client_of(components) as responses:
+        response = await responses.responses.create(
+            model="tiny",
+            input="Bonn?",
+            tools=[function],
+            tool_choice={"type": "function", "name": "Forecast"},
+            parallel_tool_calls=False,
+            max_output_tokens=300,
+        )
+        (item,) = response.output
+        assert (item.type, response.status) == ("function_call", "completed")
+        Forecast.model_validate_json(item.arguments)
     await proven(components)
 
 

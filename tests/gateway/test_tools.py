@@ -261,3 +261,34 @@ async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
         assert rest[-1].usage == replace(whole[-1].usage)
         assert rest[-1].usage.reasoning_tokens == 2 * (len(script_of(THOUGHT.rstrip())) - 1)
     await fakes.settled()
+
+
+WRITTEN = {
+    "hermes": CALL % ARGUMENTS,
+    "qwen3_coder": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZürich 🙂\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ARGUMENTS}}}]',
+    "llama3_json": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+}
+
+
+@pytest.mark.parametrize("parser", WRITTEN)
+async def test_a_worker_dies_in_the_middle_of_a_call(parser: str) -> None:
+    """Wherever the answer breaks, the client reads the call that it would have read."""
+    async with running_fake_cluster(WRITTEN[parser], template=TEMPLATE, tool_call_parser=parser) as fakes:
+        length = len(fakes.decode.script)
+        for several, after in ((False, length // 4), (True, length), (False, length - 3)):
+            request = replace(REQUEST, sampling=SamplingParams(n=2 if several else 1))
+            fakes.decode.break_after, before = after, fakes.decode.connections
+            deltas, _ = await streamed(fakes, request)
+            assert fakes.decode.connections > before
+            for n in range(1 + several):
+                text, _, calls = gathered([delta for delta in deltas if delta.index == n])
+                assert [(name, json.loads(found)) for _, name, found in calls.values()] == [
+                    ("weather", json.loads(ARGUMENTS))
+                ]
+                assert text == ""
+            assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS
+            assert fakes.decode.submits[-1].grammar
+        await fakes.settled()

@@ -128,7 +128,8 @@ class OperationBuilder:
         if linear.depth > x.width or columns > out.width:
             raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
         kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
-        spec = Gemm(kind, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
+        rows = "fp32" if x.dtype == "float32" else "bf16"
+        spec = Gemm(kind, rows, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
         values: dict[str, Any] = {
             "x": x,
             "weights": linear.data,

@@ -9,6 +9,7 @@ large model needs the memory of one layer.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,13 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.packing import (
     PANEL_COLUMNS,
     PackedWeight,
+    exact_kind,
     pack_bias,
     pack_gated,
     pack_gated_bias,
     pack_linear,
 )
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_rows
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -140,21 +142,22 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
     _linear(writer, prefix + "o", layer.o, kind)
     if isinstance(layer.mlp, MoeWeights):
         # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
-        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
-        _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
-        _write(writer, prefix + "experts.down", [_packed(expert.down, kind) for expert in layer.mlp.experts])
+        router = layer.mlp.router
+        _write(writer, prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
+        _write(writer, prefix + "experts.gate_up", _gated(layer.mlp.experts, kind))
+        _write(writer, prefix + "experts.down", _packed([expert.down for expert in layer.mlp.experts], kind))
         return
-    _write(writer, prefix + "gate_up", [_gated(layer.mlp, kind)])
+    _write(writer, prefix + "gate_up", _gated([layer.mlp], kind))
     if layer.mlp.gate_up.bias is not None:
         writer.tensor(prefix + "gate_up.bias", pack_gated_bias(*layer.mlp.gate_up.bias.chunk(2)))
     _linear(writer, prefix + "down", layer.mlp.down, kind)
 
 
-def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
-    inner = mlp.gate_up.weight.shape[0] // 2
-    halves = (select_rows(mlp.gate_up.weight, part) for part in (slice(0, inner), slice(inner, None)))
-    gate, up = (plain(half, torch.float32) if isinstance(half, QuantizedMatrix) else half for half in halves)
-    return pack_gated(gate, up, kind)
+def _gated(mlps: Sequence[GatedMLP], kind: str) -> list[PackedWeight]:
+    """Packs the gates and ups of all experts of a layer, or of the only MLP, as one kind."""
+    halves = [_plain(mlp.gate_up.weight).chunk(2) for mlp in mlps]
+    kind = exact_kind((half for pair in halves for half in pair), kind)
+    return [pack_gated(gate, up, kind) for gate, up in halves]
 
 
 def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
@@ -164,14 +167,20 @@ def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
 
 
 def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
-    _write(writer, name, [_packed(linear, kind)])
+    _write(writer, name, _packed([linear], kind))
     if linear.bias is not None:
         writer.tensor(name + ".bias", pack_bias(linear.bias))
 
 
-def _packed(linear: Linear, kind: str) -> PackedWeight:
-    weight = linear.weight
-    return pack_linear(weight.dequantize(torch.float32) if isinstance(weight, QuantizedMatrix) else weight, kind)
+def _packed(linears: Sequence[Linear], kind: str) -> list[PackedWeight]:
+    """Packs a matrix, or those of all experts of a layer, as one kind."""
+    weights = [_plain(linear.weight) for linear in linears]
+    kind = exact_kind(weights, kind)
+    return [pack_linear(weight, kind) for weight in weights]
+
+
+def _plain(weight: Matrix) -> torch.Tensor:
+    return plain(weight, torch.float32) if isinstance(weight, QuantizedMatrix) else weight
 
 
 def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:

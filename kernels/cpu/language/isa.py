@@ -19,6 +19,20 @@ AUTO, TORCH = "auto", "torch"
 
 
 @dataclass(frozen=True, slots=True)
+class TileRows:
+    """The most rows of a register tile that leave registers for weights and rows: of a tile as wide as a panel (32
+    columns), and of one half as wide. ``narrow`` is 0 where narrow tiles are not used."""
+
+    wide: int
+    narrow: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most rows of any tile."""
+        return max(self.wide, self.narrow)
+
+
+@dataclass(frozen=True, slots=True)
 class Isa:
     """An instruction set.
 
@@ -29,7 +43,8 @@ class Isa:
         machine: the kind of processor, as ``uname -m`` prints it.
         model: the processor that LLVM compiles for where this machine is of another kind.
         bf16_dot: "x86" where there is an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
-        gemm_rows: the most rows of a register tile, 32 columns wide, that leave registers for weights and rows.
+        bf16_tiles: tiles of products of bfloat16 rows.
+        fp32_tiles: tiles of products of float32 rows.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
@@ -41,7 +56,8 @@ class Isa:
     machine: str = "x86_64"
     model: str = "x86-64-v4"
     bf16_dot: str = ""
-    gemm_rows: int = 14
+    bf16_tiles: TileRows = TileRows(14)
+    fp32_tiles: TileRows = TileRows(12)
     attention_rows: int = 12
     attention_sums: int = 24
     decode_blocks: int = 4
@@ -52,13 +68,14 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 # Best first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
     Isa("avx512_bf16", (*_AVX512, "avx512bf16", "avx512vbmi"), without=("prefer-256-bit",), bf16_dot="x86"),
-    Isa("avx512", _AVX512, without=("avx512bf16", "prefer-256-bit"), gemm_rows=6),
+    Isa("avx512", _AVX512, without=("avx512bf16", "prefer-256-bit"), bf16_tiles=TileRows(6)),
     Isa(
         "avx2",
         ("avx2", "fma", "f16c", "bmi2"),
         without=("avx512f", "avx10.1"),
         model="x86-64-v3",
-        gemm_rows=2,
+        bf16_tiles=TileRows(1, 4),
+        fp32_tiles=TileRows(2, 6),
         attention_rows=4,
         attention_sums=4,
     ),
@@ -68,7 +85,8 @@ TABLE = (
         without=("sve", "sve2", "sme"),
         machine="aarch64",
         model="generic",
-        gemm_rows=4,
+        bf16_tiles=TileRows(1, 4),
+        fp32_tiles=TileRows(1, 4),
         attention_rows=4,
         attention_sums=4,
     ),

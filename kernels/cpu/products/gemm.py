@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, most_rows, multiply_rows
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, TileKind, multiply_rows
 from pillion.kernels.cpu.products.int8 import LINE_BYTES, widen
 from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
 
 LAYOUT = RecordLayout(
     "gemm",
     pointers=(
-        "x",  # [rows, depth] bfloat16, or float32 with float32 weights; zeros behind the values up to depth
+        "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth
         "weights",  # the packed matrix, or the matrices of all groups, one behind the other
         "scales",  # float32 [groups, pairs * 32], int8 weights only
         "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
@@ -67,6 +67,7 @@ class Gemm(KernelSpec):
 
     Attributes:
         weights: kind of the packed weights: "bf16", "fp32" or "int8".
+        rows: type of x: "bf16", or "fp32" with weights of "fp32" or "bf16".
         epilogue: "store": out = sum * scale + bias. "add": out += factor * (sum * scale + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
@@ -78,6 +79,7 @@ class Gemm(KernelSpec):
     layout = LAYOUT
 
     weights: str
+    rows: str
     epilogue: str
     rows_of: str = "num_tokens"
     bias: bool = False
@@ -97,10 +99,12 @@ class _Body:
     def __init__(self, spec: Gemm, call: KernelCall) -> None:
         k, args = call.k, call.args
         self.spec, self.call, self.k = spec, call, k
+        self.kind = TileKind(spec.weights, spec.rows)
+        self.widens = spec.weights == "int8" and not k.isa.bf16_dot
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
         self.x_stride, self.out_stride = args.number("x_stride"), args.number("out_stride")
         self.pairs = args.number("pairs")
-        self.steps = args.number("depth") // (1 if spec.weights == "fp32" else 2)
+        self.steps = args.number("depth") // self.kind.inputs
         self.panel_bytes = self.steps * PANEL_STEP_BYTES[spec.weights]
         if spec.epilogue == "add":
             self.factor = args.real("factor")
@@ -109,13 +113,13 @@ class _Body:
         """The plain product. A work item is a panel with a block of the rows: with all rows where panels are enough."""
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
-        tiles = self._tiles(rows)
+        tiles, widened = self._tiles(rows)
         blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
         with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
             block = item - panel * blocks
-            cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
+            cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks, widened)
             weights = self.weights + panel * self.panel_bytes
             self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panel_bytes)
 
@@ -131,15 +135,25 @@ class _Body:
             panel, next_panel = item - group * pairs, after - next_group * pairs
             begin = k.load_int(starts + group * 4, 32)
             rows = k.load_int(starts + group * 4 + 4, 32) - begin
-            tiles = self._tiles(rows)
+            tiles, widened = self._tiles(rows)
             with k.when(rows > 0):
                 weights = self.weights + (group * group_bytes + panel * self.panel_bytes)
                 ahead = self.weights + (next_group * group_bytes + next_panel * self.panel_bytes)
-                self._panel(_Cut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
+                self._panel(_Cut(begin, rows, tiles, k.int(0), tiles, widened), panel, item, weights, ahead)
 
-    def _tiles(self, rows: Int) -> Int:
-        highest = most_rows(self.k.isa, self.spec.weights)
-        return (rows + (highest - 1)) // highest
+    def _tiles(self, rows: Int) -> tuple[Int, Int]:
+        """The number of tiles for so many rows, and whether they meet panels that were widened before: 1 or 0."""
+        k, highest = self.k, self.k.int(self.kind.tiles(self.k.isa).most)
+        widened = k.int(0)
+        if self.widens:
+            many = (rows > highest) & (self.steps * PANEL_STEP_BYTES["bf16"] <= _WIDE_BYTES)
+            widened = k.select(many, k.int(1), widened)
+            highest = k.select(many, k.int(self._wide_kind.tiles(k.isa).most), highest)
+        return (rows + (highest - 1)) // highest, widened
+
+    @property
+    def _wide_kind(self) -> TileKind:
+        return replace(self.kind, weights="bf16")
 
     @contextmanager
     def _items(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
@@ -161,16 +175,12 @@ class _Body:
 
     def _panel(self, cut: _Cut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
         """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in scales and bias."""
-        k, kind = self.k, self.spec.weights
+        k, kind = self.k, self.kind
         count = cut.last - cut.first
-        step_bytes = k.int(PANEL_STEP_BYTES[kind]) // count
+        step_bytes = k.int(PANEL_STEP_BYTES[kind.weights]) // count
         wide = self.call.scratch + _SUMS_BYTES
-        widens = kind == "int8" and not k.isa.bf16_dot
-        widened = k.int(0)
-        if widens:
-            fits = self.steps * PANEL_STEP_BYTES["bf16"] <= _WIDE_BYTES
-            widened = k.select((count > 1) & fits, k.int(1), widened)
-            with k.when(widened > 0), k.range(self.steps) as step:
+        if self.widens:
+            with k.when(cut.widened > 0), k.range(self.steps) as step:
                 for half, pairs in enumerate(widen(k, weights + step * LINE_BYTES)):
                     k.write(wide + step * PANEL_STEP_BYTES["bf16"] + half * VECTOR_BYTES, pairs.ir, 4)
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
@@ -182,11 +192,11 @@ class _Body:
             wanted = ahead + (tile - cut.first) * self.steps * step_bytes
             x, sums = self.x + begin * self.x_stride, self.call.scratch
             args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
-            with k.when(widened.equals(0)):
+            with k.when(cut.widened.equals(0)):
                 multiply_rows(k, kind, rows, args)
-            if widens:
-                with k.when(widened > 0):
-                    multiply_rows(k, "bf16", rows, replace(args, panel=wide))
+            if self.widens:
+                with k.when(cut.widened > 0):
+                    multiply_rows(k, self._wide_kind, rows, replace(args, panel=wide))
             with k.range(rows) as row:
                 self._finish(sums + row * SUMS_ROW_BYTES, out + (begin + row) * self.out_stride, constants)
 
@@ -211,7 +221,7 @@ class _Body:
                 total = total + constants["bias"][half]
             totals.append(total)
         if spec.epilogue in GATED:
-            k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.weights != "fp32")
+            k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
             return
         for half, total in enumerate(totals):
             place = out + half * VECTOR_BYTES
@@ -221,18 +231,20 @@ class _Body:
         """Bytes of out for each packed column."""
         if self.spec.epilogue not in GATED:
             return 4
-        return 2 if self.spec.weights == "fp32" else 1
+        return 2 if self.spec.rows == "fp32" else 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tiles first .. last - 1 of the tiles that rows base .. base + rows - 1 are cut into, as evenly as possible."""
+    """Tiles first .. last - 1 of the tiles that rows base .. base + rows - 1 are cut into, as evenly as possible.
+    ``widened`` is 1 where the panel is widened before they meet it, else 0."""
 
     base: Int
     rows: Int
     tiles: Int
     first: Int
     last: Int
+    widened: Int
 
 
 def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:

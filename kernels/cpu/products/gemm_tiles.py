@@ -1,23 +1,27 @@
 """The innermost products: a few rows with one panel of packed weights (32 outputs), over all of its depth.
 
-A tile keeps its sums in registers: 2 vectors for each row. Each output is one chain of additions, in the order of the
-inputs, whatever the number of rows: so a row's result has the same bits in every tile. There is one function for every
-number of rows, so that rows can be cut into tiles of even height (:mod:`pillion.kernels.cpu.products.gemm`). Finished
-sums go to memory, so that all epilogues share these functions.
+A tile keeps its sums in registers: 2 vectors for each row, or 1 in a narrow tile, which computes half of the panel's
+outputs. A processor of few registers reads fewer weights for each product with narrow tiles of many rows than with wide
+tiles of few. Each output is one chain of additions, in the order of the inputs, whatever the tile: so a row's result
+has the same bits in every tile. There is one function for every number of rows, so that rows can be cut into tiles of
+even height (:mod:`pillion.kernels.cpu.products.gemm`). Finished sums go to memory, so that all epilogues share these
+functions.
+
+Rows of float32 may meet weights of bfloat16. Such weights are widened in registers, which is exact: the sums have the
+bits that float32 weights would give, for half of their memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
-from pillion.kernels.cpu.language.isa import Isa
+from pillion.kernels.cpu.language.isa import Isa, TileRows
 from pillion.kernels.cpu.products.int8 import widen
 from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
 
-# A step of a tile is a pair of bfloat16 inputs or one float32: 4 bytes of a row.
-ROW_STEP_BYTES = 4
 # Bytes of a panel that belong to a step.
 PANEL_STEP_BYTES = {"bf16": 128, "fp32": 128, "int8": 64}
 SUMS_ROW_BYTES = 4 * PANEL_COLUMNS
@@ -28,11 +32,47 @@ _TABLE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class TileKind:
+    """What a tile multiplies. A step is one input of float32 weights, and a pair of inputs of other weights.
+
+    Attributes:
+        weights: the kind of the packed weights.
+        rows: the type of the rows: "bf16", or "fp32", which float32 weights need.
+    """
+
+    weights: str
+    rows: str
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of a step."""
+        return 1 if self.weights == "fp32" else 2
+
+    @property
+    def row_step_bytes(self) -> int:
+        """Bytes of a row that belong to a step."""
+        return self.inputs * (2 if self.rows == "bf16" else 4)
+
+    def tiles(self, isa: Isa) -> TileRows:
+        """The most rows of the tiles."""
+        found = isa.bf16_tiles if self.rows == "bf16" else isa.fp32_tiles
+        if self.weights != "int8":
+            return found
+        # Both halves of a panel share a line of int8 weights, so there are no narrow tiles of them; and to widen a line
+        # costs more than what a second row spills.
+        return TileRows(max(2, found.wide - (_TABLE_ROWS if self.looks_up(isa) else 0)))
+
+    def looks_up(self, isa: Isa) -> bool:
+        """Whether tables widen the weights (pillion.kernels.cpu.products.int8), which need registers and a port."""
+        return self.weights == "int8" and isa.bf16_dot == "x86"
+
+
+@dataclass(frozen=True, slots=True)
 class TileArgs:
     """The arguments of a tile's function.
 
     Attributes:
-        x: the first row: bfloat16, or float32 for "fp32" weights.
+        x: the first row, of the kind's type.
         x_stride: bytes from row to row.
         panel: the weights.
         steps: number of steps in the depth.
@@ -49,46 +89,47 @@ class TileArgs:
     ahead_step: Int
     sums: Ptr
 
+    def half(self, number: int) -> TileArgs:
+        """The arguments of a narrow tile: one half of the panel, and of what is prefetched."""
+        step = self.ahead_step // 2
+        ahead = self.ahead + self.steps * step * number
+        panel, sums = (place + number * VECTOR_BYTES for place in (self.panel, self.sums))
+        return TileArgs(self.x, self.x_stride, panel, self.steps, ahead, step, sums)
 
-def most_rows(isa: Isa, kind: str) -> int:
-    """The most rows of a tile."""
-    return isa.gemm_rows - (_TABLE_ROWS if _looks_up(isa, kind) else 0)
 
-
-def multiply_rows(k: Kernel, kind: str, rows: Int, args: TileArgs) -> None:
-    """Multiplies ``rows`` rows, 1 to :func:`most_rows`, with a panel."""
-    b = k.builder
-    x_bytes = (rows - 1) * args.x_stride + args.steps * ROW_STEP_BYTES
-    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES[kind])
+def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
+    """Multiplies ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
+    b, tiles = k.builder, kind.tiles(k.isa)
+    x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
+    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES[kind.weights])
     with k.when(inside & k.holds(args.sums, rows * SUMS_ROW_BYTES)):
         behind = b.append_basic_block("behind")
-        cases = [b.append_basic_block("rows") for _ in range(most_rows(k.isa, kind))]
+        cases = [b.append_basic_block("rows") for _ in range(tiles.most)]
         choice = b.switch(rows.ir, cases[0])
         for height, block in enumerate(cases, 1):
             if height > 1:
                 choice.add_case(height, block)
             b.position_at_end(block)
-            _call_tile(k, kind, height, args)
+            if height <= tiles.wide:
+                _call_tile(k, kind, height, 2, args)
+            else:
+                for number in range(2):
+                    _call_tile(k, kind, height, 1, args.half(number))
             b.branch(behind)
         b.position_at_end(behind)
 
 
-def _looks_up(isa: Isa, kind: str) -> bool:
-    """Whether tables widen the weights (pillion.kernels.cpu.products.int8), which need registers and a port."""
-    return kind == "int8" and isa.bf16_dot == "x86"
-
-
-def _call_tile(k: Kernel, kind: str, rows: int, args: TileArgs) -> None:
+def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs) -> None:
     def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-        _Tile(inner, kind, rows, TileArgs(*seen), twin).write()
+        _Tile(inner, kind, rows, width, TileArgs(*seen), twin).write()
 
     values = (args.x, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
-    k.call_subroutine(f"gemm_tile_{kind}_{rows}", values, body)
+    k.call_subroutine(f"gemm_tile_{kind.weights}_{kind.rows}_{rows}x{width}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Emits the function for one number of rows. ``twin`` equals x, and LLVM cannot know it.
+    """Emits the function for one number of rows, ``width`` vectors wide. ``twin`` equals x, and LLVM cannot know it.
 
     A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
     occupies the port that table look-ups need. Where each tile has its own pointer, the broadcast becomes part of both
@@ -96,46 +137,55 @@ class _Tile:
     """
 
     k: Kernel
-    kind: str
+    kind: TileKind
     rows: int
+    width: int
     args: TileArgs
     twin: Ptr
 
     def write(self) -> None:
         k, args = self.k, self.args
-        sums = [[k.variable(k.vector(0.0)) for _ in range(2)] for _ in range(self.rows)]
-        bases = (args.x, self.twin if _looks_up(k.isa, self.kind) else args.x)
+        sums = [[k.variable(k.vector(0.0)) for _ in range(self.width)] for _ in range(self.rows)]
+        bases = (args.x, self.twin if self.kind.looks_up(k.isa) else args.x)
         rows = [[base + args.x_stride * row for base in bases] for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
                 at = first + step
-                weights = self._weights(args.panel + at * PANEL_STEP_BYTES[self.kind])
+                line = args.panel + at * PANEL_STEP_BYTES[self.kind.weights]
                 self._prefetch(args.ahead + at * args.ahead_step)
-                for row, totals in zip(rows, sums, strict=True):
-                    for base, total, weight in zip(row, totals, weights, strict=True):
-                        total.value = self._sum(total.value, base + at * ROW_STEP_BYTES, weight)
-        for number, pair in enumerate(sums):
-            for half, total in enumerate(pair):
+                for offset, weights in self._weights(line):
+                    place = at * self.kind.row_step_bytes + offset
+                    for row, totals in zip(rows, sums, strict=True):
+                        for base, total, weight in zip(row, totals, weights, strict=False):
+                            total.value = self._sum(total.value, base + place, weight)
+        for number, totals in enumerate(sums):
+            for half, total in enumerate(totals):
                 k.store(args.sums + (number * SUMS_ROW_BYTES + half * VECTOR_BYTES), total.value)
 
-    def _weights(self, line: Ptr) -> tuple[Any, Any]:
-        k, half = self.k, line + VECTOR_BYTES
-        if self.kind == "fp32":
-            return k.load(line), k.load(half)
-        if self.kind == "bf16":
-            return k.load_pairs(line), k.load_pairs(half)
-        return widen(k, line)
+    def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
+        """The weights of a step, in the order in which they are multiplied, each with its offset in a row's step."""
+        k = self.k
+        halves = [line + number * VECTOR_BYTES for number in range(self.width)]
+        if self.kind.weights == "fp32":
+            yield 0, [k.load(half) for half in halves]
+            return
+        pairs = list(widen(k, line)) if self.kind.weights == "int8" else [k.load_pairs(half) for half in halves]
+        if self.kind.rows == "bf16":
+            yield 0, pairs
+            return
+        yield 0, [k.low(pair) for pair in pairs]
+        yield 4, [k.high(pair) for pair in pairs]
 
     def _prefetch(self, line: Ptr) -> None:
-        # With few rows a tile mostly waits for memory, and the processor's own prefetcher is faster alone. Widening
-        # int8 weights is enough work to hide that wait.
-        if self.kind != "int8" and 2 * self.rows < self.k.isa.gemm_rows:
+        # A tile of one row mostly waits for memory, and the processor's own prefetcher is faster alone. Widening int8
+        # weights is enough work to hide that wait.
+        if self.kind.weights != "int8" and self.rows == 1:
             return
-        for at in range(0, PANEL_STEP_BYTES[self.kind], _LINE_BYTES):
+        for at in range(0, PANEL_STEP_BYTES[self.kind.weights] * self.width // 2, _LINE_BYTES):
             self.k.prefetch(line + at, near=False)
 
     def _sum(self, total: Any, x: Ptr, weight: Any) -> Any:
         k = self.k
-        if self.kind == "fp32":
+        if self.kind.rows == "fp32":
             return k.fma(weight, k.broadcast(x), total)
         return k.dot(total, weight, k.broadcast_pair(x))

@@ -9,13 +9,22 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints import convert
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
@@ -54,14 +63,43 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def write_gguf(path, architecture: str, tensors: dict[str, np.ndarray], metadata: dict[str, Any]) -> None:
+# Types that gguf's package makes, and those whose blocks are random bytes under sane scales: where these float16 are.
+MADE = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1")
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def packed_in(kind: str, tensor: np.ndarray) -> np.ndarray:
+    """The blocks of ``tensor``, or random ones for as many numbers of about 0.1."""
+    number = gguf.GGMLQuantizationType[kind]
+    if kind not in HALVES:
+        return gguf.quantize(tensor, number)
+    numbers, size = gguf.GGML_QUANT_SIZES[number]
+    generator = np.random.default_rng(len(tensor))
+    blocks = generator.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // numbers, size), np.uint8)
+    for at in HALVES[kind]:
+        halves = (generator.random((*blocks.shape[:-1], 1)) * 1e-4).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(*tensor.shape[:-1], -1)
+
+
+def write_gguf(
+    path,
+    architecture: str,
+    tensors: dict[str, np.ndarray],
+    metadata: dict[str, Any],
+    types: dict[str, str] | None = None,
+) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         key = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        kind = (types or {}).get(name)
+        if kind is None:
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, packed_in(kind, tensor), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -115,33 +153,83 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatch):
-    overrides, metadata = FILES[name]
-    folder = save_model(tmp_path / "model", **{"model_type": name, **overrides})
+def prepared_from(path, name: str, monkeypatch, tmp_path, kinds: tuple[str, ...] = (), **overrides: Any) -> Any:
+    """Saves a random model, in the types ``kinds`` in turn where there are some; returns transformers' model, and ours
+    prepared."""
+    settings, metadata = FILES[name]
+    folder = save_model(tmp_path / "model", **{"model_type": name, **settings, **overrides})
     perturb_vectors(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tensors = gguf_tensors(model, name)
+    matrices = [key for key, tensor in tensors.items() if tensor.ndim > 1 and "gate_inp" not in key]
+    types = {key: kinds[at % len(kinds)] for at, key in enumerate(matrices)} if kinds else {}
     if name == "phi3":
         tensors |= {
             f"rope_factors_{key}.weight": np.array(PHI3_ROPE[f"{key}_factor"], np.float32) for key in ("short", "long")
         }
-    write_gguf(tmp_path / "a.gguf", name, tensors, sizes(model.config) | metadata)
+    write_gguf(path, name, tensors, sizes(model.config) | metadata, types)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
-    prepared = prepare(ModelFlags(model=str(tmp_path / "a.gguf"), dtype="float32", max_model_len=100))
+    return model, prepare(ModelFlags(model=str(path), dtype="float32", max_model_len=100))
+
+
+def check_logits(model: Any, prepared: Any) -> None:
+    text = torch.randint(0, 258, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    driver = BackendDriver(prepared)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0]
+    found = driver.run_all(driver.sequences.add()[0], text, [33])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatch):
+    model, prepared = prepared_from(tmp_path / "a.gguf", name, monkeypatch, tmp_path)
     assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and in the chat template.
-    plain = load_config(folder)
+    plain = load_config(tmp_path / "model")
     eps = load_config(prepared.folder).rms_norm_eps
     assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file has it in float32.
     assert (
         dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
     )
-    text = torch.randint(0, 258, (70,), generator=torch.Generator().manual_seed(1)).tolist()
-    driver = BackendDriver(prepared)
-    with torch.inference_mode():
-        wanted = model(torch.tensor([text])).logits[0]
-    torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [33]), wanted, atol=1e-4, rtol=1e-4)
+    check_logits(model, prepared)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
+)
+def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
+    """The same numbers bit by bit, with llama's rows in another order, Gemma's norms less 1 and experts one by one."""
+    wide = kinds != MADE  # Blocks of the K types have 256 inputs.
+    sizes_of = {"hidden_size": 256, "intermediate_size": 512} if wide else {}
+    if name == "qwen3moe":
+        inner = 256 if wide else 64
+        sizes_of |= {"moe_intermediate_size": inner, "head_dim": inner // 4}
+        monkeypatch.setitem(FILES[name][1], "expert_feed_forward_length", inner)
+        monkeypatch.setitem(FILES[name][1], "attention.key_length", inner // 4)
+    elif wide:
+        sizes_of["head_dim"] = 64
+        monkeypatch.setitem(FILES[name][1], "rope.dimension_count", 64)
+    path = tmp_path / "a.gguf"
+    model, prepared = prepared_from(path, name, monkeypatch, tmp_path, kinds, **sizes_of)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(theirs, strict=False)
+    config = load_config(prepared.folder)
+    assert config.quantization.method == "pillion"
+    with open_checkpoint(prepared.folder, config) as checkpoint:
+        for key, spellings in decoder_tensors(config).items():
+            found = checkpoint.take_matrix(key, torch.float32)
+            assert isinstance(found, QuantizedMatrix) == key.endswith(
+                ("weight", "gate_up", "down", "embedding", "head")
+            )
+            wanted = next(
+                torch.cat([theirs[one.name] if one.part is None else theirs[one.name][one.part] for one in spelling])
+                for spelling in spellings
+                if all(one.name in theirs for one in spelling)
+            )
+            assert torch.equal(plain(found, torch.float32), wanted), key
+    check_logits(model, prepared)
 
 
 def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **metadata: Any) -> Any:
@@ -196,3 +284,82 @@ def test_files_that_transformers_reads_wrongly_or_not_at_all_are_refused_by_name
 
 def test_every_architecture_that_is_read_is_tested():
     assert set(FILES) == set(convert.GGUF_ARCHITECTURES)
+
+
+def small_file(path, kind: str = "Q4_0") -> dict[str, np.ndarray]:
+    """Writes a model of one layer whose matrices are all of one type; its tokenizer is of no use."""
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=258)
+    )
+    tensors = gguf_tensors(model, "llama")
+    types = {key: kind for key, tensor in tensors.items() if tensor.ndim > 1}
+    write_gguf(path, "llama", tensors, sizes(model.config), types)
+    return tensors
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """Converts the file and returns what it said."""
+
+    class NoTokenizer:
+        chat_template = None
+
+        def get_vocab(self):
+            return {}
+
+        def save_pretrained(self, folder):
+            pass
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: NoTokenizer())
+
+    def convert_file(path):
+        lines: list[str] = []
+        folder = tmp_path / "converted"
+        folder.mkdir(exist_ok=True)
+        convert.convert_gguf(path, folder, "float32", lines.append)
+        return folder, lines
+
+    return convert_file
+
+
+def test_other_types_are_widened_and_the_start_says_so(tmp_path, converted):
+    tensors = small_file(tmp_path / "a.gguf", "MXFP4")
+    folder, lines = converted(tmp_path / "a.gguf")
+    assert "widening 9 tensors of the type MXFP4 to float32" in lines
+    config = load_config(folder)
+    assert not config.quantization
+    kind = gguf.GGMLQuantizationType.MXFP4
+    wanted = gguf.dequantize(gguf.quantize(tensors["blk.0.ffn_up.weight"], kind), kind)
+    with open_checkpoint(folder, config) as checkpoint:
+        found = checkpoint.take("layers.0.mlp.gate_up.weight", torch.float32)
+    assert torch.equal(found[64:], torch.from_numpy(wanted))
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    place = next(one for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors if one.name == "blk.0.attn_v.weight")
+    content = bytearray((tmp_path / "a.gguf").read_bytes())
+    content[place.data_offset : place.data_offset + 2] = np.array([np.nan], np.float16).tobytes()
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.gguf: blk.0.attn_v.weight holds scales that are NaN"):
+        converted(tmp_path / "a.gguf")
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    content = (tmp_path / "a.gguf").read_bytes()
+    for length in (len(content) - 100, len(content) // 2):
+        (tmp_path / "a.gguf").write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"a\.gguf cannot be read as GGUF"):
+            converted(tmp_path / "a.gguf")
+
+
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    content = (tmp_path / "a.gguf").read_bytes()
+    name = b"blk.0.attn_v.weight"
+    # After the name: the number of dimensions, and the first of them, which is the length of a row.
+    at = content.index(name) + len(name) + 4
+    (tmp_path / "a.gguf").write_bytes(content[:at] + (60).to_bytes(8, "little") + content[at + 8 :])
+    with pytest.raises(ConfigError, match=r"a.gguf cannot be read as GGUF: .*60"):
+        converted(tmp_path / "a.gguf")

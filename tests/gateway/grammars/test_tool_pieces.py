@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import random
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.grammars.answer_grammar import Piece, join
@@ -118,6 +121,39 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
             assert [name for name, _ in calls] == ["weather"]
         assert several or len(calls) <= 1
     assert ended >= 3
+
+
+def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
+    """What a worker knows of an answer's place: the forced tokens, whether it ends behind them, and the mask there."""
+    assert state.follow()
+    masks = state.place_masks(state.forced, 1)
+    assert masks.wait(20)
+    return state.forced, state.completes, masks.bits.tobytes()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
+    """After a preemption or a killed worker the place is found by the answer's tokens alone, wherever it stood."""
+    codec = codec_of(model)
+    codec.save(str(tmp_path / "tokenizer.json"))
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    options = ToolOptions(tools=TOOLS[:1], choice=choice, parallel_tool_calls=False)
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None)).text
+    ids = max((written(codec, grammar, seed) or [] for seed in range(4)), key=len)
+    assert ids
+    compiler = GrammarCompiler.load(tmp_path, codec.get_vocab_size(), [EOS])
+    try:
+        going = compiler.start(grammar, (), frozenset([EOS])).result(20)
+        for end, token in enumerate(ids):
+            again = compiler.start(grammar, ids[:end], frozenset([EOS])).result(20)
+            assert known_at(again) == known_at(going)
+            going.take([token])
+        assert going.follow()
+        assert going.failure is None
+    finally:
+        compiler.close()
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [("", None), ("<think>", True), ("<think></think>", False)])

@@ -1,7 +1,4 @@
-"""Whatever a model writes fits the schema: random answers over hundreds of schemas, judged by jsonschema.
-
-A model that knows nothing chooses among the tokens that the grammar allows, at random, with a liking for ends.
-"""
+"""Whatever a model writes fits the schema: random answers over hundreds of schemas, judged by jsonschema."""
 
 from __future__ import annotations
 
@@ -9,25 +6,15 @@ import importlib.resources
 import json
 import random
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pillion.errors import InvalidRequest
-from pillion.gateway.grammars.answer_grammar import join
-from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES, shape_piece
-from pillion.grammar_limits import PARSER_LIMITS
+from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
 from pillion.types import StructuredOutputs
-from testbed.toy_tokenizer import byte_tokenizer
+from tests.support.random_answers import answer, exact, matcher_of, shape_matcher
 
-MAX_TOKENS = 400
-TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), eos_token=[257])
-END = 257
-# Quotes, commas and brackets that end something.
-CLOSERS = sum(1 << byte_tokenizer().encode(one).ids[0] for one in '"]},')
 FORMATS = ("date", "ipv4", "ipv6", "uuid", "email", "date-time", "time", "hostname", "duration", "uri")
 NAMES = ("name", "größe", 'a "quote"', "a/b~c", "x.y", "", "🙂", "back\\slash", "$ref", "line\nend")
 
@@ -153,43 +140,6 @@ def schemas() -> Iterator[tuple[str, Any]]:
             yield file.name, json.loads(file.read_text(encoding="utf-8"))
 
 
-def matcher_of(schema: Any) -> LLMatcher | None:
-    """A matcher for answers that fit ``schema``; None where the gateway refuses it."""
-    try:
-        grammar = join([shape_piece(StructuredOutputs(json=json.dumps(schema)))])
-    except InvalidRequest:
-        return None
-    matcher = LLMatcher(TOKENIZER, grammar.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-    return None if matcher.is_error() else matcher
-
-
-def answer(matcher: LLMatcher, rng: random.Random) -> str | None:
-    """A random answer; None for one that was cut."""
-    tokens: list[int] = []
-    for _ in range(MAX_TOKENS):
-        forced = matcher.compute_ff_tokens()
-        if forced:
-            assert matcher.consume_tokens(forced)
-            tokens += forced
-        if matcher.is_stopped():
-            return TOKENIZER.decode_bytes(tokens).decode()
-        mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        assert mask, matcher.get_error()
-        if mask >> END & 1 and (mask == 1 << END or rng.random() < 0.6):
-            return TOKENIZER.decode_bytes(tokens).decode()
-        mask &= ~(1 << END)
-        if mask & CLOSERS and rng.random() < 0.5:
-            mask &= CLOSERS
-        token = rng.choice([n for n, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"])
-        assert matcher.consume_token(token)
-        tokens.append(token)
-    return None
-
-
-def exact(text: str) -> Any:
-    return json.loads(text, parse_float=Decimal)
-
-
 def test_every_answer_that_ends_fits_its_schema() -> None:
     """Own kinds are all taken; schemas of others may be refused, and what is taken is followed."""
     wrong, taken, ended, cut = [], 0, 0, 0
@@ -216,7 +166,5 @@ def test_every_answer_that_ends_fits_its_schema() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_object_is_one(seed: int) -> None:
-    grammar = join([shape_piece(StructuredOutputs(json_object=True))])
-    matcher = LLMatcher(TOKENIZER, grammar.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-    text = answer(matcher, random.Random(seed))
+    text = answer(shape_matcher(StructuredOutputs(json_object=True)), random.Random(seed))
     assert text is None or isinstance(json.loads(text), dict)

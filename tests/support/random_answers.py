@@ -1,0 +1,74 @@
+"""Random answers to a schema: a model that knows nothing chooses among the tokens that the grammar allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from decimal import Decimal
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pillion.errors import InvalidRequest
+from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.shapes import shape_piece
+from pillion.grammar_limits import PARSER_LIMITS
+from pillion.types import StructuredOutputs
+from testbed.toy_tokenizer import byte_tokenizer
+
+MAX_TOKENS = 400
+TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), eos_token=[257])
+END = 257
+# Quotes, commas and brackets that end something.
+CLOSERS = sum(1 << byte_tokenizer().encode(one).ids[0] for one in '"]},')
+
+
+def shape_matcher(shape: StructuredOutputs) -> LLMatcher:
+    """A matcher for answers of a shape that the gateway takes. Raises InvalidRequest where it does not."""
+    grammar = join([shape_piece(shape)])
+    matcher = LLMatcher(TOKENIZER, grammar.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+    if matcher.is_error():
+        raise InvalidRequest(matcher.get_error())
+    return matcher
+
+
+def matcher_of(schema: Any) -> LLMatcher | None:
+    """A matcher for answers that fit ``schema``; None where the gateway refuses it."""
+    try:
+        return shape_matcher(StructuredOutputs(json=json.dumps(schema)))
+    except InvalidRequest:
+        return None
+
+
+def allows(matcher: LLMatcher, text: str) -> bool:
+    """Whether ``text`` may be the whole answer."""
+    tokens = TOKENIZER.tokenize_bytes(text.encode())
+    reader = matcher.deep_copy()
+    return reader.try_consume_tokens(tokens) == len(tokens) and reader.is_accepting()
+
+
+def answer(matcher: LLMatcher, rng: random.Random) -> str | None:
+    """A random answer, with a liking for ends; None for one that was cut."""
+    tokens: list[int] = []
+    for _ in range(MAX_TOKENS):
+        forced = matcher.compute_ff_tokens()
+        if forced:
+            assert matcher.consume_tokens(forced)
+            tokens += forced
+        if matcher.is_stopped():
+            return TOKENIZER.decode_bytes(tokens).decode()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        assert mask, matcher.get_error()
+        if mask >> END & 1 and (mask == 1 << END or rng.random() < 0.6):
+            return TOKENIZER.decode_bytes(tokens).decode()
+        mask &= ~(1 << END)
+        if mask & CLOSERS and rng.random() < 0.5:
+            mask &= CLOSERS
+        token = rng.choice([n for n, bit in enumerate(reversed(f"{mask:b}")) if bit == "1"])
+        assert matcher.consume_token(token)
+        tokens.append(token)
+    return None
+
+
+def exact(text: str) -> Any:
+    return json.loads(text, parse_float=Decimal)
