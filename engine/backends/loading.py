@@ -82,7 +82,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     torch.set_num_threads(1)
     model = _load_for_cpu(flags, prepared, isa, log.info)
     log.info(
-        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by this host's workers; KV in %s",
+        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         isa.name,
         threads,
         " and those of idle workers" if flags.core_board else "",
