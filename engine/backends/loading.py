@@ -60,6 +60,9 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     for note in precision_notes(prepared):
         log.warning("%s", note)
+    quantization = load_config(prepared.folder).quantization
+    if quantization is not None:
+        log.info("weights: %s", quantization.words)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
 
@@ -102,7 +105,13 @@ def precision_notes(prepared: PreparedModel) -> Iterator[str]:
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
             " --dtype float32 computes with exactly its weights"
         )
-    for rope in load_config(prepared.folder).ropes:
+    config = load_config(prepared.folder)
+    if config.quantization is not None and config.quantization.activations:
+        yield (
+            "the checkpoint's producer also rounds the inputs of quantized layers to"
+            f" {config.quantization.activations}; here they are not rounded, which is nearer to the unquantized model"
+        )
+    for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
                 f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
