@@ -148,7 +148,10 @@ def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterato
         return
     for at in (0, LINE_BYTES):
         if pairs:
-            yield _looked_up(k, kind, k.read(unit + at, _BYTES, 1))
+            codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
+            lowest = patterns[_SIGN] >> 8 if kind.name == "int8_whole" else None
+            first, second = looked_up(k, codes, codes, patterns[:_SIGN], lowest)
+            yield (first,), (second,)
         else:
             words = k.read(unit + at, _WORDS, 1)
             yield _byte_floats(k, kind, words, 0), _byte_floats(k, kind, words, 1)
@@ -211,23 +214,27 @@ def _counted(count: int) -> Any:
     return ir.Constant(ir.VectorType(I32, count), list(range(count)))
 
 
-def _looked_up(k: Kernel, kind: CodeKind, codes: Any) -> tuple[Parts, Parts]:
-    """Looks up both bytes of each bfloat16, adds the sign to the upper byte, and interleaves lower and upper bytes."""
+def looked_up(
+    k: Kernel, places: Any, signs: Any, patterns: list[int], lowest: int | None = None
+) -> tuple[Pairs, Pairs]:
+    """Widens a line by the table ``patterns``, the bits of 128 bfloat16, in which the lower 7 bits of ``places`` count.
+
+    Looks up both bytes of each bfloat16, adds the top bits of ``signs`` to the upper byte, and interleaves lower and
+    upper bytes. ``lowest``: the upper byte that a sign alone stands for, where it is no zero.
+    """
     b = k.builder
-    (patterns,) = _patterns(kind)
-    lower = _table(k, codes, [pattern & 0xFF for pattern in patterns])
-    upper = _table(k, codes, [pattern >> 8 for pattern in patterns])
-    signs = ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)
-    upper = b.or_(upper, b.and_(codes, signs))
-    if kind.name == "int8_whole":
-        lowest = ir.Constant(_BYTES, [patterns[_SIGN] >> 8] * LINE_BYTES)
-        upper = b.select(b.icmp_unsigned("==", codes, signs), lowest, upper)
+    lower = _table(k, places, [pattern & 0xFF for pattern in patterns])
+    upper = _table(k, places, [pattern >> 8 for pattern in patterns])
+    top = ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)
+    upper = b.or_(upper, b.and_(signs, top))
+    if lowest is not None:
+        upper = b.select(b.icmp_unsigned("==", signs, top), ir.Constant(_BYTES, [lowest] * LINE_BYTES), upper)
     tiles = []
     for tile in range(2):
         first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]
         order = [at for byte in first for at in (byte, LINE_BYTES + byte)]
         mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
-        tiles.append((Pairs(k, b.bitcast(mixed, VI)),))
+        tiles.append(Pairs(k, b.bitcast(mixed, VI)))
     return tiles[0], tiles[1]
 
 
