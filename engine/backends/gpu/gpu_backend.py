@@ -23,7 +23,7 @@ import torch
 
 from pillion.engine.backends.backend import (
     FP8_E4M3,
-    FP8_SCALE_BYTES,
+    KV_SCALE_BYTES,
     BackendLost,
     DevicePool,
     KVLayout,
@@ -105,7 +105,7 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
     """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
     shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
     if layout.dtype == FP8_E4M3:
-        return pool.view(*shape, layout.block_size * (layout.head_dim + FP8_SCALE_BYTES))
+        return pool.view(*shape, layout.block_size * (layout.head_dim + KV_SCALE_BYTES))
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 

@@ -14,7 +14,7 @@ import time
 import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
-from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, KVLayout, kv_layout
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.devices import interpreted
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
@@ -39,10 +39,8 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
     began_s = time.monotonic()
     device = torch.device("cpu" if interpreted() else "cuda:0")
     config = load_config(prepared.folder)
-    fp8 = flags.kv_cache_dtype == "fp8"
-    layout = kv_layout(
-        prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
-    )
+    inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
+    layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
     weights = load_gpu_weights(
         prepared.folder,

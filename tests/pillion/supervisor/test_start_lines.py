@@ -11,8 +11,10 @@ import pytest
 
 from pillion.config import ServeFlags
 from pillion.supervisor import start_lines
+from pillion.supervisor.local_cluster import prepared_model
 from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
-from tests.support.fake_backend import prepared_model
+from testbed.tiny_model import save_model
+from tests.support import fake_backend
 from tests.support.notices import RecordedNotices
 
 LLAMA = {
@@ -57,6 +59,21 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     assert chat in commands[1]
 
 
+def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    model, tokens = str(save_model(tmp_path / "model", head_dim=64)), []
+    for kv in ("auto", "fp8"):
+        flags = ServeFlags(model=model, device="cpu", dtype="bfloat16", kv_cache_dtype=kv, kv_pool_bytes=2**24)
+        prepared, fit = prepared_model(flags)
+        assert fit is not None
+        tokens.append(fit.total_tokens)
+        notices = RecordedNotices()
+        tell_model(notices, flags, prepared, fit, 1)
+        assert ("KV in fp8" in "".join(notices.lines)) == (kv == "fp8")
+    # Of 64 values in bfloat16, and in 8 bits with a scale of 4 bytes.
+    assert tokens[1] / tokens[0] == pytest.approx(128 / 68, rel=0.01)
+
+
 def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a clone" / ".venv" / "bin"
     folder.mkdir(parents=True)
@@ -79,5 +96,5 @@ def test_the_format_of_quantized_weights_is_named(tmp_path: pathlib.Path) -> Non
     config = {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     notices, flags = RecordedNotices(), ServeFlags(dtype="float32", device="cuda")
-    tell_model(notices, flags, prepared_model(folder=tmp_path), None, 1)
+    tell_model(notices, flags, fake_backend.prepared_model(folder=str(tmp_path)), None, 1)
     assert notices.lines[1] == "type: float32, for --dtype float32; weights: awq, 4 bits in groups of 128"
