@@ -194,6 +194,7 @@ class GpuBackend:
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind(scratch, eager=True)
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        self._model.compile_products()
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
             self.choose(self._forward(bound, batch), _one_row(self.vocab_size, drawn=drawn)).wait()

@@ -23,6 +23,7 @@ from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, loa
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
+from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kvstore.client.attachment import share_region
@@ -52,12 +53,14 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         progress=progress,
     )
     limits = limits_of(flags, prepared)
+    # Beside the rows that are sampled, a step may score the tokens of prompts.
+    scored = scored_rows(prepared.vocab_size) if limits.max_samples else 0
     model = GpuModel(
         weights,
         prepared.max_model_len,
         limits.max_tokens,
         MAX_ANSWERS * limits.max_tokens,
-        max_samples=limits.max_samples,
+        max_samples=limits.max_samples + scored,
     )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")
