@@ -37,6 +37,8 @@ _WIDE_INPUTS = 256
 _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 # Tiles that unpack have so many rows less than tiles of widened weights: tables and temporaries need their registers.
 _TABLE_ROWS = 3
+# What the tables of these kinds need beyond that, where they give bfloat16.
+_MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
 # Groups that few rows work on side by side.
 _MOST_SIDES = 4
 
@@ -118,7 +120,8 @@ class CodedProduct:
     def most_rows(self, widened: bool) -> int:
         """The most rows of a tile."""
         if not widened:
-            return max(1, self._tile_rows.wide - _TABLE_ROWS)
+            more = _MORE_TABLE_ROWS.get(self.kind.name, 0) if in_pairs(self.k, self.wide_rows) else 0
+            return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
         return self._tile_rows.most
 
     @property
