@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from pillion.config import ServeFlags
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.supervisor import start_lines
-from pillion.supervisor.start_lines import own_command, tell_addresses
+from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
+from testbed.tiny_model import save_model
 from tests.support.notices import RecordedNotices
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
@@ -44,6 +46,15 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
     assert f"{own_command()} chat" in commands[1]
     assert chat in commands[1]
+
+
+def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
+    template = "{% if tools %}<tool_call>{% endif %}{{ messages }}<think></think>"
+    folder = save_model(tmp_path / "tiny", template=template)
+    flags = ServeFlags(model=str(folder), dtype="float32")
+    notices = RecordedNotices()
+    tell_model(notices, flags, prepare(flags), None, 1)
+    assert notices.lines[0].endswith("parsers of tool calls: hermes, of reasoning: qwen3")
 
 
 def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
