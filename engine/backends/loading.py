@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
 from pillion.core_board import CoreBoard, CoreShare
@@ -19,6 +20,9 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
+
+if TYPE_CHECKING:
+    from pillion.engine.backends.cpu.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
 
@@ -75,17 +79,18 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
     import torch
 
-    from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
     # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
-    model = load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=log.info)
+    model = _load_for_cpu(flags, prepared, isa, log.info)
     log.info(
-        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by this host's workers",
+        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         isa.name,
         threads,
         " and those of idle workers" if flags.core_board else "",
         model.weights.nbytes / 2**20,
+        model.layout.dtype,
     )
     share = CoreShare(CoreBoard.open(flags.core_board), flags.first_core) if flags.core_board else None
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
@@ -125,17 +130,28 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
-        from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
-
-        load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
+        _load_for_cpu(flags, prepared, isa, progress)
     return prepared
+
+
+def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
+    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+
+    return load_cpu_model(
+        prepared,
+        flags.block_size,
+        isa,
+        quantization=flags.quantization,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        progress=progress,
+    )
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run, and for a quantization without the CPU kernels or
-    without bfloat16.
+    Raises ConfigError for kernels that this processor cannot run, for KV in 8 bits without the CPU kernels, and for a
+    quantization without them or without bfloat16.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
@@ -149,6 +165,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         return isa, ""
     if flags.quantization != "none":
         raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
+    if flags.kv_cache_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU or the CPU kernels: {reason}")
     return None, reason
 
 

@@ -261,5 +261,5 @@ def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
         return prepared, None
-    block_bytes = kv_layout(prepared, flags.block_size).block_bytes
+    block_bytes = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
     return prepared, fit_pool(flags, block_bytes, prepared.max_model_len, flags.decode_workers)

@@ -36,7 +36,8 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     quantization = load_config(prepared.folder).quantization
     if quantization is not None:
         weights = f"; weights: {quantization.words}"
-    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}")
+    kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
+    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
     if flags.device == "cuda":
         notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")

@@ -19,12 +19,16 @@ def cpu_backend(
     threads: int = 1,
     kernels: str = "auto",
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     checked: bool | None = None,
 ) -> CpuBackend:
     """A backend of the kernels for this processor, or of another instruction set that it has."""
     isa = choose_isa(kernels, host_features())
     assert isa is not None
-    return CpuBackend(load_cpu_model(prepared, block_size, isa, quantization=quantization, checked=checked), threads)
+    model = load_cpu_model(
+        prepared, block_size, isa, quantization=quantization, kv_cache_dtype=kv_cache_dtype, checked=checked
+    )
+    return CpuBackend(model, threads)
 
 
 class CpuDriver(BackendDriver):

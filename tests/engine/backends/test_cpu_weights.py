@@ -156,8 +156,9 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
     assert "all operators run on torch" in caplog.text
     # A processor without kernels is a reason of its own.
     assert why in caplog.text or "no kernels for this processor" in caplog.text
-    with pytest.raises(ConfigError, match="needs the CPU kernels"):
-        load_model(DecodeFlags(model=str(folder), dtype="float32", quantization="int8", **flags), 1)
+    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(ConfigError, match=r"--(quantization int8|kv-cache-dtype fp8) needs .*the CPU kernels"):
+            load_model(DecodeFlags(model=str(folder), dtype="float32", **asked, **flags), 1)
 
 
 def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
@@ -181,9 +182,10 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
 def test_backends_share_no_blocks(tmp_path):
     """Backends with another layout of the pool or other weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
-    kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}]
+    kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}]
+    kinds += [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8", "quantization": "int8"}]
     loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **kind), 1) for kind in kinds]
-    assert len({each.namespace() for each in loaded}) == 3
+    assert len({each.namespace() for each in loaded}) == len(kinds)
 
 
 @needs_kernels
