@@ -188,7 +188,7 @@ def chat_template_of(folder: Path) -> str:
     """A model's chat template, "" where it has none. Of several named ones, "tool_use" is for conversations with tools
     and "default" for others. Raises ConfigError."""
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    named = {"default": configured} if not isinstance(configured, list) else {}
+    named: dict[Any, Any] = {"default": configured}
     if isinstance(configured, list):
         named = {one.get("name"): one.get("template") for one in configured if isinstance(one, dict)}
     for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
