@@ -15,7 +15,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.runtime.program import Program, Workspace
+from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
 from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -72,6 +72,15 @@ def llama(own_cache, tmp_path_factory):
 
 def text_of(count: int, seed: int) -> list[int]:
     return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("width", [32, 576, 1536, 2048, 4096, 8192])
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
+    """Rows that a power of two separates would displace one another from a cache of 64 sets of lines."""
+    stride = Buffer("x", width, dtype).stride
+    assert 0 <= stride - width * np.dtype(dtype).itemsize <= 64
+    assert len({row * stride // 64 % 64 for row in range(64)}) == 64
 
 
 def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeypatch):
