@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    bench = kernels_bench(prepare(ModelFlags(model=args.model), print), args.threads, args.kernels, args.quantization)
+    flags = ModelFlags(model=args.model, quantization=args.quantization)
+    bench = kernels_bench(prepare(flags, print), args.threads, args.kernels)
     backend = bench.backend
     batches: dict[str, StepBatch] = {
         "decode 1": bench.decode(1, 264),

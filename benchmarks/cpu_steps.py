@@ -78,14 +78,12 @@ class CpuStepBench:
         return found
 
 
-def kernels_bench(
-    prepared: PreparedModel, threads: int, kernels: str = "auto", quantization: str = "none"
-) -> CpuStepBench:
+def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto") -> CpuStepBench:
     """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
-    model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization)
+    model = load_cpu_model(prepared, BLOCK_SIZE, isa)
     specs = [operation.spec for operation in model.plan.operations]
     stream = AttentionRead(attention_shape(model.config, model.layout))
     limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]

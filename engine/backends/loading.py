@@ -15,7 +15,6 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
 
@@ -75,7 +74,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
     # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
-    model = load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=log.info)
+    model = load_cpu_model(prepared, flags.block_size, isa, progress=log.info)
     log.info(
         "all operators run on the CPU kernels %s, %d threads; weights %.0f MiB, shared by the workers of this host",
         isa.name,
@@ -111,18 +110,17 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
     if resolve_device(flags) == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
-    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
+    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint).exists():
         from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
 
-        load_cpu_model(prepared, flags.block_size, isa, quantization=flags.quantization, progress=progress)
+        load_cpu_model(prepared, flags.block_size, isa, progress=progress)
     return prepared
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run, and for a quantization without the CPU kernels or
-    without bfloat16.
+    Raises ConfigError for kernels that this processor cannot run.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
@@ -130,13 +128,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(load_config(prepared.folder), flags.block_size)
-    if isa is not None and not reason:
-        if flags.quantization != "none" and prepared.dtype != "bfloat16":
-            raise ConfigError(f"--quantization {flags.quantization} needs --dtype bfloat16, not {prepared.dtype}")
-        return isa, ""
-    if flags.quantization != "none":
-        raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
-    return None, reason
+    return (None, reason) if reason else (isa, "")
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:

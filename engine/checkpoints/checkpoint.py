@@ -165,9 +165,10 @@ class Checkpoint:
         # The names of the tensors in few bits that stand for a plain name.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
-        if config.tie_word_embeddings and "lm_head.weight" in handles:
+        head = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings and self._has(head[0][0]):
             # The config ties the head to the embedding; a head in the file, equal or not, is used nevertheless.
-            wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+            wanted["lm_head"] = head
         self._spellings = self._choose(wanted)
         self._check_names()
         self._check_shapes()
@@ -199,6 +200,11 @@ class Checkpoint:
         handle, name = self._handles[plain_name]
         found: torch.Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
         return found
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the plain tensors that the model has, by their names in the checkpoint and in the file's type."""
+        for name in dict.fromkeys(tensor.name for spelling in self._spellings.values() for tensor in spelling):
+            yield name, self._tensor(name, None)
 
     def has(self, key: str) -> bool:
         """Whether the model has a tensor of that name."""

@@ -101,7 +101,7 @@ def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping."""
     _refuse_quantized(name, raw)
-    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {})
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT | {"quantization_config"}, {})
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:

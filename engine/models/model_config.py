@@ -181,7 +181,11 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not isinstance(text, Mapping):
         return config
     refuse_unknown_outer_keys(str(config["model_type"]), config)
-    outer = {key: config[key] for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings") if key in config}
+    outer = {
+        key: config[key]
+        for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+        if key in config
+    }
     return {**text, **outer, "model_type": family}
 
 

@@ -211,7 +211,7 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         if not line.startswith(FAILED) and PREPARED not in line:
             step(line)
 
-    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
+    argv = [sys.executable, "-m", "pillion", "prepare", "--no-measure", *to_argv(subset(ComputeFlags, flags))]
     # Only the child's own lines are progress, not the libraries' warnings and bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await ChildProcess.start(argv, environ, forward)

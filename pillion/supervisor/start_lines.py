@@ -50,7 +50,7 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         return f"torch, for {reason}", 0
-    packed = ModelCache().packed_weights(prepared.fingerprint, flags.quantization)
+    packed = ModelCache().packed_weights(prepared.fingerprint)
     return f"{isa.name} on the CPU", packed.stat().st_size if packed.exists() else 0
 
 

@@ -18,13 +18,12 @@ def cpu_backend(
     block_size: int = 16,
     threads: int = 1,
     kernels: str = "auto",
-    quantization: str = "none",
     checked: bool | None = None,
 ) -> CpuBackend:
     """A backend of the kernels for this processor, or of another instruction set that it has."""
     isa = choose_isa(kernels, host_features())
     assert isa is not None
-    return CpuBackend(load_cpu_model(prepared, block_size, isa, quantization=quantization, checked=checked), threads)
+    return CpuBackend(load_cpu_model(prepared, block_size, isa, checked=checked), threads)
 
 
 class CpuDriver(BackendDriver):

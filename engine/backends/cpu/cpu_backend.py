@@ -55,7 +55,6 @@ def load_cpu_model(
     block_size: int,
     isa: Isa,
     *,
-    quantization: str = "none",
     progress: Progress = lambda line: None,
     checked: bool | None = None,
     cache: ModelCache | None = None,
@@ -68,9 +67,8 @@ def load_cpu_model(
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
     cache = cache or ModelCache()
     config = load_config(prepared.folder)
-    version = LAYOUT_VERSION if quantization == "none" else f"{LAYOUT_VERSION}/{quantization}"
-    layout = kv_layout(prepared, block_size, version)
-    weights = load_cpu_weights(prepared, config, quantization, progress, cache)
+    layout = kv_layout(prepared, block_size, LAYOUT_VERSION)
+    weights = load_cpu_weights(prepared, config, progress, cache)
     plan = plan_model(config, weights, layout, prepared.max_model_len)
     specs = [operation.spec for operation in plan.operations]
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)

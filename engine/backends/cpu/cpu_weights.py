@@ -26,6 +26,7 @@ from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.products.int8 import MAX_QUANTUM
 from pillion.kernels.cpu.products.packing import (
     PANEL_COLUMNS,
     PackedWeight,
@@ -34,7 +35,7 @@ from pillion.kernels.cpu.products.packing import (
     pack_gated_bias,
     pack_linear,
 )
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_rows
+from pillion.kernels.torch.quantized_matrix import Matrix
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -81,11 +82,11 @@ class CpuWeights(PackedFile):
 
 
 def load_cpu_weights(
-    prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
+    prepared: PreparedModel, config: ModelConfig, progress: Progress, cache: ModelCache | None = None
 ) -> CpuWeights:
     """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
     cache = cache or ModelCache()
-    path = cache.packed_weights(prepared.fingerprint, quantization)
+    path = cache.packed_weights(prepared.fingerprint)
     found = _mapped(path)
     if found is None:
         with cache.lock(progress):
@@ -93,7 +94,7 @@ def load_cpu_weights(
             if found is None:
                 _remove_older(path)
                 progress("packing weights for the CPU kernels")
-                kind = "int8" if quantization == "int8" else {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
+                kind = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
                 with write_packed(path) as writer:
                     _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
                 found = CpuWeights(path)
@@ -152,9 +153,8 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
 
 def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
     inner = mlp.gate_up.weight.shape[0] // 2
-    halves = (select_rows(mlp.gate_up.weight, part) for part in (slice(0, inner), slice(inner, None)))
-    gate, up = (plain(half, torch.float32) if isinstance(half, QuantizedMatrix) else half for half in halves)
-    return pack_gated(gate, up, kind)
+    weight, kind = _widened(mlp.gate_up.weight, kind)
+    return pack_gated(weight[:inner], weight[inner:], kind)
 
 
 def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
@@ -170,8 +170,21 @@ def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
 
 
 def _packed(linear: Linear, kind: str) -> PackedWeight:
-    weight = linear.weight
-    return pack_linear(weight.dequantize(torch.float32) if isinstance(weight, QuantizedMatrix) else weight, kind)
+    return pack_linear(*_widened(linear.weight, kind))
+
+
+def _widened(matrix: Matrix, kind: str) -> tuple[torch.Tensor, str]:
+    """A matrix in floating point, and the kind of its panels: int8 where the packer finds the same codes again."""
+    if isinstance(matrix, torch.Tensor):
+        return matrix, kind
+    whole = matrix.coding == "int8" and matrix.group >= matrix.shape[1] and matrix.offsets is None
+    if whole and kind == "bf16":
+        # The packer's scale is that of the largest code, so this has to be 127, as our quantizer makes it.
+        codes = matrix.codes.view(torch.int8)
+        largest = codes.abs().amax(1)
+        if bool(((largest == MAX_QUANTUM) | (largest == 0)).all()) and bool((codes >= -MAX_QUANTUM).all()):
+            kind = "int8"
+    return matrix.dequantize(torch.float32), kind
 
 
 def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:
