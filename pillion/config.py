@@ -318,6 +318,10 @@ class WorkerFlags(ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeF
 
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
     advertise: str = flag("", ADVERTISE, placement=True)
+    core_board: str = flag(
+        "", "File on which the workers of a host lend each other cores. Empty: this worker lends none.", placement=True
+    )
+    first_core: int = flag(0, "This worker's first core on that board.", least=0, placement=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +392,7 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         -1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.", least=-1, most=MAX_WORKERS
     )
     decode_workers: int = flag(1, "Decode workers to start.", least=1, most=MAX_WORKERS)
+    share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,13 +110,20 @@ def compare(exact: TextScorer, other: TextScorer, texts: Iterable[list[int]], se
     return found
 
 
-def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy]:
-    """The accuracies of plain weights and of quantized ones, by the flags of two workers on the CPU, on windows from
-    all over TEXT. Raises ConfigError where this Python has no TEXT."""
+def text_windows(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """At most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ConfigError(f"this installation of Python lacks {TEXT}, on which the weights would be compared") from None
+        raise ConfigError(f"this installation of Python lacks {TEXT}, on which weights are compared") from None
+    ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
+    whole = list(windows(ids))
+    return whole[:: max(1, len(whole) // count)][:count]
+
+
+def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy]:
+    """The accuracies of plain weights and of quantized ones, by the flags of two workers on the CPU, on windows of
+    TEXT. Raises ConfigError."""
     with contextlib.ExitStack() as stack:
         scorers = []
         for flags in (plain, quantized):
@@ -125,6 +132,4 @@ def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy
             assert isinstance(loaded.backend, HostBackend)
             scorers.append(TextScorer(loaded.backend))
         tokenizer = Tokenizer.from_file(str(loaded.prepared.folder / "tokenizer.json"))
-        ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
-        whole = list(windows(ids))
-        return compare(scorers[0], scorers[1], whole[:: max(1, len(whole) // MAX_WINDOWS)][:MAX_WINDOWS], MEASURE_S)
+        return compare(scorers[0], scorers[1], text_windows(tokenizer, MAX_WINDOWS), MEASURE_S)

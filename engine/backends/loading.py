@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pillion.config import ComputeFlags, WorkerFlags
+from pillion.core_board import CoreBoard, CoreShare
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.engine.backends.backend import Backend
 from pillion.engine.backends.devices import resolve_device
@@ -76,12 +77,15 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     torch.set_num_threads(1)
     model = load_cpu_model(prepared, flags.block_size, isa, progress=log.info)
     log.info(
-        "all operators run on the CPU kernels %s, %d threads; weights %.0f MiB, shared by the workers of this host",
+        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by this host's workers",
         isa.name,
         threads,
+        " and those of idle workers" if flags.core_board else "",
         model.weights.nbytes / 2**20,
     )
-    return LoadedModel(prepared, CpuBackend(model, threads, parse_cores(flags.cpu_affinity)), f"cpu/{isa.name}")
+    share = CoreShare(CoreBoard.open(flags.core_board), flags.first_core) if flags.core_board else None
+    backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}")
 
 
 def precision_notes(prepared: PreparedModel) -> Iterator[str]:

@@ -7,8 +7,7 @@
     gguf_blocks.py   the blocks of GGUF's types -> matrices in few bits
     quantizer.py     plain matrices and folders -> quantized ones, for --quantization
     checkpoint.py    names and shapes of tensors in safetensors files
-    weight_format.py the contract of a format of matrices in few bits
-    formats/         the formats, and the choice of one
+    weight_format.py the contract of a format of matrices in few bits;  formats/ has all of them
     weights.py       checkpoint tensors -> the decoder's weights
     packed_file.py   the mapped file in which the CPU kernels keep packed weights
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from pillion.engine.checkpoints.formats.layout import FLOATS
 from pillion.engine.checkpoints.formats.table import choose_format
 from pillion.engine.checkpoints.model_files import weight_files
 from pillion.engine.checkpoints.weight_format import TensorHeader, WeightFormat
@@ -24,10 +25,10 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
-FLOATS = ("F64", "F32", "F16", "BF16")
-
 # Tensors that are not read: leftovers in old checkpoints, and the vision part of models of text and images.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+# Scales for a KV cache in 8 bits. A cache here is in more bits, or has scales of its own.
+_OF_CACHES = tuple(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point"))
 _IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 # Prefixes of the language model in such a model, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
@@ -188,7 +189,8 @@ class Checkpoint:
         if self._stored.get(wanted.name):
             assert self._format is not None
             rows, columns = wanted.shape[-2:]
-            return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
+            with self._named_folder():
+                return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
         tensor = self._tensor(wanted.name, wanted.part).to(dtype)
         if not _finite(tensor):
             kind = str(dtype).removeprefix("torch.")
@@ -228,15 +230,31 @@ class Checkpoint:
     def _has(self, wanted: CheckpointTensor) -> bool:
         """Whether the files hold a tensor, plain or in few bits."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
-            self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
+            with self._named_folder():
+                self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
         return bool(self._stored.get(wanted.name)) or wanted.name in self._handles
+
+    @contextmanager
+    def _named_folder(self) -> Iterator[None]:
+        """Adds the folder's name to the errors of the format."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self._folder}: {error.message}") from None
 
     def _check_names(self) -> None:
         wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
-        unknown = sorted(name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
+        left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
+        unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
             raise ConfigError(f"{self._folder} holds {_names(unknown)}, which a {self._family} model does not have")
+
+    def _is_idle_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all layers."""
+        if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
+            return False
+        return not bool(self._tensor(name, None).any())
 
     def _check_shapes(self) -> None:
         shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}

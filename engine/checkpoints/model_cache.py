@@ -27,7 +27,7 @@ from pillion.errors import ConfigError
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones.
 CONVERSION_VERSION = 3
 # To be raised when the layout of packed weights changes: older files are then removed.
-PACKING_VERSION = 3
+PACKING_VERSION = 4
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1

@@ -91,18 +91,13 @@ class WeightKind:
     quantization_group_size: str
 
     @property
-    def coding(self) -> str:
-        """The coding of quantized matrices, a key of quantizer.CODE_RANGES."""
-        return {"int4": "uint4"}.get(self.quantization, self.quantization)
-
-    @property
     def group(self) -> int:
         """Weights that share a scale; 0 for one scale for each output."""
         chosen = {"int4": 32, "int8": 0}[self.quantization]
         return chosen if self.quantization_group_size == "auto" else int(self.quantization_group_size)
 
     def __str__(self) -> str:
-        return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.coding}-{self.group}"
+        return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}-{self.group}"
 
 
 def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> ModelRecord:
@@ -180,16 +175,15 @@ def _small_files(folder: Path) -> list[Path]:
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
     """Returns the folder of a plain model's quantized weights, which is made the first time."""
     config = load_config(folder)
-    if config.quantization:
-        method = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-        _refuse_twice(source, kind, str(method or "a file of its own"))
+    if config.quantization is not None:
+        _refuse_twice(source, kind, config.quantization.words)
     progress("fingerprinting weights")
     digest = _fingerprint(weight_files(folder), config, f"{kind}")[:32]
 
     def fill(into: Path) -> None:
         from pillion.engine.checkpoints.quantizer import quantize_folder
 
-        quantize_folder(folder, into, kind.coding, kind.group, progress)
+        quantize_folder(folder, into, kind.quantization, kind.group, progress)
 
     return cache.folder(digest, fill)
 

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
-from pillion.engine.checkpoints.formats.pillion_format import METHOD, stored_tensors
+from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.shards import write_shards
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.quantization import OWN_METHOD
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
@@ -46,7 +47,7 @@ _FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class CodeRange:
-    """The numbers that codes of a coding stand for, from ``least`` to ``most``, and whether groups have offsets."""
+    """The codes of a coding: the numbers from ``least`` to ``most``; where groups have offsets, ``least`` is 0."""
 
     coding: str
     least: int
@@ -54,9 +55,9 @@ class CodeRange:
     offsets: bool
 
 
+# The codes of each value of --quantization.
 CODE_RANGES = {
-    "uint4": CodeRange("uint4", 0, 15, True),
-    "int4": CodeRange("int4", -8, 7, False),
+    "int4": CodeRange("uint4", 0, 15, True),
     # -128 is left out, so that the largest weights of both signs are alike.
     "int8": CodeRange("int8", -127, 127, False),
 }
@@ -74,12 +75,17 @@ def group_of(columns: int, wanted: int) -> int:
 
 
 def quantize_matrix(
-    weight: torch.Tensor, coding: str, group: int, pool: ThreadPoolExecutor | None = None
+    weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor | None = None
 ) -> QuantizedMatrix:
-    """Quantizes a matrix [N, K] of finite numbers to a key of CODE_RANGES, in threads of ``pool`` where there is one;
-    ``group`` divides K."""
+    """Quantizes a matrix [N, K] of finite numbers.
+
+    Args:
+        kind: a key of CODE_RANGES.
+        group: inputs that share a scale, which divide K.
+        pool: threads that do the work; None does it on this one.
+    """
     rows, columns = weight.shape
-    levels = CODE_RANGES[coding]
+    levels = CODE_RANGES[kind]
     codes = torch.empty(rows, columns, dtype=torch.uint8)
     scales, offsets = torch.zeros(2, rows, columns // group)
     step = max(1, _PIECE_WEIGHTS // columns)
@@ -88,15 +94,14 @@ def quantize_matrix(
         piece = slice(begin, begin + step)
         # Groups are columns here, because sums over the first dimension are those that a processor is quick at.
         fit = _best_fit(weight[piece].float().reshape(-1, group).t().contiguous(), levels)
-        whole = fit.codes.to(torch.int8) - (levels.least if coding == "int4" else 0)
-        codes[piece] = whole.t().contiguous().view(torch.uint8).view(-1, columns)
+        codes[piece] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
         scales[piece] = fit.scale.view(-1, columns // group)
         offsets[piece] = fit.offset.view(-1, columns // group)
 
     pieces: Iterable[int] = range(0, rows, step)
     for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
         pass
-    return QuantizedMatrix(coding, codes, scales, group, offsets if levels.offsets else None)
+    return QuantizedMatrix(levels.coding, codes, scales, group, offsets if levels.offsets else None)
 
 
 @dataclass(slots=True)
@@ -118,33 +123,27 @@ class GroupFit:
 def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
     best = None
     for span in _SPANS:
-        for scale, offset in _starts(groups, levels, span):
-            fit = _rounded(groups, levels, scale, offset)
-            if best is None:
-                best = fit
-            else:
-                best.keep_better(fit)
-            for _ in range(_FIRST_ROUNDS):
-                fit = _rounded(groups, levels, *_regression(groups, levels, fit))
-                best.keep_better(fit)
+        fit = _rounded(groups, levels, *_start(groups, levels, span))
+        if best is None:
+            best = fit
+        else:
+            best.keep_better(fit)
+        for _ in range(_FIRST_ROUNDS):
+            fit = _rounded(groups, levels, *_regression(groups, levels, fit))
+            best.keep_better(fit)
     assert best is not None
     for _ in range(_LAST_ROUNDS):
         best.keep_better(_rounded(groups, levels, *_regression(groups, levels, best)))
     return best
 
 
-def _starts(groups: torch.Tensor, levels: CodeRange, span: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Scales and offsets at which the codes span this part of each group's range."""
+def _start(groups: torch.Tensor, levels: CodeRange, span: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and offset at which the codes span this part of each group's range."""
     low, high = groups.amin(0), groups.amax(0)
-    if levels.offsets:
-        scale = _not_zero((high - low) * (span / (levels.most - levels.least)))
-        return [(scale, (low + high) / 2 - scale * ((levels.least + levels.most) / 2) if span < 1 else low)]
-    largest = torch.maximum(-low, high) * span
-    starts = [_not_zero(largest / levels.most)]
-    if levels.least != -levels.most:
-        # The code that has no counterpart stands for the largest weight, whatever its sign.
-        starts.append(_not_zero(torch.where(-low > high, largest, -largest) / -levels.least))
-    return [(scale, torch.zeros_like(scale)) for scale in starts]
+    if not levels.offsets:
+        return _not_zero(torch.maximum(-low, high) * (span / levels.most)), torch.zeros_like(low)
+    scale = _not_zero((high - low) * (span / levels.most))
+    return scale, (low + high - scale * levels.most) / 2 if span < 1 else low
 
 
 def _not_zero(scale: torch.Tensor) -> torch.Tensor:
@@ -172,7 +171,7 @@ def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple
     return scale, torch.where(usable, (sum_ - scale * total) / count, fit.offset)
 
 
-def quantize_folder(source: Path, folder: Path, coding: str, group: int, progress: Progress) -> None:
+def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
     """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
 
     Norms, biases, routers of experts and the embedding stay as they are. The head becomes int8 with one scale for each
@@ -194,17 +193,17 @@ def quantize_folder(source: Path, folder: Path, coding: str, group: int, progres
             linear = _linear_names(config)
             for index, (name, tensor) in enumerate(checkpoint.tensors()):
                 if index % _TOLD_TENSORS == 0:
-                    progress(f"quantizing weights to {coding}: tensor {index}")
+                    progress(f"quantizing weights to {kind}: tensor {index}")
                 if name in linear:
-                    writer.add(_stored(name, tensor, coding, group, pool))
+                    writer.add(_stored(name, tensor, kind, group, pool))
                 else:
                     writer.add({name: tensor})
                 if name == _EMBEDDING and not checkpoint.has("lm_head"):
-                    writer.add(_stored(_HEAD, tensor, coding, group, pool))
+                    writer.add(_stored(_HEAD, tensor, kind, group, pool))
     finally:
         torch.set_num_threads(threads)
-    words = f"{coding} in groups of {group}" if group else f"{coding}, a scale for each output"
-    raw["quantization_config"] = {"quant_method": METHOD, "weights": words}
+    words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
+    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words}
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
@@ -220,13 +219,13 @@ def _linear_names(config: ModelConfig) -> set[str]:
 
 
 def _stored(
-    name: str, weight: torch.Tensor, coding: str, group: int, pool: ThreadPoolExecutor
+    name: str, weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor
 ) -> dict[str, torch.Tensor]:
     """Quantizes a matrix [N, K], or those of all experts [experts, N, K]."""
     if not bool(weight.isfinite().all()):
         raise ConfigError(f"{name} holds NaN or infinite numbers")
     if name == _HEAD:
-        coding, group = "int8", 0
+        kind, group = "int8", 0
     *lead, columns = weight.shape
-    matrix = quantize_matrix(weight.reshape(-1, columns), coding, group_of(columns, group), pool)
+    matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
     return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}

@@ -1,21 +1,23 @@
 """llguidance: a model's tokenizer as it needs it, and grammars that are compiled once and kept.
 
 Loading the tokenizer holds the interpreter's lock for a second or more, so a worker does that before it serves. The
-compilation of a grammar lets other threads run. The limits bound memory and time of a grammar, whatever is in it: the
-worst mask within them takes some tens of milliseconds.
+compilation of a grammar lets other threads run, and gives way to them. The limits bound memory and time of a grammar,
+whatever is in it: the worst mask within them takes some tens of milliseconds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 MAX_COMPILED_GRAMMARS = 64
 # Grammars that are compiled at once.
 COMPILE_THREADS = 2
+# Threads that compile are this much nicer than those that compute steps: both use the same cores, and a step is as slow
+# as its slowest thread.
+COMPILE_NICENESS = 10
 # Most text of a grammar that one submit may carry.
 MAX_GRAMMAR_BYTES = 2**20
 # Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
@@ -57,7 +62,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
-        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar")
+        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", _give_way)
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._lock = Lock()
 
@@ -127,6 +132,12 @@ class GrammarCompiler:
         matcher.consume(int(first))
         matcher.rollback(1)
         return not matcher.error()
+
+
+def _give_way() -> None:
+    """Make this thread nice, where a thread has a niceness of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + COMPILE_NICENESS)
 
 
 class _LibraryMatcher:

@@ -24,6 +24,7 @@ _READ = _words(
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
     head_dim rms_norm_eps max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
     rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types bos_token_id eos_token_id
+    quantization_config compression_config quantization
     """
 )
 # Keys that say nothing about the arithmetic of a forward pass, or only about that of training: transformers' own,
@@ -81,16 +82,10 @@ _ROPE_READ = _words(
 _ROPE_BOOKKEEPING = frozenset({"finetuned"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
-# Where checkpoints say how their weights are quantized.
-_QUANTIZED = ("quantization_config", "compression_config", "quantization")
-# Values of quant_method that a WeightFormat reads (engine/checkpoints/weight_format.py).
-_METHODS = ("pillion",)
-
 
 def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for quantized weights, and for the first key that the family ``name`` does not understand."""
-    _refuse_quantized(name, raw)
-    known = _READ | BOOKKEEPING | {"quantization_config"} | family.defaults.keys() | set(family.ignored)
+    """Raises ConfigError for the first key that the family ``name`` does not understand."""
+    known = _READ | BOOKKEEPING | family.defaults.keys() | set(family.ignored)
     if "num_experts_per_tok" in family.defaults:
         known = known.union(_NUM_EXPERTS)
     if raw.get("use_sliding_window") is False:
@@ -100,8 +95,7 @@ def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) 
 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping."""
-    _refuse_quantized(name, raw)
-    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT | {"quantization_config"}, {})
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {})
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
@@ -120,26 +114,3 @@ def _refuse(name: str, kind: str, raw: Mapping[str, Any], known: Iterable[str], 
             f"{name}: config.json has {kind}{key} = {shown}, which is not supported and may change the model's"
             " arithmetic; remove it only if the model is right without it"
         )
-
-
-def _refuse_quantized(name: str, raw: Mapping[str, Any]) -> None:
-    for key in _QUANTIZED:
-        if raw.get(key) and not (isinstance(raw[key], Mapping) and raw[key].get("quant_method") in _METHODS):
-            raise ConfigError(
-                f"{name}: weights quantized by {_method(key, raw[key])} (config.json: {key}) are not supported; use the"
-                " bf16, fp16 or fp32 release, or a GGUF file"
-            )
-
-
-def _method(key: str, found: Any) -> str:
-    """Names a quantization with its width: "awq, 4 bits"."""
-    if not isinstance(found, Mapping):
-        return repr(found)
-    # MLX writes no method, and old configs of bitsandbytes only the width.
-    old = {"load_in_4bit": "bitsandbytes, 4 bits", "load_in_8bit": "bitsandbytes, 8 bits"}
-    method = next((words for flag, words in old.items() if found.get(flag)), "")
-    if not method:
-        unnamed = "mlx" if key == "quantization" else "an unnamed method"
-        bits = found.get("bits") or found.get("w_bit")
-        method = str(found.get("quant_method") or unnamed) + (f", {bits} bits" if bits else "")
-    return method

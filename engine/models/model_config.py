@@ -6,7 +6,6 @@ The table in :mod:`pillion.engine.models.families` has one row for each model fa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.quantization import Quantization
+from pillion.engine.models.quantization_methods import QUANTIZATION_KEYS, parse_quantization
 from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
 from pillion.errors import ConfigError
 
@@ -64,7 +65,7 @@ class ModelConfig:
         embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
         logit_divisor: divisor of the logits.
         eos_token_ids: tokens that end a text.
-        quantization: the checkpoint's quantization_config as JSON with sorted keys; "" for plain weights.
+        quantization: how the files hold matrices in few bits; None where all of them are plain.
     """
 
     family: str
@@ -98,7 +99,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: str = ""
+    quantization: Quantization | None = None
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -171,7 +172,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         moe=_moe(raw, options, num_layers),
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
-        quantization=json.dumps(raw["quantization_config"], sort_keys=True) if raw.get("quantization_config") else "",
+        quantization=parse_quantization(str(name), raw),
     )
 
 
@@ -181,11 +182,8 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not isinstance(text, Mapping):
         return config
     refuse_unknown_outer_keys(str(config["model_type"]), config)
-    outer = {
-        key: config[key]
-        for key in ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
-        if key in config
-    }
+    around = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
+    outer = {key: config[key] for key in around if key in config}
     return {**text, **outer, "model_type": family}
 
 

@@ -9,6 +9,7 @@ until the fault is gone.
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import time
@@ -22,6 +23,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 STACK_BYTES = 2 * 2**20
 # Tokens for which a grammar is followed.
 TRIAL_TOKENS = 8
+# Below every thread that computes for streams: a schema that is new waits for them, and not they for it.
+NICENESS = 10
 # Computing time for finding the place of a fault.
 SEARCH_CPU_S = 0.4
 MAX_REASON_CHARS = 300
@@ -46,6 +49,7 @@ Path = tuple[str | int, ...]
 def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     """What compiles grammars for the tokenizer of ``setup``: {} for a good one, else {"field", "path", "reason"}. It
     translates GBNF too."""
+    os.nice(NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
     with open(setup["tokenizer"], encoding="utf-8") as file:

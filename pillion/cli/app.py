@@ -141,11 +141,10 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @flag_options(ComputeFlags)
 @click.option(
     "--measure/--no-measure",
-    default=True,
-    envvar="PILLION_MEASURE",
-    help="Print what --quantization costs in accuracy, measured on the CPU.",
+    default=None,
+    help="Print what --quantization costs in accuracy, measured on the CPU. Default: on a terminal.",
 )
-def prepare(measure: bool, **values: Any) -> None:
+def prepare(measure: bool | None, **values: Any) -> None:
     """Make MODEL ready in the cache, so that components start at once."""
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
@@ -154,6 +153,7 @@ def prepare(measure: bool, **values: Any) -> None:
 
     flags = with_model(ComputeFlags, values)
     prepared = make_ready(flags, click.echo)
+    measure = sys.stdout.isatty() if measure is None else measure
     if measure and flags.quantization != "none":
         from pillion.cli.accuracy_table import show_accuracy
 

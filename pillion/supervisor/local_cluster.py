@@ -21,7 +21,8 @@ from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
 from pillion.cli.flags import subset, to_argv
 from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
-from pillion.cores import parse_cores, usable_cores
+from pillion.core_board import CoreBoard
+from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
@@ -91,7 +92,10 @@ class LocalCluster:
         """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""
         self.runtime = RuntimeDir.create()
         self._ending.callback(self.runtime.remove)
-        specs = process_specs(self.flags, self.runtime.path, self._redis_binary)
+        board = core_board(self.flags)
+        if board is not None:
+            self._ending.callback(board.close)
+        specs = process_specs(self.flags, self.runtime.path, self._redis_binary, board)
         self.supervisor = Supervisor(specs, self.notices)
         self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
@@ -114,7 +118,9 @@ class LocalCluster:
         return left
 
 
-def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) -> list[ProcessSpec]:
+def process_specs(
+    flags: ServeFlags, folder: Path, redis_binary: Path | None, board: CoreBoard | None = None
+) -> list[ProcessSpec]:
     """Every process of the cluster, for settled flags. ``redis_binary`` is None where they name a running Redis."""
     from pillion.engine.backends.devices import pool_device
 
@@ -122,6 +128,7 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
     environ = child_environ(os.environ, redis_url)
     threads = threads_of(flags)
     bound = cores_by_worker(flags, parse_cores(flags.cpu_affinity), threads)
+    firsts = first_cores(flags, threads)
     compute = environ | compute_environ(threads)
     attach = str(folder / "attach.sock")
     specs = []
@@ -151,7 +158,8 @@ def process_specs(flags: ServeFlags, folder: Path, redis_binary: Path | None) ->
             listen = f"unix:{folder}/{component_id}.sock"
             # The gateway drains before its workers: nothing is left to wait for when their turn comes.
             place = {"component_id": component_id, "listen": listen, "attach_socket": attach}
-            share = {"cpu_threads": threads, "cpu_affinity": next(bound), "metrics_port": next(pages)}
+            share = {"cpu_threads": threads, "cpu_affinity": next(bound), "first_core": next(firsts)}
+            share |= {"core_board": board.path if board else "", "metrics_port": next(pages)}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
             needs = (node.node_id,)
@@ -183,19 +191,38 @@ def threads_per_worker(flags: ServeFlags, cores: int) -> int:
 def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
     """``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
 
-    Co-located, prefill workers share the cores of the first decode worker: they do not compute at the same time.
     Raises ConfigError where ``cores`` are too few.
     """
-    shared = flags.split_policy == "colocated"
-    workers = flags.prefill_workers + flags.decode_workers
-    needed = threads * (flags.decode_workers if shared else workers)
+    firsts = list(first_cores(flags, threads))
+    needed = max(firsts) + threads
     if cores and len(cores) < needed:
         raise ConfigError(f"--cpu-affinity names {len(cores)} cores, the workers' threads need {needed}")
-    for number in range(workers):
-        first = number * threads
-        if shared:
-            first = max(0, number - flags.prefill_workers) * threads
+    for first in firsts:
         yield ",".join(map(str, cores[first : first + threads]))
+
+
+def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
+    """The first core of each worker, prefill workers first, among the cores that the cluster may use.
+
+    Co-located, prefill workers share the cores of the first decode worker: they do not compute at the same time.
+    """
+    idle = flags.prefill_workers if flags.split_policy == "colocated" else 0
+    for number in range(flags.prefill_workers + flags.decode_workers):
+        yield max(0, number - idle) * threads
+
+
+def core_board(flags: ServeFlags) -> CoreBoard | None:
+    """The board on which workers lend each other cores; None where they have none to lend, or more threads than cores.
+
+    A core that no worker owns can be borrowed at any time.
+    """
+    threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
+    cores, owned = len(bound) or usable_cores(), max(first_cores(flags, threads)) + threads
+    if not flags.share_cores or flags.device != "cpu" or sys.platform != "linux" or not threads < cores >= owned:
+        return None
+    cores = min(cores, MAX_CPU_THREADS)
+    owners = [core // threads * threads if core < owned else core for core in range(cores)]
+    return CoreBoard.create(owners, bound[:cores])
 
 
 async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:
@@ -211,7 +238,7 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         if not line.startswith(FAILED) and PREPARED not in line:
             step(line)
 
-    argv = [sys.executable, "-m", "pillion", "prepare", "--no-measure", *to_argv(subset(ComputeFlags, flags))]
+    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
     # Only the child's own lines are progress, not the libraries' warnings and bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await ChildProcess.start(argv, environ, forward)
@@ -234,5 +261,5 @@ def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
     prepared = prepare(subset(ModelFlags, flags))
     if not flags.kv_pool_bytes:
         return prepared, None
-    block_bytes = kv_layout(prepared, flags.block_size).block_bytes
+    block_bytes = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
     return prepared, fit_pool(flags, block_bytes, prepared.max_model_len, flags.decode_workers)

@@ -40,10 +40,13 @@ RAW = {
     "arabic and emoji": "السلام عليكم، كيف 👩‍🚀🚀 حالك اليوم؟ " * 3,
     "code": "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1)\n\n\n" * 3,
     "several blocks": ENGLISH * 3,
+    "1200 tokens": ENGLISH * 32,
     "3000 tokens": ENGLISH * 80,
 }
 CHAT = {"chat": "What is the capital of France?", "chat, german": "Nenne drei Flüsse in Deutschland."}
-MAX_TOKENS = {"3000 tokens": 8}
+MAX_TOKENS = {"1200 tokens": 8, "3000 tokens": 8}
+# Prompts that are computed for many seconds.
+LONG = tuple(MAX_TOKENS)
 DEFAULT_MAX_TOKENS = 24
 
 
@@ -67,8 +70,9 @@ def full_matrix() -> list[ParityCase]:
 
 
 def pairwise() -> list[ParityCase]:
-    """Return a subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts."""
-    names = [name for name in (*prompts_of(), *CHAT) if name != "3000 tokens"]
+    """Return a subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts. Of the
+    long ones it has the shorter, of two of the largest chunks and more."""
+    names = [name for name in (*prompts_of(), *CHAT) if name not in LONG]
     rows = [
         (policy, CHUNK_SIZES[(i + j) % 3], (i + j) % 2 == 0)
         for i, policy in enumerate(POLICIES)
@@ -78,8 +82,8 @@ def pairwise() -> list[ParityCase]:
     cases = [ParityCase(names[i % len(names)], *row) for i, row in enumerate(rows)]
     return [
         *cases,
-        ParityCase("3000 tokens", "disaggregated", 512, False),
-        ParityCase("3000 tokens", "fraction:0.5", 64, True),
+        ParityCase(LONG[0], "disaggregated", 512, False),
+        ParityCase(LONG[0], "fraction:0.5", 64, True),
     ]
 
 

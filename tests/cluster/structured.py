@@ -64,7 +64,7 @@ TROUBLES = ("none", *KILLED, "preempted")
 
 # 640 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(640 * 8192))
-MAX_TOKENS = 1800
+MAX_TOKENS = 1000
 # All answers have so many tokens when something is killed, and many more to come.
 TOKENS_BEFORE_KILL = 20
 CROWD, CROWD_TOKENS = 14, 1200
@@ -85,8 +85,8 @@ _ITEM = {
     "required": ["kind", "an identifier of some length", "depth", "open"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": _ITEM, "minItems": 8, "maxItems": 8}
-PATTERN = r"([a-z]{7}-[0-9]{3}, ){100}[A-F]{8}\."
+SCHEMA = {"type": "array", "items": _ITEM, "minItems": 4, "maxItems": 4}
+PATTERN = r"([a-z]{7}-[0-9]{3}, ){50}[A-F]{8}\."
 _JSON = StructuredOutputs(json=json.dumps(SCHEMA))
 _ARGUMENTS = {"type": "object", "properties": {"places": SCHEMA}, "required": ["places"], "additionalProperties": False}
 _TOOL = Tool(name="report", parameters=json.dumps(_ARGUMENTS), strict=True)

@@ -18,7 +18,7 @@ def test_subset_covers_every_pair() -> None:
         return found
 
     assert pairs(pairwise()) == pairs(full_matrix())
-    assert {case.prompt for case in pairwise()} == {case.prompt for case in full_matrix()}
+    assert {case.prompt for case in pairwise()} == {case.prompt for case in full_matrix()} - {"3000 tokens"}
 
 
 @pytest.mark.model

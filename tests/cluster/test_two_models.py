@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -139,14 +140,17 @@ def test_a_known_model_without_workers_is_unavailable(two: TwoModels) -> None:
     """A model that a flag names is unavailable without workers, and returns with them; the other one is served."""
     two.running.stop("decode-kv-b")
     wait_for("the list without beta", lambda: two.listed() == ["alpha"])
-    for reply in (two.ask("/v1/completions", {"model": "beta", "prompt": "x"}), two.ask("/v1/models/beta")):
-        assert (reply.status, reply.error["code"]) == (503, "unavailable")
-        assert "no decode worker of model 'beta' lives" in reply.error["message"]
-    assert two.ask("/health").status == 200
-    with Client(two.target) as client:
-        with pytest.raises(Unavailable, match="no decode worker of model 'beta' lives"):
-            list(client.generate("x", model="beta"))
+    # Both wait for a while, because the model was there a moment ago.
+    with ThreadPoolExecutor() as pool, Client(two.target) as client:
+        asked = pool.submit(two.ask, "/v1/completions", {"model": "beta", "prompt": "x"})
+        called = pool.submit(lambda: list(client.generate("x", model="beta")))
+        assert two.ask("/health").status == 200
         assert list(client.generate("x", model="alpha", max_tokens=1))
+        for reply in (two.ask("/v1/models/beta"), asked.result(100)):
+            assert (reply.status, reply.error["code"]) == (503, "unavailable")
+            assert "no decode worker of model 'beta' lives" in reply.error["message"]
+        with pytest.raises(Unavailable, match="no decode worker of model 'beta' lives"):
+            called.result(100)
         two.worker("decode", "beta")
         wait_for("beta to return", lambda: two.listed() == ["alpha", "beta"], READY_TIMEOUT_S)
         assert list(client.generate("x", model="beta", max_tokens=1))

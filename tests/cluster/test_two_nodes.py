@@ -46,13 +46,15 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
         wait_for(f"all slots back at {node_id}", lambda name=node_id: cluster.idle(name))
 
 
-@pytest.mark.model
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
+    # A block has half a MiB, as blocks of small models have.
+    shape = {"hidden_size": 256, "num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
     # What a fetch does not bring in its time is computed, and here every block is counted.
     flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB", "--fetch-timeout-ms", "60000")
-    with hosts(folder, "--model", "demo", "--dtype", "float32", "--max-model-len", "2048") as cluster:
+    with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "2048") as cluster:
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from pillion.core_board import CoreShare
 from pillion.engine.backends.backend import KVLayout, distinct_rows, kv_layout
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
@@ -78,15 +79,20 @@ def load_cpu_model(
 class CpuBackend(HostBackend):
     """A :class:`HostBackend` over the CPU kernels."""
 
-    def __init__(self, model: CpuModel, threads: int, affinity: Sequence[int] = ()) -> None:
-        """Starts ``threads`` - 1 native threads. ``affinity``: the core of each thread, or () for any core."""
+    def __init__(
+        self, model: CpuModel, threads: int, affinity: Sequence[int] = (), share: CoreShare | None = None
+    ) -> None:
+        """Starts ``threads`` - 1 native threads, and one for each core that ``share`` lets this worker borrow.
+
+        ``affinity``: the core of each of the ``threads``, or () for any core.
+        """
         super().__init__(model.layout, model.config.vocab_size)
         self.model = model
         self._workspace = Workspace()
         self._workspace.reserve("steps", 1)
-        self._planner = attention_planner(model.config, model.isa, threads)
         self._program = Program(model.plan.operations, model.kernels, self._workspace)
-        self._thread_pool = ThreadPool(model.kernels, threads, affinity)
+        self._thread_pool = ThreadPool(model.kernels, threads, affinity, share)
+        self._planner = attention_planner(model.config, model.isa, self._thread_pool.threads)
         self._step = CpuStepRecord()
         # Whether buffers were replaced since the program was bound to them.
         self._unbound = False

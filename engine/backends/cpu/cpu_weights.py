@@ -9,6 +9,7 @@ large model needs the memory of one layer.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +31,13 @@ from pillion.kernels.cpu.products.int8 import MAX_QUANTUM
 from pillion.kernels.cpu.products.packing import (
     PANEL_COLUMNS,
     PackedWeight,
+    exact_kind,
     pack_bias,
     pack_gated,
     pack_gated_bias,
     pack_linear,
 )
-from pillion.kernels.torch.quantized_matrix import Matrix
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -141,20 +143,23 @@ def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: 
     _linear(writer, prefix + "o", layer.o, kind)
     if isinstance(layer.mlp, MoeWeights):
         # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
-        _write(writer, prefix + "router", [pack_linear(layer.mlp.router, "fp32")])
-        _write(writer, prefix + "experts.gate_up", [_gated(expert, kind) for expert in layer.mlp.experts])
-        _write(writer, prefix + "experts.down", [_packed(expert.down, kind) for expert in layer.mlp.experts])
+        router = layer.mlp.router
+        _write(writer, prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
+        _write(writer, prefix + "experts.gate_up", _gated(layer.mlp.experts, kind))
+        _write(writer, prefix + "experts.down", _packed([expert.down for expert in layer.mlp.experts], kind))
         return
-    _write(writer, prefix + "gate_up", [_gated(layer.mlp, kind)])
+    _write(writer, prefix + "gate_up", _gated([layer.mlp], kind))
     if layer.mlp.gate_up.bias is not None:
         writer.tensor(prefix + "gate_up.bias", pack_gated_bias(*layer.mlp.gate_up.bias.chunk(2)))
     _linear(writer, prefix + "down", layer.mlp.down, kind)
 
 
-def _gated(mlp: GatedMLP, kind: str) -> PackedWeight:
-    inner = mlp.gate_up.weight.shape[0] // 2
-    weight, kind = _widened(mlp.gate_up.weight, kind)
-    return pack_gated(weight[:inner], weight[inner:], kind)
+def _gated(mlps: Sequence[GatedMLP], kind: str) -> list[PackedWeight]:
+    """Packs the gates and ups of all experts of a layer, or of the only MLP, as one kind."""
+    kind = _codes_kind([mlp.gate_up.weight for mlp in mlps], kind)
+    halves = [_plain(mlp.gate_up.weight).chunk(2) for mlp in mlps]
+    kind = exact_kind((half for pair in halves for half in pair), kind)
+    return [pack_gated(gate, up, kind) for gate, up in halves]
 
 
 def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
@@ -164,27 +169,37 @@ def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
 
 
 def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
-    _write(writer, name, [_packed(linear, kind)])
+    _write(writer, name, _packed([linear], kind))
     if linear.bias is not None:
         writer.tensor(name + ".bias", pack_bias(linear.bias))
 
 
-def _packed(linear: Linear, kind: str) -> PackedWeight:
-    return pack_linear(*_widened(linear.weight, kind))
+def _packed(linears: Sequence[Linear], kind: str) -> list[PackedWeight]:
+    """Packs a matrix, or those of all experts of a layer, as one kind."""
+    kind = _codes_kind([linear.weight for linear in linears], kind)
+    weights = [_plain(linear.weight) for linear in linears]
+    kind = exact_kind(weights, kind)
+    return [pack_linear(weight, kind) for weight in weights]
 
 
-def _widened(matrix: Matrix, kind: str) -> tuple[torch.Tensor, str]:
-    """A matrix in floating point, and the kind of its panels: int8 where the packer finds the same codes again."""
-    if isinstance(matrix, torch.Tensor):
-        return matrix, kind
-    whole = matrix.coding == "int8" and matrix.group >= matrix.shape[1] and matrix.offsets is None
-    if whole and kind == "bf16":
-        # The packer's scale is that of the largest code, so this has to be 127, as our quantizer makes it.
-        codes = matrix.codes.view(torch.int8)
-        largest = codes.abs().amax(1)
-        if bool(((largest == MAX_QUANTUM) | (largest == 0)).all()) and bool((codes >= -MAX_QUANTUM).all()):
-            kind = "int8"
-    return matrix.dequantize(torch.float32), kind
+def _codes_kind(matrices: Sequence[Matrix], kind: str) -> str:
+    """The kind of the panels of matrices: int8 in place of bf16 where the packer finds their codes again."""
+    return "int8" if kind == "bf16" and all(map(_is_whole_int8, matrices)) else kind
+
+
+def _is_whole_int8(matrix: Matrix) -> bool:
+    """Whether a matrix is in 8 bits with one scale for each output. The packer's scale is that of the largest code, so
+    this has to be 127, as the quantizer makes it."""
+    if not isinstance(matrix, QuantizedMatrix) or matrix.coding != "int8" or matrix.group < matrix.shape[1]:
+        return False
+    codes = matrix.codes.view(torch.int8)
+    largest = codes.abs().amax(1)
+    found = ((largest == MAX_QUANTUM) | (largest == 0)).all() and (codes >= -MAX_QUANTUM).all()
+    return bool(found) and matrix.offsets is None
+
+
+def _plain(weight: Matrix) -> torch.Tensor:
+    return plain(weight, torch.float32) if isinstance(weight, QuantizedMatrix) else weight
 
 
 def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:

@@ -1,7 +1,12 @@
-"""The layouts of matrices in few bits that checkpoints have, one in each file.
+"""Matrices in few bits as files hold them -> QuantizedMatrix.
 
-    table.py            quant_method -> format
-    pillion_format.py   Pillion's own, of what it converts and quantizes itself
+    table.py          the layouts by name, and the choice of one for each matrix by the model's config
+    layout.py         the contract of a layout, and what all of them check and unpack
+    int32_layouts.py  awq and gptq: codes packed in int32 along one side of the matrix
+    compressed.py     compressed-tensors and fp8: packed rows, or one code a byte
+    bitsandbytes.py   nf4 with its statistics, and int8
+    pillion_format.py Pillion's own, of what it converts and quantizes itself
 
-Read engine/checkpoints/weight_format.py first, which is the contract. Never in here: products over few bits (kernels).
+Read layout.py first. Never in here: what a config says, which engine/models/quantization_methods.py reads without
+torch, and layouts that kernels want.
 """

@@ -19,7 +19,6 @@ from pillion.engine.checkpoints.weight_format import TensorHeader
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-METHOD = "pillion"
 _FOUR_BITS = {True: "uint4", False: "int4"}  # By whether there are offsets.
 
 

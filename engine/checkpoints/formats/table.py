@@ -1,26 +1,95 @@
-"""Chooses the format of a checkpoint's matrices by its config."""
+"""The layouts of matrices in few bits by name: where a new format goes, beside its row in
+:mod:`pillion.engine.models.quantization_methods`."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from pillion.engine.checkpoints.formats.pillion_format import METHOD, PillionFormat
+import torch
+
+from pillion.engine.checkpoints.formats.bitsandbytes import Int8Layout, Nf4Layout
+from pillion.engine.checkpoints.formats.compressed import CodesLayout, PackedLayout
+from pillion.engine.checkpoints.formats.int32_layouts import AwqLayout, GptqLayout
+from pillion.engine.checkpoints.formats.layout import Headers, Layout, Part, stem
+from pillion.engine.checkpoints.formats.pillion_format import PillionFormat
 from pillion.engine.checkpoints.weight_format import WeightFormat
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.quantization import OWN_METHOD, MatrixScheme, Quantization
 from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Makes a format of a quantization_config, by its quant_method.
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {METHOD: lambda config: PillionFormat()}
+LAYOUTS: Mapping[str, Layout] = {
+    "awq": AwqLayout(),
+    "gptq": GptqLayout(1),
+    "gptq_v2": GptqLayout(0),
+    "packed": PackedLayout(),
+    "codes": CodesLayout(),
+    "bnb4": Nf4Layout(),
+    "bnb8": Int8Layout(),
+}
+# What some producers note of the rounding of a layer's inputs and outputs, which products here do not do.
+_OF_ROWS = (
+    "input_scale",
+    "input_zero_point",
+    "activation_scale",
+    "output_scale",
+    "output_zero_point",
+)
 
 
 def choose_format(config: ModelConfig) -> WeightFormat | None:
-    """The format of a model's matrices; None where all of them are plain. Raises ConfigError for an unknown one."""
-    if not config.quantization:
+    """The format of a model's matrices; None where all of them are plain."""
+    if config.quantization is None:
         return None
-    found = json.loads(config.quantization)
-    make = _FORMATS.get(found.get("quant_method"))
-    if make is None:
-        raise ConfigError(f"weights quantized by {found.get('quant_method')!r} are not read")
-    return make(found)
+    own = config.quantization.method == OWN_METHOD
+    return PillionFormat() if own else ConfiguredFormat(config.quantization)
+
+
+class ConfiguredFormat:
+    """A :class:`WeightFormat` that finds the layout of each matrix by the config's schemes."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._words = quantization.words
+        self._patterns = [(re.compile(pattern), scheme) for pattern, scheme in quantization.schemes]
+        self._schemes: dict[str, MatrixScheme | None] = {}
+
+    def stored(self, name: str, shape: tuple[int, ...], headers: Headers) -> tuple[str, ...]:
+        module = stem(name)
+        scheme = self._scheme(module)
+        if scheme is None or not LAYOUTS[scheme.layout].marks(name, headers):
+            if any(layout.marks(name, headers) for layout in LAYOUTS.values()):
+                raise ConfigError(f"{module} is quantized, but not as its quantization_config says ({self._words})")
+            return ()
+        parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
+        for part in parts:
+            _check(part, headers, self._words)
+        names = [part.name for part in parts] + [f"{module}.{noted}" for noted in _OF_ROWS]
+        return tuple(part for part in names if part in headers)
+
+    def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
+        scheme = self._scheme(stem(name))
+        assert scheme is not None
+        return LAYOUTS[scheme.layout].read(name, shape, scheme, get)
+
+    def _scheme(self, module: str) -> MatrixScheme | None:
+        """The scheme whose pattern is the first to match a module's name; None where the config has none for it."""
+        if module not in self._schemes:
+            # In a model of text and images, configs call the same module by a longer name.
+            names = (module, f"language_model.{module}", re.sub("^model[.]", "model.language_model.", module))
+            found = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
+            self._schemes[module] = next(found, None)
+        return self._schemes[module]
+
+
+def _check(part: Part, headers: Headers, words: str) -> None:
+    header = headers.get(part.name)
+    if header is None:
+        if not part.optional:
+            raise ConfigError(f"{part.name} is missing, which a matrix of {words} needs")
+        return
+    if header.dtype not in part.dtypes:
+        raise ConfigError(f"{part.name} is {header.dtype}, not {' or '.join(part.dtypes)}, for a matrix of {words}")
+    if part.shapes and header.shape not in part.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise ConfigError(f"{part.name} is {list(header.shape)}, not {wanted}, for a matrix of {words}")

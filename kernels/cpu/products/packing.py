@@ -14,6 +14,7 @@ each panel, the first tile holds 16 outputs of the gate and the second the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,14 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of ``data``."""
         return self.data.numel() * self.data.element_size()
+
+
+def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
+    """The kind that holds ``weights`` in least memory: "bf16" instead of "fp32" where all of them are bfloat16 numbers,
+    because products with float32 rows are the same then, and else ``kind``."""
+    if kind == "fp32" and all(torch.equal(weight.float(), weight.bfloat16().float()) for weight in weights):
+        return "bf16"
+    return kind
 
 
 def pack_linear(weight: torch.Tensor, kind: str) -> PackedWeight:

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pillion.core_board import LINE_BYTES
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.language.records import STEP, Words
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
-from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS, LINE_BYTES
+from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 # Buffers grow in steps of this many rows, so that they seldom grow.

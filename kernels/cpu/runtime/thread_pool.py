@@ -22,13 +22,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pillion.core_board import LINE_BYTES, CoreShare
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES
 from pillion.kernels.cpu.language.records import STEP, Words
 from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
-from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS, LINE_BYTES
+from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS
 
 # Memory behind each thread's scratch. In checked mode every run verifies that it still holds the canary pattern. It
 # also spreads the threads' scratch over the sets of the caches.
@@ -41,20 +42,28 @@ _SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, sig
 
 
 class ThreadPool:
-    """``threads`` threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
+    """Threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
+
+    Attributes:
+        threads: all of them, those on borrowed cores included: as many work items has each kernel.
 
     Args:
         kernels: machine code, kept alive as long as the pool.
-        threads: 1 to ``MAX_CPU_THREADS``, including the leader.
+        threads: 1 to ``MAX_CPU_THREADS``, including the leader, without those on borrowed cores.
         affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
             starts later (torch's, for instance) inherit its processor.
+        share: this worker's cores on a board. The pool then has a thread for every other core of it, too, which takes
+            part while the core's owner is idle.
 
     Raises:
-        ConfigError: this system is not Linux, ``threads`` is out of range, ``affinity`` names a processor that this
-            process may not use, or the system starts no more threads.
+        ConfigError: this system is not Linux, ``threads`` is out of range or not the number of this worker's cores on
+            the board, ``affinity`` names a processor that this process may not use, or the system starts no more
+            threads.
     """
 
-    def __init__(self, kernels: CompiledKernels, threads: int, affinity: Sequence[int] = ()) -> None:
+    def __init__(
+        self, kernels: CompiledKernels, threads: int, affinity: Sequence[int] = (), share: CoreShare | None = None
+    ) -> None:
         if not 1 <= threads <= MAX_CPU_THREADS:
             raise ConfigError(f"a thread pool has 1 to {MAX_CPU_THREADS} threads, not {threads}")
         if sys.platform != "linux":
@@ -62,10 +71,16 @@ class ThreadPool:
         if affinity and (len(affinity) != threads or not set(affinity) <= os.sched_getaffinity(0)):
             allowed = sorted(os.sched_getaffinity(0))
             raise ConfigError(f"affinity {list(affinity)}: {threads} processors out of {allowed} are needed")
-        self.threads = threads
+        lent: list[int] = []
+        if share is not None:
+            owned = share.board.owned(share.first_core)
+            if len(owned) != threads:
+                raise ConfigError(f"--cpu-threads {threads}: the board of cores has {len(owned)} for this worker")
+            lent = [core for core in range(share.board.cores) if core not in owned]
+        self.threads = threads + len(lent)
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
-        self._native = _Native(kernels, threads, affinity[1:])
+        self._native = _Native(kernels, threads, affinity[1:], share, lent)
         # The finalizer also runs at the interpreter's exit, while the helpers' code and memory are still there.
         self._finalizer = weakref.finalize(self, self._native.close)
 
@@ -103,9 +118,18 @@ class ThreadPool:
 class _Native:
     """The memory and the helpers of a pool; apart from it, so that a forgotten pool can be finalized."""
 
-    def __init__(self, kernels: CompiledKernels, threads: int, affinity: Sequence[int]) -> None:
+    def __init__(
+        self,
+        kernels: CompiledKernels,
+        own: int,
+        affinity: Sequence[int],
+        share: CoreShare | None,
+        lent: Sequence[int],
+    ) -> None:
         self.lock = threading.Lock()
-        self._kernels, self._threads = kernels, threads
+        threads = own + len(lent)
+        # The board stays mapped as long as threads look at it.
+        self._kernels, self._own, self._share = kernels, own, share
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES, LINE_BYTES)
@@ -124,7 +148,16 @@ class _Native:
             line = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
             self._set(line + thread_pool_code.POOL, self.address)
             self._set(line + thread_pool_code.SCRATCH, scratch + thread * (SCRATCH_BYTES + CANARY_BYTES))
-        self._start(affinity)
+        processors = list(affinity) or [-1] * (own - 1)
+        if share is not None:
+            board = share.board
+            self._set(thread_pool_code.BOARD, board.line(share.first_core))
+            for thread, core in enumerate(lent, own):
+                line = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
+                self._set(line + thread_pool_code.OWNER_LINE, board.line(board.owner(core)))
+                self._set(line + thread_pool_code.CORE_LINE, board.line(core))
+                processors.append(board.processor(core))
+        self._start(processors)
 
     def use(self, num_entries: int) -> None:
         """Makes room for the counters of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
@@ -156,24 +189,26 @@ class _Native:
             for handle in self._handles:
                 _libc().pthread_join(handle, None)
 
-    def _start(self, affinity: Sequence[int]) -> None:
-        libc = _libc()
+    def _start(self, processors: Sequence[int]) -> None:
+        """Starts a helper for each of ``processors``, bound to it unless it is -1."""
+        libc, threads = _libc(), 1 + len(processors)
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _SYNCHRONOUS)
         try:
-            for thread in range(1, self._threads):
+            for thread in range(1, threads):
                 handle = ctypes.c_ulong()
                 line = self.address + thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
-                code = libc.pthread_create(
-                    ctypes.byref(handle), None, self._kernels.address(thread_pool_code.MAIN), line
-                )
+                main = thread_pool_code.MAIN if thread < self._own else thread_pool_code.BORROW
+                code = libc.pthread_create(ctypes.byref(handle), None, self._kernels.address(main), line)
                 if code:
                     self.close()
-                    raise ConfigError(f"cannot start thread {thread + 1} of {self._threads}: {os.strerror(code)}")
+                    raise ConfigError(f"cannot start thread {thread + 1} of {threads}: {os.strerror(code)}")
                 self._handles.append(handle.value)
                 libc.pthread_setname_np(handle, f"pillion-{thread}".encode())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-        for handle_value, cpu in zip(self._handles, affinity, strict=bool(affinity)):
+        for handle_value, cpu in zip(self._handles, processors, strict=True):
+            if cpu < 0:
+                continue
             mask = np.zeros(max(1024, cpu + 1 + -(cpu + 1) % 64) // 8, np.uint8)
             mask[cpu // 8] = 1 << cpu % 8
             code = libc.pthread_setaffinity_np(handle_value, mask.nbytes, mask.ctypes.data)

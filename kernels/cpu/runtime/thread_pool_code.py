@@ -14,6 +14,12 @@ its line; a run ends by closing the door (OPEN = 0) and waiting until no line sa
 the program, the step or the counters. Door and lines are written and read in sequentially consistent order: the leader
 sees every helper that has found the door open.
 
+    borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
+
+A borrower is a helper on a core of another worker (:mod:`pillion.core_board`). Before each entry it looks whether the
+owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. The
+leader renews its worker's hold on its own cores at each entry.
+
 A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
 two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
 wake-up is lost: the futex compares the word once more under a lock, and the thread that moves the gate counts the
@@ -29,7 +35,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, Ptr
+from pillion.core_board import LEASE_NS, LENT_UNTIL, LINE_BYTES, LINGER_NS, OWNED_UNTIL
+from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, KernelVariable, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
 
@@ -39,13 +46,15 @@ ENTRY_WORDS = 4
 _ENTRY_BYTES = 8 * ENTRY_WORDS
 
 # The pool's memory. Words that different threads write lie in different lines.
-LINE_BYTES = 64
-PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE = (8 * word for word in range(6))
+# BOARD is the address of this worker's first line on the board of cores, or 0.
+PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE, BOARD = (8 * word for word in range(7))
 GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
 # Places of words in the gate's line, in the door's line, and in the line of a thread.
 _VALUE, _SLEEPERS = 0, 8
 OPEN, _STOP = 0, 8
 POOL, SCRATCH, ACTIVE = 0, 8, 16
+# The addresses of two lines of the board: the first one of a borrowed core's owner, and the core's own.
+OWNER_LINE, CORE_LINE = 24, 32
 # Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
@@ -55,23 +64,32 @@ COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 POLLS = 4_000
 # How long the leader sleeps between polls for a helper that is done but is kept from its core.
 _NAP_US = 50
+# How long a borrower sleeps where another worker has borrowed the core.
+_TAKEN_NAP_US = 1_000
 
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
-_FUTEX_WAIT_PRIVATE, _FUTEX_WAKE_PRIVATE = 128, 129
+_FUTEX_WAIT, _FUTEX_WAKE, _PRIVATE = 0, 1, 128
 _ALL = 2**31 - 1
+_CLOCK_MONOTONIC = 1
+_NS = 1_000_000_000
 # Floating-point state: round to nearest, denormals kept, nothing trapped.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 
-# The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line).
-THREAD_POOL_FUNCTIONS = RUN, MAIN = "pool_run", "pool_main"
+# The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line), or in
+# pool_borrow(its line) on a borrowed core.
+THREAD_POOL_FUNCTIONS = RUN, MAIN, BORROW = "pool_run", "pool_main", "pool_borrow"
+# Who works: work() returns at another point for each of them.
+_LEADER, _HELPER, _BORROWER = 1, 0, -1
 
 
 def add_thread_pool(module: ir.Module, isa: Isa) -> None:
     """Writes the pool's functions into ``module``."""
     code = _ThreadPoolCode(module, isa)
-    wait = code.wait()
+    sleep = code.sleep()
+    wait = code.wait(sleep)
     work = code.work(wait)
     code.main(wait, work)
+    code.borrow(sleep, work)
     code.run(work)
 
 
@@ -113,34 +131,43 @@ class _ThreadPoolCode:
         else:
             k.builder.ret(result(0))
 
-    def wait(self) -> Any:
-        """wait(gate, old): returns when the gate's value is above ``old``."""
-        with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
-            b, gate, old = k.builder, Ptr(k, gate_address), Int(k, old_value)
-
-            def return_if_moved() -> None:
-                with k.when(self._load(k, gate + _VALUE) > old):
-                    b.ret_void()
-
-            with k.range(POLLS):
-                return_if_moved()
-                self._pause(k)
+    def sleep(self) -> Any:
+        """sleep(gate, old): returns when the gate's value is above ``old``. It never polls."""
+        with self._function("pool_sleep", 2) as (function, k, (gate_address, old_value)):
+            gate, old = Ptr(k, gate_address), Int(k, old_value)
             with k.forever():
                 now = self._load(k, gate + _VALUE)
                 with k.when(now > old):
-                    b.ret_void()
+                    k.builder.ret_void()
                 self._add(k, gate + _SLEEPERS, 1)
-                self._futex(k, gate + _VALUE, _FUTEX_WAIT_PRIVATE, now.ir)
+                self._futex(k, gate + _VALUE, _FUTEX_WAIT | _PRIVATE, now.ir)
                 self._add(k, gate + _SLEEPERS, -1)
         return function
 
-    def work(self, wait: Any) -> Any:
-        """work(pool, scratch, leads): executes work items from the first unfinished entry on.
+    def wait(self, sleep: Any) -> Any:
+        """wait(gate, old): returns when the gate's value is above ``old``. It polls for a while before it sleeps."""
+        with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
+            self._poll(k, Ptr(k, gate_address), Int(k, old_value))
+            k.builder.call(sleep, [gate_address, old_value])
+        return function
 
-        A helper returns when no item is left, the leader when the program is finished.
+    def _poll(self, k: Kernel, gate: Ptr, old: Int) -> None:
+        """Polls until the gate's value is above ``old``, or for so long that it is better to sleep."""
+        polls = k.variable(k.int(0))
+        with k.forever() as end:
+            k.leave(end, (self._load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
+            polls.value = polls.value + 1
+            self._pause(k)
+
+    def work(self, wait: Any) -> Any:
+        """work(pool, scratch, kind): executes work items from the first unfinished entry on.
+
+        A helper returns when no item is left, a borrower behind the first entry, the leader when the program is
+        finished.
         """
-        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, leads)):
+        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, kind)):
             b, pool = k.builder, Ptr(k, pool_address)
+            board = k.load_int(pool + BOARD)
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
             run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
             # The difference is -1 where the leader has opened the door and not yet moved the gate.
@@ -152,9 +179,13 @@ class _ThreadPoolCode:
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
                 with b.if_else(run.wants(condition).ir) as (wanted, skipped):
                     with wanted:
+                        with k.when((board > 0) & Int(k, kind).equals(_LEADER)):
+                            self._keep_cores(k, board, LEASE_NS)
                         self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
+                        with k.when(Int(k, kind).equals(_BORROWER)):
+                            b.ret_void()
                         with k.when(self._load(k, run.gate) <= run.base + index):
-                            with k.when(Int(k, leads).equals(0)):
+                            with k.when(Int(k, kind).equals(_HELPER)):
                                 b.ret_void()
                             b.call(wait, [run.gate.ir, (run.base + index).ir])
                         position.value = self._load(k, run.gate) - run.base
@@ -187,10 +218,72 @@ class _ThreadPoolCode:
                 b.call(wait, [(pool + GATE).ir, seen.value.ir])
                 seen.value = self._load(k, pool + GATE)
                 k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
-                self._swap(k, line + ACTIVE, 1)
-                with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
-                    b.call(work, [pool.ir, scratch.ir, I64(0)])
-                self._swap(k, line + ACTIVE, 0)
+                self._join(k, work, pool, line, scratch, _HELPER)
+
+    def borrow(self, sleep: Any, work: Any) -> None:
+        """borrow(thread line): like main, on a core that another worker owns."""
+        with self._function(BORROW, 1, I64) as (_, k, (line_address,)):
+            b, line = k.builder, Ptr(k, line_address)
+            pool, owner, core = (Ptr(k, k.load_int(line + place).ir) for place in (POOL, OWNER_LINE, CORE_LINE))
+            scratch, gate = k.load_int(line + SCRATCH), pool + GATE
+            self._set_arithmetic(k)
+            # The value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
+            seen, held = k.variable(k.int(0)), k.variable(k.int(0))
+            with k.forever() as end:
+                with k.when(held.value > 0):
+                    self._poll(k, gate, seen.value)
+                    with k.when(self._load(k, gate) <= seen.value):
+                        self._give_back(k, core, held)
+                b.call(sleep, [gate.ir, seen.value.ir])
+                now = self._load(k, gate)
+                k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
+                with b.if_else(self._load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
+                    with between_runs:
+                        seen.value = now
+                    with in_run:
+                        self._claim(k, owner, core, held)
+                        with k.when(held.value > 0):
+                            seen.value = now
+                            self._join(k, work, pool, line, scratch, _BORROWER)
+            self._give_back(k, core, held)
+
+    def _join(self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int) -> None:
+        """Works on the run that is under way, if the door is still open."""
+        self._swap(k, line + ACTIVE, 1)
+        with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
+            k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
+        self._swap(k, line + ACTIVE, 0)
+
+    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable) -> None:
+        """Takes the core or renews the hold on it; where that is impossible, gives it back and sleeps until it may be.
+
+        Sets ``held`` to the value of LENT_UNTIL, or to 0.
+        """
+        now = self._now(k)
+        owned, lent = self._load(k, owner + OWNED_UNTIL), self._load(k, core + LENT_UNTIL)
+        with k.builder.if_else((owned > now).ir) as (wanted, idle):
+            with wanted:
+                self._give_back(k, core, held)
+                # The owner wakes its borrowers when a run ends. One that died wakes nobody.
+                self._futex(k, owner + OWNED_UNTIL, _FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
+            with idle:
+                mine = now + LEASE_NS
+                with k.builder.if_else(((lent <= now) | lent.equals(held.value)).ir) as (unlent, taken):
+                    with unlent:
+                        found = self._exchange(k, core + LENT_UNTIL, lent, mine)
+                        held.value = k.select(found.equals(lent), mine, k.int(0))
+                    with taken:
+                        held.value = k.int(0)
+                        k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
+
+    def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
+        with k.when(held.value > 0):
+            # Where the lease has run out, somebody else may have the core by now.
+            self._exchange(k, core + LENT_UNTIL, held.value, k.int(0))
+            held.value = k.int(0)
+
+    def _keep_cores(self, k: Kernel, board: Int, time_ns: int) -> None:
+        k.store_int(Ptr(k, board.ir) + OWNED_UNTIL, self._now(k) + time_ns)
 
     def run(self, work: Any) -> None:
         """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
@@ -214,11 +307,15 @@ class _ThreadPoolCode:
                 b.ret(I64(0))
             before = self._set_arithmetic(k)
             scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
-            b.call(work, [pool.ir, scratch.ir, I64(1)])
+            b.call(work, [pool.ir, scratch.ir, I64(_LEADER)])
             self._set_arithmetic(k, before)
             self._swap(k, pool + (DOOR + OPEN), 0)
             with k.range(k.load_int(pool + THREADS), 1) as thread:
                 self._wait_until_out(k, pool + thread * LINE_BYTES + FIRST_THREAD_LINE)
+            board = k.load_int(pool + BOARD)
+            with k.when(board > 0):
+                self._keep_cores(k, board, LINGER_NS)
+                self._futex(k, Ptr(k, board.ir) + OWNED_UNTIL, _FUTEX_WAKE, I64(_ALL))
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
@@ -245,13 +342,35 @@ class _ThreadPoolCode:
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
         with k.when(self._load(k, gate + _SLEEPERS) > 0):
-            self._futex(k, gate + _VALUE, _FUTEX_WAKE_PRIVATE, I64(_ALL))
+            self._futex(k, gate + _VALUE, _FUTEX_WAKE | _PRIVATE, I64(_ALL))
 
-    def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any) -> None:
+    def _exchange(self, k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
+        """Writes ``new`` where the word is ``old``, and returns what the word was."""
+        found = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
+        return Int(k, k.builder.extract_value(found, 0))
+
+    def _now(self, k: Kernel) -> Int:
+        """Nanoseconds of the clock that all processes of the host share."""
+        at = self._time_cell(k)
+        k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(_CLOCK_MONOTONIC), at.ir])
+        return k.load_int(at) * _NS + k.load_int(at + 8)
+
+    def _time_cell(self, k: Kernel) -> Ptr:
+        """Room on the stack for seconds and nanoseconds."""
+        with k.builder.goto_entry_block():
+            return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
+
+    def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
         """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
+        timeout = k.int(0)
+        if timeout_ns is not None:
+            at = self._time_cell(k)
+            k.store_int(at, timeout_ns // _NS)
+            k.store_int(at + 8, timeout_ns % _NS)
+            timeout = Int(k, at.ir)
         function = k.function("syscall", I64, [I64], var_arg=True)
         number = I64(_FUTEX_CALL[self.isa.machine])
-        k.builder.call(function, [number, word.ir, I64(operation), value, I64(0), I64(0), I64(0)])
+        k.builder.call(function, [number, word.ir, I64(operation), value, timeout.ir, I64(0), I64(0)])
 
     def _pause(self, k: Kernel) -> None:
         if self.isa.machine == "x86_64":

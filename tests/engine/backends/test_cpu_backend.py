@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
@@ -61,6 +63,29 @@ def llama(own_cache, tmp_path_factory):
 
 def text_of(count: int, seed: int) -> list[int]:
     return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeypatch):
+    """A matrix, and all experts of a layer, stay bfloat16 where no value is lost, and the logits keep their bits."""
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(path).items()}
+    name = next(name for name in tensors if "layers.1." in name and "down_proj" in name)
+    tensors[name][1, 2] = 1 + 2**-20
+    save_file(tensors, path, metadata={"format": "pt"})
+    prepared = prepare(ModelFlags(model=str(tmp_path / "model"), dtype="float32"))
+    driver, text = CpuDriver(prepared), text_of(40, 3)
+    weights = driver.backend.model.weights
+    kinds = {name: tensor.dtype for name, tensor in weights.tensors.items() if name.endswith(".data")}
+    assert {name for name, dtype in kinds.items() if dtype == torch.float32} == {
+        name for name in kinds if name.startswith("layers.1.") and name.endswith("down.data")
+    }
+    found = driver.run_all(driver.sequences.add()[0], text, [])
+    monkeypatch.setattr("pillion.engine.backends.cpu.cpu_weights.exact_kind", lambda weights, kind: kind)
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    other = CpuDriver(prepared)
+    assert other.backend.model.weights.nbytes > weights.nbytes
+    assert torch.equal(other.run_all(other.sequences.add()[0], text, []), found)
 
 
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared):

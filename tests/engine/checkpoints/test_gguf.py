@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import gguf
@@ -217,7 +216,7 @@ def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds,
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     model.load_state_dict(theirs, strict=False)
     config = load_config(prepared.folder)
-    assert json.loads(config.quantization)["quant_method"] == "pillion"
+    assert config.quantization.method == "pillion"
     with open_checkpoint(prepared.folder, config) as checkpoint:
         for key, spellings in decoder_tensors(config).items():
             found = checkpoint.take_matrix(key, torch.float32)

@@ -195,7 +195,7 @@ def test_a_hub_id_that_cannot_be_fetched(monkeypatch, tmp_path):
 
 def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched(monkeypatch, folder):
     """Its config is fetched first, and alone."""
-    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    edit_json(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 3})
     fetched = []
 
     def fetch(model, **options):
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_fetched
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert "quantized by awq, 4 bits" in refused(ModelFlags(model="owner/quantized"))
+    assert "quantized by awq, 3 bits" in refused(ModelFlags(model="owner/quantized"))
     assert fetched == [{"config.json"}]
 
 

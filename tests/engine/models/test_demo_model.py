@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def chat(folder, text):
 def test_prepared_weights_are_exactly_the_dequantized_ones(exact, oracle):
     theirs = dict(oracle.model.state_dict())
     config = load_config(exact.folder)
-    assert json.loads(config.quantization)["weights"] == "Q4_1, Q8_0"
+    assert config.quantization.words == "Q4_1, Q8_0"
     with open_checkpoint(exact.folder, config) as checkpoint:
         for key, (spelling, *_) in decoder_tensors(config).items():
             wanted = torch.cat([theirs.pop(tensor.name) for tensor in spelling])

@@ -59,11 +59,8 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"num_key_value_heads": 3}, "do not fit"),
         ({"head_dim": 15}, "do not fit"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by awq, 4 bits"),
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits"),
         ({"quantization_config": {"zero_point": True}}, "an unnamed method"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "mlx, 4 bits"),
         # What a family does not know, it does not leave out.
         ({"residual_scaling": 0.5}, "residual_scaling = 0.5"),
@@ -215,13 +212,16 @@ def test_options_of_other_families_that_are_switched_off_are_ignored():
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "mod")],
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
 )
-def test_a_quantization_that_only_another_file_names_is_refused(name, method, tmp_path):
+def test_a_quantization_that_only_another_file_names_is_read(name, method, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    (tmp_path / name).write_text('{"group_size": 128}')
-    with pytest.raises(ConfigError, match=f"quantized by {method}"):
+    (tmp_path / name).write_text('{"group_size": 64, "bits": 3}')
+    with pytest.raises(ConfigError, match=f"quantized by {method}, 3 bits"):
         load_config(tmp_path)
+    if method != "modelopt":
+        (tmp_path / name).write_text('{"group_size": 64, "bits": 4}')
+        assert load_config(tmp_path).quantization.words == f"{method}, 4 bits in groups of 64"
 
 
 def test_which_layers_have_experts():

@@ -103,6 +103,46 @@ def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)
 
 
+@pytest.mark.parametrize(
+    ("cores", "flags", "owners"),
+    [
+        (2, {}, [0, 1]),
+        (5, {}, [0, 0, 2, 2, 4]),
+        (6, {"prefill_workers": 2, "cpu_threads": 1}, [0, 1, 2, 3, 4, 5]),
+        (4, {"split_policy": "colocated", "decode_workers": 2}, [0, 0, 2, 2]),
+        (2, {"split_policy": "colocated"}, None),
+        (1, {}, None),
+        (2, {"share_cores": False}, None),
+        (2, {"cpu_threads": 2}, None),
+    ],
+)
+def test_workers_lend_each_other_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, flags: dict[str, Any], owners: list[int] | None
+) -> None:
+    """A board has a line for each core; there is none where a worker owns all cores, or cores are too few."""
+    monkeypatch.setattr(cluster, "usable_cores", lambda: cores)
+    settled = on_cpu(model="m", **flags)
+    board = cluster.core_board(settled)
+    assert (board and [board.owner(core) for core in range(board.cores)]) == owners
+    specs = process_specs(settled, pathlib.Path("/run/x"), None, board)
+    workers = [spec.argv for spec in specs if spec.level == 2]
+    path = board.path if board else ""
+    assert all(f"--core-board={path}" in argv for argv in workers)
+    if board is not None:
+        firsts = [int(arg.partition("=")[2]) for argv in workers for arg in argv if arg.startswith("--first-core=")]
+        assert all(len(board.owned(first)) == cluster.threads_of(settled) for first in firsts)
+        board.check_integrity()
+        board.close()
+
+
+def test_borrowed_cores_are_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
+    board = cluster.core_board(on_cpu(model="m", cpu_affinity="4-6"))
+    assert board is not None
+    assert [board.processor(core) for core in range(board.cores)] == [4, 5, 6]
+    board.close()
+
+
 def test_a_redis_password_is_not_on_a_command_line() -> None:
     flags = on_cpu(redis_url="rediss://:secret@host:6379/0")
     specs = process_specs(flags, pathlib.Path("/run/x"), None)

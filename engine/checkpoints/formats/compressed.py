@@ -1,0 +1,145 @@
+"""compressed-tensors and fp8: rows of packed codes, or one code a byte, with scales of rows, groups or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pillion.engine.checkpoints.formats.int32_layouts import input_order
+from pillion.engine.checkpoints.formats.layout import (
+    FLOATS,
+    SCALES,
+    Get,
+    Headers,
+    Part,
+    finite,
+    from_unsigned,
+    groups_of,
+    largest,
+    unpack,
+)
+from pillion.engine.models.quantization import MatrixScheme
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# The types in which codes of one byte are stored, by MatrixScheme.kind.
+_CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
+
+
+class PackedLayout:
+    """``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, G], ``weight_shape`` int64 [2] and, without
+    symmetry, ``weight_zero_point`` int32 [N * bits / 32, G], in old files int8 [N, G].
+
+    Codes and zero points are shifted to begin at 0. Old files may have ``weight_g_idx``, the group of each input.
+    """
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        return f"{name}_packed" in headers
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        *experts, rows, columns = shape
+        groups, bits = groups_of(name, columns, scheme.group), scheme.bits
+        zeros = [(*experts, -(-rows * bits // 32), groups), (*experts, rows, groups)]
+        parts = [
+            Part(f"{name}_packed", ("I32",), [(*experts, rows, -(-columns * bits // 32))]),
+            Part(f"{name}_scale", FLOATS, _scale_shapes(shape, scheme)),
+            Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
+            Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=True),
+        ]
+        # Symmetric files may have zero points that are all 0.
+        return [*parts, Part(f"{name}_zero_point", ("I32", "I8"), zeros, optional=scheme.symmetric)]
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        (rows, columns), bits = shape, scheme.bits
+        codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
+        scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
+        order = zeros = None
+        try:
+            groups = get(f"{name}_g_idx")
+            # Where no order was chosen, all of them are -1.
+            order = None if bool((groups == -1).all()) else input_order(f"{name}_g_idx", groups, scales.shape[1])
+        except KeyError:
+            pass
+        try:
+            found = get(f"{name}_zero_point")
+            zeros = _shifted(f"{name}_zero_point", found, bits) if found.dtype == torch.int8 else None
+            zeros = unpack(found.t(), bits)[:, :rows].t() if zeros is None else zeros
+        except KeyError:
+            pass
+        if order is not None:
+            codes = codes[:, order]
+        return from_unsigned(codes.contiguous(), bits, scales, zeros, scheme.group, order)
+
+
+class CodesLayout:
+    """``weight`` [N, K] with one code a byte and its scale, which compressed-tensors calls ``weight_scale`` and fp8
+    ``weight_scale_inv``: a number, [N, 1], [N, G], or [N / rows, G] for blocks, which may be cut at both ends."""
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        found = headers.get(name)
+        scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
+        return found is not None and scaled and found.dtype not in FLOATS
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        scales = _scale_shapes(shape, scheme)
+        zeros = Part(f"{name}_zero_point", ("I8",), scales, optional=scheme.symmetric)
+        return (
+            Part(name, _CODES[scheme.kind], [shape]),
+            Part(f"{name}_scale_inv", SCALES, scales, optional=True),
+            Part(f"{name}_scale", SCALES, scales, optional=True),
+            zeros,
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        codes = get(name)
+        fp8 = scheme.kind == "fp8"
+        coding = "fp8_e4m3" if fp8 else "int8"
+        if fp8 and bool(codes.float().isnan().any()):
+            raise ConfigError(f"{name} holds NaN")
+        try:
+            scales = _scales(f"{name}_scale_inv", get, shape, scheme, largest(coding))
+        except KeyError:
+            scales = _scales(f"{name}_scale", get, shape, scheme, 2 * largest(coding))
+        group = scheme.group or shape[1]
+        try:
+            zeros = _spread(get(f"{name}_zero_point"), shape, scheme)
+        except KeyError:
+            zeros = None
+        if scheme.bits == 4:
+            shifted = None if zeros is None else _shifted(f"{name}_zero_point", zeros, 4)
+            return from_unsigned(_shifted(name, codes, 4), 4, scales, shifted, scheme.group)
+        offsets = None if zeros is None or not bool(zeros.any()) else -scales * zeros.float()
+        return QuantizedMatrix(
+            coding=coding, codes=codes.view(torch.uint8), scales=scales, group=group, offsets=offsets
+        )
+
+
+def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 from -half on -> uint8 from 0 on. Raises ConfigError for a number that does not fit ``bits``."""
+    half = 1 << (bits - 1)
+    if int(numbers.min()) < -half or int(numbers.max()) >= half:
+        raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which {bits} bits do not hold")
+    return (numbers.to(torch.int16) + half).to(torch.uint8)
+
+
+def _scale_shapes(shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
+    """The shapes that scales may have. One scale for a whole matrix may be a number, or a vector or matrix of one."""
+    *experts, rows, columns = shape
+    if not scheme.rows:
+        return [(*experts, *ones) for ones in ((), (1,), (1, 1))]
+    if scheme.rows == 1:
+        groups = groups_of(str(shape), columns, scheme.group)
+        return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
+    return [(*experts, -(-rows // scheme.rows), -(-columns // scheme.group))]
+
+
+def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, most: float) -> torch.Tensor:
+    return _spread(finite(name, get(name), most), shape, scheme)
+
+
+def _spread(values: torch.Tensor, shape: tuple[int, int], scheme: MatrixScheme) -> torch.Tensor:
+    """Scales or zero points as a file holds them -> [N, G]."""
+    rows = scheme.rows or shape[0]
+    matrix = values.reshape(-(-shape[0] // rows), -1)
+    return matrix.repeat_interleave(rows, 0)[: shape[0]].contiguous()

@@ -1,0 +1,124 @@
+"""Reads the ``quantization_config`` of a checkpoint: how its files hold matrices in few bits. Imports no torch.
+
+A row of :data:`pillion.engine.models.quantization_methods.METHODS` reads the config of one producer into a
+:class:`Quantization`, and :mod:`pillion.engine.checkpoints.formats` reads tensors by it. The config says only how a
+module is quantized, never whether: the lists of exceptions are written under the module names of different programs
+and versions, but a tensor in a file either is a matrix in few bits or is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pillion.errors import ConfigError
+
+Raw = Mapping[str, Any]
+
+# The pattern of a scheme for all modules.
+ANY_MODULE = ""
+# The quant_method of what Pillion converts or quantizes itself.
+OWN_METHOD = "pillion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixScheme:
+    """How the files hold the matrices of some modules.
+
+    Attributes:
+        layout: which tensors there are and how they are packed, a key of
+            :data:`pillion.engine.checkpoints.formats.table.LAYOUTS`.
+        kind: what a code is: "int", "fp8" or "nf4".
+        bits: width of a code.
+        group: inputs that share a scale; 0 for all inputs.
+        rows: outputs that share a scale; 0 for all outputs.
+        symmetric: whether there are no zero points.
+        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8"), or "". Products here
+            do not round them.
+    """
+
+    layout: str
+    kind: str = "int"
+    bits: int
+    group: int = 0
+    rows: int = 1
+    symmetric: bool = True
+    activations: str = ""
+
+    @property
+    def words(self) -> str:
+        """The scheme in a few words: "4 bits in groups of 128"."""
+        number = {"int": f"{self.bits} bits", "fp8": "8-bit floats", "nf4": "NF4"}[self.kind]
+        if self.rows > 1:
+            return f"{number} in blocks of {self.rows} x {self.group}"
+        return f"{number} in groups of {self.group}" if self.group else number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How a checkpoint's files hold its matrices in few bits.
+
+    Attributes:
+        method: the name of the producer's format.
+        schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
+            on. The first match decides. In Pillion's own format the tensors themselves say all.
+        weights: what the config says of its weights in words, where there are no schemes.
+    """
+
+    method: str
+    schemes: tuple[tuple[str, MatrixScheme], ...] = ()
+    weights: str = ""
+
+    @property
+    def words(self) -> str:
+        """The format in a few words: "awq, 4 bits in groups of 128"."""
+        return (
+            self.weights or f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
+        )
+
+    @property
+    def activations(self) -> str:
+        """The types to which the producer rounds the inputs of layers, or ""."""
+        found = (scheme.activations for _, scheme in self.schemes if scheme.activations)
+        return " and ".join(dict.fromkeys(found))
+
+
+def unsupported(what: str, why: str = "") -> ConfigError:
+    """The error for weights that cannot be read; ``what`` names their quantization."""
+    reason = f" ({why})" if why else ""
+    return ConfigError(
+        f"weights quantized by {what} are not supported{reason}; use another quantization, such as awq, gptq,"
+        " compressed-tensors or fp8, or the bf16, fp16 or fp32 release"
+    )
+
+
+def refuse_others(raw: Raw, known: str, where: str) -> None:
+    """Raises ConfigError for a key that is neither in ``known`` nor switched off, and could change the numbers."""
+    for key in sorted(raw.keys() - set(known.split())):
+        if raw[key] and not key.startswith("_"):
+            raise ConfigError(f"config.json: {where} has {key} = {repr(raw[key])[:60]}, which is not supported")
+
+
+def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ()) -> int:
+    """A whole number under the first of ``keys`` that is there: one of ``allowed``, or else above 0."""
+    key = next((key for key in keys.split() if raw.get(key) is not None), keys.split()[0])
+    value = raw.get(key, default)
+    fits = isinstance(value, int) and not isinstance(value, bool) and (value in allowed or (not allowed and value > 0))
+    if not fits:
+        wanted = " or ".join(map(str, allowed)) or "a whole number above 0"
+        raise ConfigError(f"config.json: quantization_config: {key} must be {wanted}, not {value!r}")
+    assert isinstance(value, int)
+    return value
+
+
+def words_of(raw: Raw, keys: str, default: str) -> str:
+    """A text under the first of ``keys`` that is there, in small letters."""
+    return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
+
+
+def block_of(block: Any, where: str) -> tuple[int, int]:
+    """The outputs and inputs of a block that shares a scale."""
+    if isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block[0], block[1]
+    raise ConfigError(f"config.json: {where} must be two whole numbers above 0, not {block!r}")

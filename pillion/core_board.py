@@ -1,0 +1,146 @@
+"""The board on which the workers of one host lend each other cores: a line of shared memory for each core. Linux only.
+
+    owner, at each kernel of a run:     OWNED_UNTIL = now + LEASE_NS        at the run's end: now + LINGER_NS
+    borrower, before each kernel:       not owned, not lent?  LENT_UNTIL = now + LEASE_NS     when it leaves: 0
+
+A worker owns a share of the cores, and its thread pool has a thread for each core of the board. Threads on its own
+cores take part in every run; a thread on a borrowed core takes part in a kernel only while the core's owner is idle,
+and at most one borrower has a core at a time. Both words are times (nanoseconds of CLOCK_MONOTONIC) and not marks, so a
+process that dies or is stopped holds nothing for longer than LEASE_NS, and nobody has to clean up behind it. Nothing
+depends on the board but speed: at worst, two threads take turns on one core.
+
+The machine code is in :mod:`pillion.kernels.cpu.runtime.thread_pool_code`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.cores import MAX_CORES
+from pillion.errors import ConfigError
+
+LINE_BYTES = 64
+# Places of words in a core's line. Only the first line of an owner's cores has the time until which it keeps them all.
+OWNED_UNTIL, LENT_UNTIL, OWNER, PROCESSOR = (8 * word for word in range(4))
+# How long a lease lasts that is not renewed. A kernel that takes longer shares its core for the rest of it.
+LEASE_NS = 200_000_000
+# How long an owner keeps its cores behind a run: longer than the host needs between two steps of a busy worker.
+LINGER_NS = 3_000_000
+
+
+class CoreBoard:
+    """A mapped board. :meth:`create` makes one, :meth:`open` maps that of another process; :meth:`close` unmaps it.
+
+    ``address`` is where it is mapped, ``cores`` how many lines it has.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, 0)
+        self._words = memoryview(self._memory).cast("q")
+        self.cores = len(self._memory) // LINE_BYTES
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @classmethod
+    def create(cls, owners: Sequence[int], processors: Sequence[int] = ()) -> CoreBoard:
+        """A board in memory that has no name and ends with its last user.
+
+        Args:
+            owners: for each core the first core of its owner. A core that nobody owns names itself.
+            processors: the processor's number of each core, or () where the system places the threads.
+        """
+        descriptor = os.memfd_create("pillion-cores")
+        os.ftruncate(descriptor, len(owners) * LINE_BYTES)
+        board = cls(descriptor)
+        for core, owner in enumerate(owners):
+            board._words[board._place(core, OWNER)] = owner
+            board._words[board._place(core, PROCESSOR)] = processors[core] if processors else -1
+        return board
+
+    @classmethod
+    def open(cls, path: str) -> CoreBoard:
+        """The board at ``path``. Raises ConfigError where there is none."""
+        descriptor = -1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            size = os.fstat(descriptor).st_size
+            if not 0 < size <= MAX_CORES * LINE_BYTES or size % LINE_BYTES:
+                raise ConfigError(f"--core-board {path} is no board of cores")
+            board = cls(descriptor)
+            board.check_integrity()
+        except (OSError, ValueError, AssertionError) as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise ConfigError(f"--core-board {path} cannot be used: {error}") from None
+        return board
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this user open it, as long as this process lives."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def line(self, core: int) -> int:
+        """The address of a core's line."""
+        return self.address + core * LINE_BYTES
+
+    def owner(self, core: int) -> int:
+        """The first core of the owner of ``core``."""
+        return self._words[self._place(core, OWNER)]
+
+    def owned(self, first: int) -> range:
+        """The cores of the owner whose first core is ``first``; a core that nobody else owns is its own."""
+        return range(first, first + sum(self.owner(core) == first for core in range(self.cores)))
+
+    def processor(self, core: int) -> int:
+        """The number of the processor that the core is, or -1."""
+        return self._words[self._place(core, PROCESSOR)]
+
+    def held(self) -> tuple[list[int], list[int]]:
+        """The first cores of the owners that keep their cores now, and the cores that are lent now."""
+        times, now = self._times(), time.monotonic_ns()
+        owned, lent = ([core for core, pair in enumerate(times) if pair[word] > now] for word in (0, 1))
+        return owned, lent
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
+        owners = [self.owner(core) for core in range(self.cores)]
+        assert owners == sorted(owners), "an owner's cores are not in one piece"
+        for core, owner in enumerate(owners):
+            assert 0 <= owner <= core, f"the owner of core {core} begins behind it"
+            assert owners[owner] == owner, f"the owner of core {core} does not own its first core"
+        # They are read before the clock: others may write meanwhile.
+        times, last = self._times(), time.monotonic_ns() + LEASE_NS
+        for core, pair in enumerate(times):
+            assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is held for longer than a lease lasts"
+
+    def _times(self) -> list[tuple[int, int]]:
+        """OWNED_UNTIL and LENT_UNTIL of each core."""
+        words, place = self._words, self._place
+        return [(words[place(core, OWNED_UNTIL)], words[place(core, LENT_UNTIL)]) for core in range(self.cores)]
+
+    @staticmethod
+    def _place(core: int, word: int) -> int:
+        return (core * LINE_BYTES + word) // 8
+
+    def close(self) -> None:
+        """Unmaps the board once nobody looks at it any more. Repeated calls do nothing."""
+        if self._descriptor >= 0:
+            self._words.release()
+            with contextlib.suppress(BufferError):
+                self._memory.close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShare:
+    """A worker's cores on a board: those of the owner whose first core is ``first_core``."""
+
+    board: CoreBoard
+    first_core: int

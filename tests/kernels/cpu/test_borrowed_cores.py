@@ -1,0 +1,249 @@
+"""Workers lend each other cores: who takes part in a run, what a worker that dies or stops holds, how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from pillion import core_board
+from pillion.core_board import LEASE_NS, LINE_BYTES, OWNED_UNTIL, CoreBoard, CoreShare
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from testbed.conditions import wait_for
+from tests.kernels.cpu.test_thread_pool_threads import child
+from tests.support.small_kernels import ProgramTable, Remember, Scale, WhoAmI, chain, step_with
+
+# Longer than any test: what a word must not hold, except where a test stands in for an owner that goes on and on.
+FOREVER_NS = 2**62
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    isa = choose_isa("auto", host_features()) or pytest.skip("no row of the table fits this processor")
+    return compile_kernels([Scale(), Scale(3), WhoAmI(), Remember()], isa)
+
+
+@pytest.fixture
+def board():
+    """Two workers with a core each."""
+    made = CoreBoard.create([0, 1])
+    yield made
+    made.check_integrity()
+    made.close()
+
+
+@pytest.fixture
+def pool_of(kernels, board):
+    """Makes the pool of the worker with this core."""
+    made = []
+
+    def make(first):
+        made.append(ThreadPool(kernels, 1, (), CoreShare(board, first)))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def own(board, first, until_ns):
+    """Writes until when an owner keeps its cores."""
+    board._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
+
+
+def threads_of_runs(kernels, pool, runs=40):
+    """The scratch of each call of a run: as many as threads took part, at least."""
+    out, where = np.zeros(pool.threads, np.int64), np.zeros(pool.threads, np.int64)
+    table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=20_000)
+    seen = set()
+    for _ in range(runs):
+        pool.run(table.program, step_with())
+        seen.update(where.tolist())
+    return seen
+
+
+def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, board, pool_of):
+    pool = pool_of(0)
+    assert pool.threads == 2
+    wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
+    assert board.held()[0] == [0], "an owner keeps its cores for a moment behind a run"
+    wait_for("everything to be given back", lambda: board.held() == ([], []))
+
+
+def test_nobody_borrows_the_core_of_a_busy_worker(kernels, board, pool_of):
+    pool = pool_of(0)
+    own(board, 1, FOREVER_NS)
+    assert len(threads_of_runs(kernels, pool)) == 1
+    assert board.held()[1] == []
+    own(board, 1, 0)
+
+
+def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, board, pool_of):
+    lender, borrower = pool_of(1), pool_of(0)
+    wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, borrower)) == 2)
+    out, where = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    long = ProgramTable(kernels)
+    for _ in range(60):
+        long.add(Remember(), out=out, where=where, turns=400_000)
+    thread = threading.Thread(target=lender.run, args=(long.program, step_with()))
+    thread.start()
+    wait_for("the owner to be busy", lambda: 1 in board.held()[0])
+    busy = len(threads_of_runs(kernels, borrower, 5))
+    after = len(threads_of_runs(kernels, borrower, 5)) if thread.is_alive() else 1
+    thread.join()
+    assert (busy, after) in ((1, 1), (2, 1)), "the entry that had begun is all that a borrower may still work on"
+    wait_for("the borrower to come back", lambda: len(threads_of_runs(kernels, borrower)) == 2)
+
+
+def test_one_borrower_has_a_core_at_a_time(kernels):
+    """Three workers; the third one has nothing to do, and both others want its core."""
+    board = CoreBoard.create([0, 1, 2])
+    pools = [ThreadPool(kernels, 1, (), CoreShare(board, first)) for first in (0, 1)]
+    work = [chain(kernels) for _ in pools]
+
+    def lead(pool, table):
+        for _ in range(2000):
+            pool.run(table.program, step_with())
+
+    leaders = [threading.Thread(target=lead, args=(pool, made[0])) for pool, made in zip(pools, work, strict=True)]
+    for leader in leaders:
+        leader.start()
+    while any(leader.is_alive() for leader in leaders):
+        board.check_integrity()
+    for leader in leaders:
+        leader.join()
+    _, expected, _ = lone = chain(kernels)
+    for _ in range(2000):
+        pools[0].run(lone[0].program, step_with())
+    for _, rows, _ in work:
+        np.testing.assert_array_equal(rows[-1], expected[-1])
+    for pool in pools:
+        pool.close()
+    wait_for("everything to be given back", lambda: board.held() == ([], []))
+    board.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_results_stay_right_while_cores_come_and_go(kernels, board, pool_of, seed):
+    """The owner of the borrowed core becomes busy and idle at random moments, thousands of times."""
+    pool, choices, done = pool_of(0), random.Random(seed), threading.Event()
+
+    def owner():
+        while not done.is_set():
+            own(board, 1, time.monotonic_ns() + choices.choice([0, 20_000, 200_000, 2_000_000]))
+            done.wait(choices.choice([0, 1e-5, 1e-4]))
+        own(board, 1, 0)
+
+    coming_and_going = threading.Thread(target=owner)
+    coming_and_going.start()
+    try:
+        for _ in range(400):
+            table, rows, expected = chain(kernels)
+            pool.run(table.program, step_with())
+            np.testing.assert_array_equal(rows[-1], expected[-1])
+    finally:
+        done.set()
+        coming_and_going.join()
+
+
+def test_close_does_not_wait_for_a_core(kernels, board):
+    """A borrower that sleeps until a core is free looks up when a lease has run out."""
+    own(board, 1, FOREVER_NS)
+    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    threads_of_runs(kernels, pool)
+    own(board, 1, 0)
+    pool.close()
+    assert board.held()[1] == []
+
+
+WORKER = """
+from pillion.core_board import CoreBoard, CoreShare
+share = CoreShare(CoreBoard.open(sys.argv[1]), 1)
+pool, table = ThreadPool(kernels, 1, (), share), program(20, 1.0)
+pool.run(table, step)
+print("running", flush=True)
+while True:
+    pool.run(table, step)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, board, pool_of, how):
+    pool, process = pool_of(0), child(WORKER, board.path)
+    try:
+        assert process.stdout.readline() == "running\n"
+        wait_for("the worker to keep its core", lambda: 1 in board.held()[0])
+        os.kill(process.pid, how)
+        wait_for("its core to be borrowed", lambda: len(threads_of_runs(kernels, pool)) == 2)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_two_workers_that_are_busy_both_get_on(kernels, board, pool_of):
+    pool, process = pool_of(0), child(WORKER, board.path)
+    try:
+        assert process.stdout.readline() == "running\n"
+        for _ in range(200):
+            table, rows, expected = chain(kernels)
+            pool.run(table.program, step_with())
+            np.testing.assert_array_equal(rows[-1], expected[-1])
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_share_is_the_worker_s_whole_share(kernels, board):
+    with pytest.raises(ConfigError, match="--cpu-threads 2: the board of cores has 1 for this worker"):
+        ThreadPool(kernels, 2, (), CoreShare(board, 0))
+
+
+def test_borrowed_cores_may_be_bound(kernels):
+    processor = sorted(os.sched_getaffinity(0))[-1]
+    board = CoreBoard.create([0, 1], [processor, processor])
+    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    tasks = [int(task) for task in os.listdir("/proc/self/task")]
+    names = {task: open(f"/proc/self/task/{task}/comm").read() for task in tasks}  # noqa: SIM115
+    assert [os.sched_getaffinity(task) for task, name in names.items() if name == "pillion-1\n"] == [{processor}]
+    pool.close()
+    board.close()
+
+
+def test_boards_that_are_none(tmp_path, board):
+    path = tmp_path / "board"
+    for content in (b"", bytes(LINE_BYTES - 8), b"\xff" * LINE_BYTES, bytes(LINE_BYTES * (core_board.MAX_CORES + 1))):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="--core-board"):
+            CoreBoard.open(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        CoreBoard.open(str(tmp_path / "other"))
+    found = CoreBoard.open(board.path)
+    assert (found.cores, list(found.owned(1)), found.owner(1), found.processor(0)) == (2, [1], 1, -1)
+    found.close()
+    found.close()
+
+
+@pytest.mark.parametrize("owners", [[1, 1], [0, 0, 1], [0, 2, 0], [-1]])
+def test_owners_must_make_sense(owners):
+    board = CoreBoard.create(owners)
+    with pytest.raises(AssertionError):
+        board.check_integrity()
+    board.close()
+
+
+def test_a_lease_that_never_ends_is_noticed(board):
+    own(board, 0, time.monotonic_ns() + 2 * LEASE_NS)
+    with pytest.raises(AssertionError, match="longer than a lease"):
+        board.check_integrity()
+    own(board, 0, 0)

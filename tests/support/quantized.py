@@ -1,0 +1,321 @@
+"""Small checkpoints in few bits, written as their producers write them, beside plain ones of the same values.
+
+The packing and the de-quantization are written from the formats' public descriptions; compressed-tensors packs and
+unpacks its own.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+from pillion.kernels.torch.quantized_matrix import CODINGS
+
+Tensors = dict[str, torch.Tensor]
+# A plain matrix [N, K], or [experts, N, K], by its name -> the tensors of the file, and the values that they stand for.
+Quantize = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Producer:
+    """A format: the config that it writes, and what it does to a matrix. ``stacks``: whether it writes the matrices of
+    experts stacked where the plain folder has them so; otherwise it leaves these alone."""
+
+    config: Mapping[str, Any]
+    quantize: Quantize
+    stacks: bool = False
+
+
+def quantize_folder(
+    plain: pathlib.Path, into: pathlib.Path, producer: Producer, also: tuple[str, ...] = ()
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Quantizes the projections of a folder, and the matrices whose names contain a word of ``also``.
+
+    Returns the quantized folder, and a plain one of the same values.
+    """
+    source, few, wide = load_file(plain / "model.safetensors"), into / "few-bits", into / "wide"
+    tensors: Tensors = {}
+    values: Tensors = {}
+    for name, tensor in source.items():
+        chosen = is_projection(name, tensor) or any(word in name for word in also)
+        if chosen and (tensor.dim() == 2 or producer.stacks):
+            found, values[name] = producer.quantize(name, tensor)
+            tensors |= {key: value.contiguous() for key, value in found.items()}
+        else:
+            tensors[name] = values[name] = tensor
+    for folder, content in ((few, tensors), (wide, values)):
+        shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file({name: value.contiguous() for name, value in content.items()}, folder / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps({**config, "quantization_config": dict(producer.config)}))
+    return few, wide
+
+
+def is_projection(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 1 and any(word in name for word in ("_proj", ".w1.", ".w2.", ".w3."))
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
+    """uint8 [R, C] -> int32 [R, C * bits / 32]; ``order``: which of a word's codes is in its lowest bits, and so on."""
+    per_word = 32 // bits
+    wide = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
+    for place, code in enumerate(order or range(per_word)):
+        wide |= codes[:, code::per_word].long() << (bits * place)
+    return wide.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """codes uint8 [N, K] of numbers scale * (code - zero), scales float16 and zeros uint8 [N, G], and the numbers."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    values: torch.Tensor
+
+
+def affine(weight: torch.Tensor, bits: int, group: int, symmetric: bool, groups: torch.Tensor | None = None) -> Affine:
+    """Rounds in groups of ``group`` inputs, 0 for all; ``groups`` int64 [K] says which group an input belongs to."""
+    rows, columns = weight.shape
+    order = torch.arange(columns) if groups is None else torch.argsort(groups, stable=True)
+    size, top = group or columns, 2**bits - 1
+    grouped = weight[:, order].view(rows, -1, size)
+    if symmetric:
+        scales = (grouped.abs().amax(-1) / (top // 2)).half()
+        zeros = torch.full(scales.shape, 2 ** (bits - 1))
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = ((high - low) / top).half()
+        zeros = (-low / scales.float()).round().clamp(0, top).long()
+    codes = (grouped / scales.float()[..., None] + zeros[..., None]).round().clamp(0, top)
+    values = (codes - zeros[..., None]) * scales.float()[..., None]
+    back = torch.argsort(order)
+    codes, values = (each.reshape(rows, columns)[:, back] for each in (codes, values))
+    return Affine(codes.to(torch.uint8), scales, zeros.to(torch.uint8), values)
+
+
+def awq(group: int = 16) -> Producer:
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        found, module, order = affine(weight, 4, group, False), module_of(name), (0, 2, 4, 6, 1, 3, 5, 7)
+        tensors = {
+            f"{module}.qweight": packed(found.codes.t(), 4, order),
+            f"{module}.qzeros": packed(found.zeros.t(), 4, order),
+            f"{module}.scales": found.scales.t(),
+        }
+        return tensors, found.values
+
+    sizes = {"bits": 4, "group_size": group or -1, "zero_point": True, "version": "gemm"}
+    return Producer({"quant_method": "awq", **sizes, "modules_to_not_convert": None}, quantize)
+
+
+def gptq(
+    bits: int = 4, group: int = 16, symmetric: bool = True, act_order: bool = False, version: str = "gptq"
+) -> Producer:
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns, module = weight.shape[1], module_of(name)
+        groups = torch.arange(columns) // (group or columns)
+        if act_order:
+            groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        found = affine(weight, bits, group, symmetric, groups)
+        # The first version writes zero points less one, in which 0 becomes the greatest code.
+        zeros = found.zeros if version == "gptq_v2" else (found.zeros.int() - 1) % 2**bits
+        tensors = {
+            f"{module}.qweight": packed(found.codes, bits).t(),
+            f"{module}.qzeros": packed(zeros.t(), bits),
+            f"{module}.scales": found.scales.t(),
+            f"{module}.g_idx": groups.int(),
+        }
+        return tensors, found.values
+
+    sizes = {"bits": bits, "group_size": group or -1, "sym": symmetric, "desc_act": act_order}
+    return Producer({"quant_method": "gptq", **sizes, "checkpoint_format": version, "damp_percent": 0.01}, quantize)
+
+
+# Arguments of compressed-tensors for rounded activations.
+INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+FP8_ROWS = {**INT8_ROWS, "type": "float"}
+
+
+def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weights: Any) -> Producer:
+    """compressed-tensors with the library's own compression; ``weights`` are its arguments."""
+    arguments = {"type": "int", "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": rows and dict(rows)}
+    config = {"config_groups": {"group_0": group}, "format": file_format, "quantization_status": "compressed"}
+    scheme = QuantizationScheme.model_validate(group)
+    compressor = BaseCompressor.get_value_from_registry(file_format)
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales, zeros = _library_scales(weight, scheme.weights)
+        parts = {"weight": weight, "weight_scale": scales} | ({} if zeros is None else {"weight_zero_point": zeros})
+        tensors = compressor.compress(parts, scheme)
+        # The library computes in the type of the scales.
+        values = compressor.decompress({**tensors, "weight_scale": scales.float()}, scheme)["weight"]
+        return {f"{module_of(name)}.{part}": tensor for part, tensor in tensors.items()}, values
+
+    return Producer({"quant_method": "compressed-tensors", "ignore": ["lm_head"], **config}, quantize)
+
+
+def _library_scales(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales in bfloat16 and zero points, of the shapes that compressed-tensors gives them."""
+    rows, columns = weight.shape
+    top = 448.0 if args.type == "float" else 2 ** (args.num_bits - 1) - 1
+    if args.strategy == "block":
+        high, wide = args.block_structure
+        blocks = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+        blocks = blocks.view(-(-rows // high), high, -(-columns // wide), wide)
+        return (blocks.abs().amax((1, 3)) / top).bfloat16(), None
+    shape = {"tensor": (1, -1), "channel": (rows, 1, -1), "group": (rows, -1, args.group_size or 1)}[args.strategy]
+    grouped = weight.reshape(shape)
+    if args.symmetric:
+        return (grouped.abs().amax(-1) / top).bfloat16(), None
+    low, high_end = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high_end - low) / (2 * top + 1)).bfloat16()
+    return scales, (-top - 1 - low / scales.float()).round().clamp(-top - 1, top).to(torch.int8)
+
+
+def compressed_act_order(group: int = 16) -> Producer:
+    """compressed-tensors as it was written until 2026, with the group of each input."""
+    base = compressed("pack-quantized", num_bits=4, strategy="group", group_size=group)
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns = weight.shape[1]
+        groups = torch.arange(columns)[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        groups //= group
+        found = affine(weight, 4, group, True, groups)
+        tensors = {
+            f"{name}_packed": pack_to_int32((found.codes.int() - 8).to(torch.int8), 4),
+            f"{name}_scale": found.scales,
+            f"{name}_shape": torch.tensor(weight.shape),
+            f"{name}_g_idx": groups.int(),
+        }
+        return tensors, found.values
+
+    config = json.loads(json.dumps(base.config))
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    return Producer(config, quantize)
+
+
+def fp8(block: tuple[int, int] | None = (32, 16), scale_fmt: str = "float") -> Producer:
+    """DeepSeek's blocks, or one scale for each matrix and each layer's inputs."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        *experts, rows, columns = weight.shape
+        high, wide = block or (rows, columns)
+        padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+        tiles = padded.view(*experts, -(-rows // high), high, -(-columns // wide), wide)
+        scales = tiles.abs().amax((-3, -1)).clamp(min=1e-8) / 448
+        if scale_fmt == "ue8m0":
+            scales = torch.exp2(scales.log2().ceil())
+        spread = scales.repeat_interleave(high, -2).repeat_interleave(wide, -1)[..., :rows, :columns]
+        codes = (weight / spread).to(torch.float8_e4m3fn)
+        stored = scales.to(torch.float8_e8m0fnu) if scale_fmt == "ue8m0" else scales
+        tensors = {name: codes, f"{name}_scale_inv": stored if block or experts else stored.reshape(())}
+        if block is None and not experts:
+            tensors[f"{module_of(name)}.activation_scale"] = torch.tensor(0.01)
+        return tensors, codes.float() * spread
+
+    config = {"quant_method": "fp8", "weight_block_size": block and list(block), "scale_fmt": scale_fmt}
+    return Producer({**config, "activation_scheme": "dynamic" if block else "static"}, quantize, stacks=True)
+
+
+def nf4(nested: bool = True, block: int = 64) -> Producer:
+    table = CODINGS["nf4"]
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        flat = weight.flatten()
+        count = flat.numel()
+        blocks = torch.nn.functional.pad(flat, (0, -count % block)).view(-1, block)
+        absmax = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16"}
+        tensors = {f"{name}.quant_map": table.clone()}
+        if nested:
+            found, said, absmax = _nested(name, absmax)
+            tensors, state = tensors | found, state | said
+        else:
+            tensors[f"{name}.absmax"] = absmax
+        codes = ((blocks / absmax[:, None])[..., None] - table).abs().argmin(-1)
+        values = (table[codes] * absmax[:, None]).flatten()[:count].view(weight.shape)
+        pairs = codes.flatten()[:count].view(-1, 2)
+        tensors[name] = (pairs[:, 0] * 16 + pairs[:, 1]).to(torch.uint8)[:, None]
+        text = json.dumps({**state, "shape": list(weight.shape)}).encode()
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+        return tensors, values
+
+    flags = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested}
+    return Producer({"quant_method": "bitsandbytes", **flags, "bnb_4bit_compute_dtype": "bfloat16"}, quantize)
+
+
+def _nested(name: str, absmax: torch.Tensor) -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """The statistics in codes of one byte: tensors, what the state says of them, and the values that they stand for."""
+    table, size = torch.linspace(-1, 1, 256) ** 3, 256
+    offset = float(absmax.mean())
+    blocks = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % size)).view(-1, size)
+    outer = blocks.abs().amax(1)
+    codes = ((blocks / outer[:, None])[..., None] - table).abs().argmin(-1)
+    values = (table[codes] * outer[:, None]).flatten()[: len(absmax)] + offset
+    tensors = {
+        f"{name}.absmax": codes.flatten()[: len(absmax)].to(torch.uint8),
+        f"{name}.nested_absmax": outer,
+        f"{name}.nested_quant_map": table,
+    }
+    return tensors, {"nested_blocksize": size, "nested_dtype": "float32", "nested_offset": offset}, values
+
+
+def bnb_int8() -> Producer:
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        most, module = weight.abs().amax(1), module_of(name)
+        codes = (weight * (127 / most[:, None])).round().to(torch.int8)
+        tensors = {name: codes, f"{module}.SCB": most, f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes.float() * (most[:, None] / 127)
+
+    return Producer({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}, quantize)
+
+
+# Every format, by a name for tests. The number is the size of groups, which must divide the inputs of all matrices.
+PRODUCERS: dict[str, Callable[[int], Producer]] = {
+    "awq": awq,
+    "awq-rows": lambda group: awq(0),
+    "gptq": lambda group: gptq(group=group),
+    "gptq-asymmetric": lambda group: gptq(group=group, symmetric=False),
+    "gptq-act-order": lambda group: gptq(group=group, act_order=True),
+    "gptq-v2-asymmetric": lambda group: gptq(group=group, symmetric=False, act_order=True, version="gptq_v2"),
+    "gptq-8-bits": lambda group: gptq(bits=8, group=0),
+    "gptq-8-bits-asymmetric": lambda group: gptq(bits=8, group=group, symmetric=False),
+    "w4a16": lambda group: compressed("pack-quantized", num_bits=4, strategy="group", group_size=group),
+    "w4a16-asymmetric": lambda group: compressed(
+        "pack-quantized", num_bits=4, strategy="group", group_size=group, symmetric=False
+    ),
+    "w4a16-channel": lambda group: compressed("pack-quantized", num_bits=4, strategy="channel"),
+    "w4a16-act-order": compressed_act_order,
+    "w8a16-packed": lambda group: compressed("pack-quantized", num_bits=8, strategy="channel", symmetric=False),
+    "w8a16": lambda group: compressed("naive-quantized", num_bits=8, strategy="group", group_size=group),
+    "w8a8": lambda group: compressed("int-quantized", INT8_ROWS, num_bits=8, strategy="channel"),
+    "w8a8-asymmetric": lambda group: compressed(
+        "int-quantized", INT8_ROWS, num_bits=8, strategy="channel", symmetric=False
+    ),
+    "fp8-tensor": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="tensor"),
+    "fp8-channel": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="channel"),
+    "fp8-block": lambda group: compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[32, group]
+    ),
+    "deepseek-fp8": lambda group: fp8((32, 16)),
+    "deepseek-fp8-ue8m0": lambda group: fp8((32, 16), "ue8m0"),
+    "fp8-static": lambda group: fp8(None),
+    "nf4": lambda group: nf4(nested=False),
+    "nf4-nested": lambda group: nf4(),
+    "bnb-int8": lambda group: bnb_int8(),
+}
