@@ -78,22 +78,27 @@ class CpuStepBench:
         return found
 
 
-def kernels_bench(prepared: PreparedModel, threads: int, kernels: str = "auto") -> CpuStepBench:
+def kernels_bench(
+    prepared: PreparedModel,
+    threads: int,
+    kernels: str = "auto",
+    kv_cache_dtype: str = "auto",
+) -> CpuStepBench:
     """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
-    model = load_cpu_model(prepared, BLOCK_SIZE, isa)
+    model = load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype)
     specs = [operation.spec for operation in model.plan.operations]
-    stream = AttentionRead(attention_shape(model.config, model.layout))
-    limits: list[KernelSpec] = [stream, PeakDots(model.layout.dtype == "bfloat16"), ReadAll()]
+    stream = AttentionRead(attention_shape(model.config, model.layout, model.dtype))
+    limits: list[KernelSpec] = [stream, PeakDots(model.dtype == "bfloat16"), ReadAll()]
     return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
     """Measure the most operations and bytes a second: products in registers, and a read of the packed weights."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
-    dots = PeakDots(backend.model.layout.dtype == "bfloat16")
+    dots = PeakDots(backend.model.dtype == "bfloat16")
     multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
     data = backend.model.weights.linear("lm_head").data
     size = data.numel() * data.element_size() // 65536 * 65536
@@ -117,7 +122,7 @@ def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[
     operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
     # In a step the last layer's attention runs for sampled rows only; here it runs like the others.
     attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
-    stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout))
+    stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout, backend.model.dtype))
     sink = aligned_bytes(64 * SINK_THREADS)
     read = [
         Operation(stream, {name: {**each.values, "sink": sink}[name] for name in stream.layout.place})

@@ -207,7 +207,9 @@ class ComputeFlags(ModelFlags):
     """How the model is computed. All workers of a cluster must agree on these."""
 
     device: str = flag("auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=DEVICE_CHOICES)
-    kv_cache_dtype: str = flag("auto", "KV on a GPU; fp8: 8 bits; auto: the weights' type.", choices=("auto", "fp8"))
+    kv_cache_dtype: str = flag(
+        "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: the weights' type.", choices=("auto", "fp8", "int8")
+    )
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
 

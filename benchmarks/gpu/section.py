@@ -19,6 +19,7 @@ SECTIONS = {
     "step": 150,
     "prefill": 90,
     "small": 120,
+    "products": 240,
     "line": 150,
     "mps": 270,
     "e2e": 580,

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from benchmarks.gpu.bench import Bench, rotations
 from benchmarks.gpu.calls import CASES, KernelCase
 from benchmarks.gpu.pools import AttentionPool, verify_rows
+from benchmarks.gpu.products import product_case, random_matrix
 from benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
+from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
 BLOCK_SIZE = 16
 Build = Callable[[], KernelCase]
@@ -82,6 +84,32 @@ def _pool(bench: Bench, tokens: int, layers: int, kv: PlainOrFloat8) -> Attentio
     return _POOLS[key]
 
 
+def _products(*wanted: tuple[str, str, int]) -> Cases:
+    """Return cases of products: kind of the matrix, name of the product and rows."""
+
+    def cases(bench: Bench) -> list[Build]:
+        shapes = shape_of(bench.smoke).products
+
+        def build(kind: str, product: str, rows: int) -> Build:
+            return lambda: product_case(bench, random_matrix(kind, *shapes[product]), rows)
+
+        return [build(*each) for each in wanted]
+
+    return cases
+
+
+def _quantized(rows: int, bits: int, kind: str) -> Tunable:
+    """Return the tile of products of so many rows by matrices of ``bits``."""
+    large = rows == ROW_TILES[-1]
+    count = 2048 if large else rows
+    return Tunable(
+        "quantized_product",
+        _products((kind, "gate_up", count), (kind, "down", count)),
+        {"outputs": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3) if large else (3, 4, 5)},
+        {"rows": rows, "bits": bits, "bytes": 2},
+    )
+
+
 _BLOCKS = (512, 1024, 2048, 4096)
 _WIDE, _LONG = (decodes(64, 4096), decodes(2, 20)), (decodes(1, 32768), decodes(1, 40))
 _CHUNK = ([BatchEntry(2048, 8192)], [BatchEntry(8, 16)])
@@ -135,5 +163,12 @@ TUNABLES: dict[str, Tunable] = {
         "sample_cut",
         _small(("sampling, top_p 0.9", 1), ("sampling, top_p 0.9", 256)),
         {"survey_warps": (4, 8), "num_warps": (4, 8, 16), "block": (2048, 4096)},
+    ),
+    **{f"quantized_product_int4_{rows}": _quantized(rows, 4, "int4 in groups of 128") for rows in ROW_TILES},
+    **{f"quantized_product_8_bits_{rows}": _quantized(rows, 8, "int8") for rows in ROW_TILES},
+    "quantized_sum": Tunable(
+        "quantized_sum",
+        _products(("int8", "o", 1), ("int8", "o", 64)),
+        {"block": (256, 512, 1024), "num_warps": (1, 2, 4)},
     ),
 }

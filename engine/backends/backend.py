@@ -22,9 +22,10 @@ from pillion.errors import ConfigError, Internal
 
 # Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).
 LAYOUT_VERSION = "rows-1"
-# Type of a layout of 8-bit KV, and the bytes of a row's scale.
+# Types of KV in 8 bits, by the value of --kv-cache-dtype, and the bytes of a row's scale.
 FP8_E4M3 = "fp8_e4m3"
-FP8_SCALE_BYTES = 4
+EIGHT_BIT_KV = {"fp8": FP8_E4M3, "int8": "int8"}
+KV_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class KVLayout:
     """How a backend lays out a slot of the pool. Part of the block hash's namespace: two layouts share no blocks.
 
     A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V. ``version``
-    names the backend's own layout of a (layer, head) piece. With the type "fp8_e4m3" a piece is [block_size, head_dim]
-    bytes and behind them [block_size] float32 scales, one per token.
+    names the backend's own layout of a (layer, head) piece. With the types "fp8_e4m3" and "int8" a piece has
+    block_size * head_dim bytes and block_size float32 scales, one per token.
     """
 
     version: str
@@ -46,15 +47,17 @@ class KVLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one slot."""
-        if self.dtype == FP8_E4M3:
-            row = self.head_dim + FP8_SCALE_BYTES
+        if self.dtype in EIGHT_BIT_KV.values():
+            row = self.head_dim + KV_SCALE_BYTES
         else:
             row = self.head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
 
 
-def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, dtype: str = "") -> KVLayout:
-    """Makes a model's layout. ``inside`` names the layout of a piece; ``dtype`` is the type of KV if not the weights'.
+def kv_layout(
+    prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VERSION, kv_cache_dtype: str = "auto"
+) -> KVLayout:
+    """Makes a model's layout. ``inside`` names the layout of a piece; ``kv_cache_dtype`` is the flag of that name.
 
     The version also names the effect of ``max_model_len`` on the rotary embedding of some models, so that workers which
     serve such a model with two lengths share blocks only if both compute the same KV (I2). Raises ConfigError for a
@@ -70,7 +73,7 @@ def kv_layout(prepared: PreparedModel, block_size: int, inside: str = LAYOUT_VER
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype=dtype or prepared.dtype,
+        dtype=EIGHT_BIT_KV.get(kv_cache_dtype, prepared.dtype),
     )
 
 

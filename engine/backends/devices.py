@@ -46,8 +46,8 @@ def resolve_device(flags: ComputeFlags) -> str:
         device = "cuda" if device_count() else "cpu"
     elif device == "cuda" and not interpreted() and not device_count():
         raise ConfigError("--device cuda: no NVIDIA GPU can be used here")
-    if device == "cpu" and flags.kv_cache_dtype != "auto":
-        raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU")
+    if device == "cuda" and flags.kv_cache_dtype == "int8":
+        raise ConfigError("--kv-cache-dtype int8 is for the CPU kernels; on a GPU, use fp8")
     if device == "cpu" and flags.load_format != "auto":
         raise ConfigError(f"--load-format {flags.load_format} needs a GPU")
     return device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
 from pillion.core_board import CoreBoard, CoreShare
@@ -16,8 +17,12 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
+
+if TYPE_CHECKING:
+    from pillion.engine.backends.cpu.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
 
@@ -55,6 +60,9 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     for note in precision_notes(prepared):
         log.warning("%s", note)
+    quantization = load_config(prepared.folder).quantization
+    if quantization is not None:
+        log.info("weights: %s", quantization.words)
     if device == "cuda":
         from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
 
@@ -71,17 +79,18 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
     import torch
 
-    from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
     # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
-    model = load_cpu_model(prepared, flags.block_size, isa, progress=log.info)
+    model = _load_for_cpu(flags, prepared, isa, log.info)
     log.info(
-        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by this host's workers",
+        "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         isa.name,
         threads,
         " and those of idle workers" if flags.core_board else "",
         model.weights.nbytes / 2**20,
+        model.layout.dtype,
     )
     share = CoreShare(CoreBoard.open(flags.core_board), flags.first_core) if flags.core_board else None
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
@@ -96,7 +105,13 @@ def precision_notes(prepared: PreparedModel) -> Iterator[str]:
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
             " --dtype float32 computes with exactly its weights"
         )
-    for rope in load_config(prepared.folder).ropes:
+    config = load_config(prepared.folder)
+    if config.quantization is not None and config.quantization.activations:
+        yield (
+            "the checkpoint's producer also rounds the inputs of quantized layers to"
+            f" {config.quantization.activations}; here they are not rounded, which is nearer to the unquantized model"
+        )
+    for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
                 f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
@@ -114,17 +129,27 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
     if resolve_device(flags) == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
-    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint).exists():
-        from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
-
-        load_cpu_model(prepared, flags.block_size, isa, progress=progress)
+    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, "cpu").exists():
+        _load_for_cpu(flags, prepared, isa, progress)
     return prepared
+
+
+def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
+    from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
+
+    return load_cpu_model(
+        prepared,
+        flags.block_size,
+        isa,
+        kv_cache_dtype=flags.kv_cache_dtype,
+        progress=progress,
+    )
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run.
+    Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
@@ -132,7 +157,11 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(load_config(prepared.folder), flags.block_size)
-    return (None, reason) if reason else (isa, "")
+    if isa is not None and not reason:
+        return isa, ""
+    if flags.kv_cache_dtype != "auto":
+        raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU or the CPU kernels: {reason}")
+    return None, reason
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pillion.engine.checkpoints.model_files import SINGLE_NAME, Progress, weight_files
 from pillion.engine.models.config_json import token_ids
-from pillion.engine.models.model_config import parse_config
+from pillion.engine.models.model_config import QUANTIZATION_FILES, parse_config
 from pillion.errors import ConfigError
 
 # Architectures of GGUF files that are read and tested; those of Llama, SmolLM2 and Mistral are all "llama".
@@ -250,7 +250,7 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:
         raise ConfigError(f"{source} has no tokenizer that can be read: {_first_line(error)}") from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} has no tokenizer that can be written as tokenizer.json")
-    others = ("config.json", "generation_config.json", "chat_template.jinja")
+    others = ("config.json", "generation_config.json", "chat_template.jinja", *QUANTIZATION_FILES)
     for path in (*weight_files(source), *(source / name for name in (*others, SINGLE_NAME + ".index.json"))):
         link = folder / path.name
         if path.is_file() and not link.exists():

@@ -2,7 +2,7 @@
 
 $PILLION_CACHE or ~/.cache/pillion
 |-- prepare.lock          one process prepares at a time
-|-- packed/               weights in the layout of the CPU kernels (engine/backends/cpu/cpu_weights.py)
+|-- packed/               weights in the layout of kernels (engine/backends/{cpu/cpu,gpu/gpu}_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
 `-- records/<key>.json    a ModelRecord, valid while all files of the source keep their size and time of change
@@ -120,9 +120,9 @@ class ModelCache:
                 time.sleep(LOCK_POLL_S)
             yield
 
-    def packed_weights(self, fingerprint: str) -> Path:
-        """Returns the path of a model's weights in the layout of the CPU kernels, whether the file exists or not."""
-        return self.make("packed") / f"{fingerprint[:32]}-{PACKING_VERSION}.weights"
+    def packed_weights(self, fingerprint: str, kernels: str) -> Path:
+        """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
+        return self.make("packed") / f"{fingerprint[:32]}-{kernels}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
         """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""

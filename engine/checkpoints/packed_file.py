@@ -8,18 +8,21 @@ and read-only: a file's pages are in memory once, however many workers of a host
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
+from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
@@ -27,7 +30,13 @@ _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
 # Bytes reserved for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.int8, "uint8": torch.uint8}
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+}
 
 
 class PackedWriter:
@@ -87,6 +96,9 @@ class PackedFile:
     write to them.
     """
 
+    # Whether the whole file is read ahead, because all of it will be used.
+    read_ahead = True
+
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is not whole, and OSError for a missing one."""
         try:
@@ -99,7 +111,7 @@ class PackedFile:
             self.tensors = {name: self._view(*place) for name, place in header["tensors"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
-        if hasattr(mmap, "MADV_WILLNEED"):
+        if self.read_ahead and hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED)
 
     @property
@@ -127,3 +139,31 @@ class PackedFile:
             # Torch has no read-only tensors and warns about that.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=_DTYPES[dtype], count=count, offset=begin).view(shape)
+
+
+F = TypeVar("F", bound=PackedFile)
+
+
+def packed_once(
+    path: Path, make: Callable[[Path], F], pack: Callable[[PackedWriter], None], cache: ModelCache, progress: Progress
+) -> F:
+    """Maps the file at ``path`` by ``make``; where it is missing, one process of this machine packs it before."""
+    with contextlib.suppress(OSError):
+        return make(path)
+    with cache.lock(progress):
+        with contextlib.suppress(OSError):
+            return make(path)
+        _remove_older(path)
+        with write_packed(path) as writer:
+            pack(writer)
+        return make(path)
+
+
+def _remove_older(path: Path) -> None:
+    """Removes this model's files of other packing versions, and drafts of packers that died. Needs the lock."""
+    model = path.name.split("-")[0]
+    for other in path.parent.glob(f"{model}-*"):
+        version = other.name.rpartition("-")[2]
+        if version != f"{PACKING_VERSION}.weights":
+            with contextlib.suppress(OSError):
+                other.unlink()

@@ -16,13 +16,16 @@ from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
 from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
-from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.model_config import QUANTIZATION_FILES, ModelConfig, load_config
 from pillion.engine.models.rope_config import original_tokens
 from pillion.errors import ConfigError
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
 
-_SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME)
+_SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME),
+    *QUANTIZATION_FILES,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ class CompiledGrammar:
 
     Attributes:
         start: copied for each answer, and never moved.
+        spent: whether its matchers have met a limit, which they share with its lexer: it is of no use for new answers.
         slow: whether its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
         takes_guesses: whether its matchers can move back.
@@ -55,7 +56,7 @@ class CompiledGrammar:
     def __init__(self, start: TokenMatcher, vocab_size: int, *, takes_guesses: bool = True) -> None:
         self.start = start
         self.takes_guesses = takes_guesses
-        self.slow = False
+        self.spent = self.slow = False
         self.vocab_words = -(-vocab_size // 32)
         self._lock = Lock()
         self._wake: Callable[[], None] | None = None

@@ -104,7 +104,7 @@ class GrammarCompiler:
         key = hashlib.sha256(text.encode()).digest()
         with self._lock:
             found = self._compiled.get(key)
-            if found is not None:
+            if found is not None and not found.spent:
                 self._compiled.move_to_end(key)
                 return found
         from llguidance import LLMatcher, LLParserLimits
@@ -118,7 +118,11 @@ class GrammarCompiler:
         compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
         with self._lock:
             self.on_compiled(seconds)
-            compiled = self._compiled.setdefault(key, compiled)
+            found = self._compiled.get(key)
+            if found is not None and not found.spent:
+                return found
+            self._compiled[key] = compiled
+            self._compiled.move_to_end(key)
             while len(self._compiled) > MAX_COMPILED_GRAMMARS:
                 self._compiled.popitem(last=False)
         return compiled

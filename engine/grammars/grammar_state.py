@@ -21,8 +21,9 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
-from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, MaskJob, MaskThreads
+from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest, PillionError
 
@@ -105,11 +106,11 @@ class GrammarState:
         finally:
             self._grammar.unlock()
 
-    def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
+    def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
         self.follow()
         if not self._followed:
             # Another thread uses the grammar, and the masks are late before anybody has begun with them.
-            return MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
+            return LateMasks(self._no_bits(places))
         if self._job is not None and self._job_for == (tuple(drafts), places):
             return self._job
         return self._start_job(drafts, places)
@@ -137,7 +138,7 @@ class GrammarState:
         self._followed = True
         self.completes = matcher.stopped()
         if matcher.error():
-            self._fail(matcher.error())
+            self._fail_all(matcher.error())
 
     def _find_forced(self) -> None:
         """Ask for a run of forced tokens, unless there is one; the matcher goes behind it."""
@@ -173,12 +174,17 @@ class GrammarState:
         job = self._job
         if job is None or job.is_over(self._threads):
             if job is not None and job.error:
-                self._fail(job.error)
+                self._fail_all(job.error)
             return True
         if job.is_slow(MASK_LIMIT_MS):
             self._fail(f"its choice of the next token took longer than {MASK_LIMIT_MS} ms")
             return True
         return False
+
+    def _fail_all(self, reason: str) -> None:
+        """A limit was met that all answers of the compiled grammar share; those to come have it compiled anew."""
+        self._grammar.spent = True
+        self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         self.failure = InvalidRequest(f"the answer's grammar cannot be followed: {reason}")

@@ -2,7 +2,8 @@
 
     place_masks --> MaskJob --put--> queue --> thread: computed --> over
                                                   |                  '--> somebody found it missing: the loop is woken
-                                                  '--> is still at it when the next job comes: another thread starts
+                                                  '--> is still at it when the next job comes, or the queue is
+                                                       long: another thread starts
 
 A job that takes long keeps its thread to itself, so that the others behind it are late once at most. MAX_MASK_THREADS
 bounds the threads. A library's limits end every job in the end; a job that is overdue all the same fails its request.
@@ -10,6 +11,7 @@ bounds the threads. A library's limits end every job in the end; a job that is o
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +28,8 @@ MASK_WAIT_MS = 5
 # A mask that takes longer than this fails its request.
 MASK_LIMIT_MS = 5000
 MAX_MASK_THREADS = 8
+# Where more masks than this wait for each thread, another one starts, as long as the machine has a core for it.
+MAX_QUEUED_MASKS = 16
 
 
 class MaskJob:
@@ -114,6 +118,16 @@ class MaskJob:
                         row[end // 32] = bit
 
 
+class LateMasks:
+    """Masks that nobody computes in this step: they are known to be late, and no step waits for them."""
+
+    def __init__(self, bits: UInt32) -> None:
+        self.bits = bits
+
+    def wait(self, seconds: float) -> bool:
+        return False
+
+
 class MaskThreads:
     """The threads of one worker. ``wake``, which may be replaced, wakes its step loop, from any thread."""
 
@@ -132,10 +146,11 @@ class MaskThreads:
         self.relieve()
 
     def relieve(self) -> None:
-        """Start one more thread where all of them have been at their jobs for long."""
+        """Start one more thread where all of them have been at their jobs for long, or where many jobs wait."""
         with self._lock:
             busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())
-            grow = busy and self._threads < MAX_MASK_THREADS
+            crowded = self._threads < (os.cpu_count() or 1) and self._queue.qsize() > MAX_QUEUED_MASKS * self._threads
+            grow = (busy or crowded) and self._threads < MAX_MASK_THREADS
             self._threads += grow
         if grow:
             Thread(target=self._compute, name="pillion-mask", daemon=True).start()

@@ -11,6 +11,7 @@ from pillion.engine.models.quantization import (
     Quantization,
     Raw,
     block_of,
+    checked_pattern,
     refuse_others,
     unsupported,
     whole,
@@ -68,12 +69,7 @@ def _pattern(target: str) -> str:
         return _CLASSES[target]
     if not target.startswith("re:"):
         return re.escape(target) + "$"
-    pattern = target.removeprefix("re:")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"config.json: quantization_config: {target} is no regular expression: {error}") from None
-    return pattern
+    return checked_pattern(target.removeprefix("re:"), "targets")
 
 
 def _refuse_other_compression(raw: Raw) -> None:

@@ -24,7 +24,7 @@ from pillion.errors import ConfigError
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # Files in which older tools say how they quantized a folder's weights, beside a config.json that does not.
-_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ def known_architectures() -> tuple[str, ...]:
 def load_config(folder: Path) -> ModelConfig:
     """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
     config = read_json(folder / "config.json")
-    for name, method in _QUANTIZATION_FILES.items():
+    for name, method in QUANTIZATION_FILES.items():
         if (folder / name).is_file():
             config.setdefault("quantization_config", {"quant_method": method, **read_json(folder / name)})
     return parse_config(config)

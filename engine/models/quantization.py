@@ -8,6 +8,7 @@ and versions, but a tensor in a file either is a matrix in few bits or is not.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,17 @@ def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ())
 def words_of(raw: Raw, keys: str, default: str) -> str:
     """A text under the first of ``keys`` that is there, in small letters."""
     return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
+
+
+def checked_pattern(pattern: str, key: str) -> str:
+    """The pattern. Raises ConfigError where it is none."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"config.json: quantization_config: {key}: {pattern} is no regular expression: {error}"
+        ) from None
+    return pattern
 
 
 def block_of(block: Any, where: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from pillion.engine.models.quantization import (
     Quantization,
     Raw,
     block_of,
+    checked_pattern,
     refuse_others,
     unsupported,
     whole,
@@ -93,7 +94,7 @@ def _gptq(raw: Raw) -> Quantization:
     if not isinstance(dynamic, Mapping) or not all(isinstance(changes, Mapping) for changes in dynamic.values()):
         raise ConfigError("config.json: quantization_config: dynamic must give an object for each pattern")
     schemes = [
-        (pattern.removeprefix("+:"), _gptq_scheme({**raw, **changes}, version))
+        (checked_pattern(pattern.removeprefix("+:"), "dynamic"), _gptq_scheme({**raw, **changes}, version))
         for pattern, changes in dynamic.items()
         # Modules behind a "-:" are not quantized, which their tensors say.
         if not pattern.startswith("-:")
@@ -104,7 +105,7 @@ def _gptq(raw: Raw) -> Quantization:
 def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
     if raw.get("bits") not in (4, 8):
         raise unsupported(f"gptq, {raw.get('bits')} bits", "only 4 and 8 bits are")
-    return MatrixScheme(layout=layout, bits=raw["bits"], group=_group(raw), symmetric=raw.get("sym") is not False)
+    return MatrixScheme(layout=layout, bits=raw["bits"], group=_group(raw), symmetric=raw.get("sym") is True)
 
 
 def _fp8(raw: Raw) -> Quantization:

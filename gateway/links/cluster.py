@@ -22,6 +22,7 @@ from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.gateway.request.events import TicketHold
+from pillion.gateway.request.request_machine import RETURN_WAIT_S
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.observability import telemetry
@@ -37,10 +38,6 @@ VIEW_POLL_S = 0.25
 MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
-# How long it waits for components that were there as recently as this: they answer no more, or their records are gone,
-# and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores and 14 s on
-# one, and a large model has to be read besides.
-RETURN_WAIT_S = 30.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16

@@ -52,8 +52,11 @@ from pillion.v1.decode_pb2 import DecodeTimings
 # at once, the pause is for what has not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# How long a request that was under way waits for a lost component to come back, and how often it looks.
-MAX_COMPONENT_WAIT_S = 30.0
+# How long a request waits for components that were there a short time ago: they answer no more, or their records are
+# gone, and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores and
+# 14 s on one, and a large model has to be read besides.
+RETURN_WAIT_S = 30.0
+# How often one that was under way looks for them.
 COMPONENT_POLL_MS = 100
 # How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.
 LAST_ACK_WAIT_MS = 1000
@@ -352,7 +355,7 @@ class RequestMachine:
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1
         self.state = RequestState.PLANNING
-        self._component_wait_until = now + MAX_COMPONENT_WAIT_S
+        self._component_wait_until = now + RETURN_WAIT_S
         return [*leaving, self._look_up(delay_ms)]
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:

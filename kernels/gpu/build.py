@@ -31,6 +31,7 @@ MODULES = (
     "attention.kv_write",
     "attention.paged_attention",
     "blocks",
+    "products.quantized_product",
     "rows.embedding",
     "rows.gated",
     "rows.norms",
@@ -62,6 +63,10 @@ RARE = (
     "kv_write-llama3-fp16",
     "kv_write-nope-bf16",
     "kv_write-qwen3-fp8",
+    "quantized_*-[36]*",
+    "quantized_[in]*",
+    "quantized_fp8_128-128",
+    "quantized_uint4_128_*",
     "sample_*_bf16*",
 )
 

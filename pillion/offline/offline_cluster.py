@@ -166,7 +166,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     check_flags(worker_flags)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
-        block_bytes = kv_layout(model, flags.block_size).block_bytes
+        block_bytes = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
         longest = fit_pool(flags, block_bytes, model.max_model_len, decode_workers=1).max_model_len_tokens
         if longest < model.max_model_len:
             log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)

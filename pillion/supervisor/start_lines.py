@@ -23,11 +23,14 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
+    from pillion.engine.models.model_config import load_config
 
     called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens")
-    weights = f", linear layers' weights in {flags.quantization}" if flags.quantization != "none" else ""
-    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}")
+    quantization = load_config(prepared.folder).quantization
+    weights = f"; weights: {quantization.words}" if quantization is not None else ""
+    kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
+    notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
     if flags.device == "cuda":
         notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
@@ -50,7 +53,7 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         return f"torch, for {reason}", 0
-    packed = ModelCache().packed_weights(prepared.fingerprint)
+    packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
     return f"{isa.name} on the CPU", packed.stat().st_size if packed.exists() else 0
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.gpu.attention import fp8
+from pillion.kernels.gpu import fp8
 
 LARGEST = 448.0
 

@@ -17,11 +17,12 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
-from pillion.kernels.cpu.attention.kv_layout import pack_pool
+from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_attention
+from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows
 from tests.support.kernel_runner import batch_step, padded, stride
 
 LAYERS, LAYER = 2, 1
@@ -52,6 +53,20 @@ def text_of(text: int, length: int, group: int, head_dim: int) -> tuple[torch.Te
     drawn = torch.randn((length, KV_HEADS * (group + 2), head_dim), generator=generator)
     queries, pairs = drawn.split((KV_HEADS * group, KV_HEADS * 2), 1)
     return queries.unflatten(1, (KV_HEADS, group)), pairs.unflatten(1, (2, KV_HEADS))
+
+
+def packed(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """A plain pool in the layout and the type of ``shape``; in 8 bits, rows of NaN have NaN's codes and scales."""
+    if not shape.codes:
+        return pack_pool(pool.to(dtype_of(shape)))
+    codes, scales = quantize_rows(pool, shape.codes)
+    codes.view(torch.uint8)[~pool.isfinite()] = 0x7F
+    return pack_codes(codes, scales)
+
+
+def unpacked(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """The plain form of a pool."""
+    return dequantized(pool, shape.block_size, shape.codes) if shape.codes else unpack_pool(pool)
 
 
 @dataclass(frozen=True)
@@ -95,17 +110,17 @@ class AttentionCase:
         held = torch.full((KV_HEADS, rows.shape[1] + SPARE_ROWS, shape.group, shape.head_dim), torch.nan)
         held[:, : rows.shape[1]] = rows
         dtype = dtype_of(shape)
-        return cls(shape, batch, held.to(dtype), pack_pool(pool.to(dtype)))
+        return cls(shape, batch, held.to(dtype), packed(pool, shape))
 
     def run(
         self, runner: KernelRunner, plan: CpuAttentionPlan, *, window: int = 0, softcap: float = 0.0, threads: int = 3
     ) -> torch.Tensor:
         """attended [T, heads * head_dim] by the kernels."""
-        shape, size = self.shape, self.shape.element_bytes
+        shape = self.shape
         width = KV_HEADS * shape.group * shape.head_dim
         out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
         partials = torch.full((KV_HEADS, PARTIAL_ROWS, shape.sum_bytes // 4), torch.nan)
-        piece_bytes = shape.block_size * shape.head_dim * size
+        piece_bytes = shape.piece_bytes
         shared = {
             "out": out,
             "partials": partials,
@@ -137,5 +152,8 @@ class AttentionCase:
     def reference(self, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
-        pool, scale = self.pool, self.shape.head_dim**-0.5
-        return reference_attention(rows, pool, LAYER, self.batch, scale=scale, window=window, softcap=softcap)
+        shape = self.shape
+        return reference_attention(
+            rows, self.pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
+            codes=shape.codes, block_size=shape.block_size,
+        )  # fmt: skip

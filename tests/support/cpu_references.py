@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn.functional import gelu, silu
 
@@ -10,6 +12,7 @@ from pillion.kernels.cpu.products.gemm import GATED
 from pillion.kernels.cpu.products.packing import TILE_COLUMNS, PackedWeight, unpack
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.reference import RaggedBatch, paged_attention, write_kv
+from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
 
 
 def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -58,7 +61,8 @@ def reference_rotate(
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
     """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
-    [T, kv_heads, head_dim], of the model's type. tables: cosines, sines; norms: weights of queries, of keys."""
+    [T, kv_heads, head_dim], of the model's type; keys and values that become 8 bits are float32. tables: cosines,
+    sines; norms: weights of queries, of keys."""
     parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
     found = []
     for number, part in enumerate(parts[:2]):
@@ -71,7 +75,9 @@ def reference_rotate(
             low, high = turned.chunk(2, -1)
             turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
         found.append(turned)
-    return tuple(part.to(torch.bfloat16 if spec.bf16 else torch.float32) for part in (*found, parts[2]))
+    model = torch.bfloat16 if spec.bf16 else torch.float32
+    kept = torch.float32 if spec.codes else model
+    return found[0].to(model), found[1].to(kept), parts[2].to(kept)
 
 
 def reference_write(
@@ -82,13 +88,32 @@ def reference_write(
     """
     plain = unpack_pool(pool)
     write_kv(plain, layer, batch, keys, values)
-    block_size = plain.shape[4]
+    for slot, rows in _begun(batch, plain.shape[4]):
+        plain[slot, layer, 1, :, rows] = 0
+    return pack_pool(plain)
+
+
+def reference_write_codes(
+    pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor, kind: str, size: int
+) -> torch.Tensor:
+    """As :func:`reference_write` for a pool in 8 bits with blocks of ``size`` tokens; scales of V are 0 behind ends."""
+    codes, scales = unpack_codes(pool, size, kind)
+    as_bytes = codes.view(torch.uint8)
+    (key_codes, key_scales), (value_codes, value_scales) = (quantize_rows(part, kind) for part in (keys, values))
+    write_kv(as_bytes, layer, batch, key_codes.view(torch.uint8), value_codes.view(torch.uint8))
+    write_kv(scales, layer, batch, key_scales, value_scales)
+    for slot, rows in _begun(batch, size):
+        scales[slot, layer, 1, :, rows] = 0
+    return pack_codes(codes, scales)
+
+
+def _begun(batch: RaggedBatch, block_size: int) -> Iterator[tuple[int, slice]]:
+    """The blocks that this step has begun and not filled, and the rows behind their ends."""
     for seq, end in enumerate(batch.context_lens.tolist()):
         first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
         block, rest = divmod(end, block_size)
         if rest and first <= block * block_size:
-            plain[int(batch.block_tables[seq, block]), layer, 1, :, rest:] = 0
-    return pack_pool(plain)
+            yield int(batch.block_tables[seq, block]), slice(rest, None)
 
 
 def reference_gemm(
@@ -154,8 +179,11 @@ def reference_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    codes: str = "",
+    block_size: int = 0,
 ) -> torch.Tensor:
-    """The kernels' result by torch. queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim]."""
+    """The kernels' result by torch. queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim].
+    ``codes`` and ``block_size`` are those of a pool in 8 bits."""
     rows = queries.transpose(0, 1).flatten(1, 2)
-    pool = unpack_pool(packed_pool)
+    pool = dequantized(packed_pool, block_size, codes) if codes else unpack_pool(packed_pool)
     return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap).flatten(1)

@@ -6,7 +6,7 @@ from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
 
-from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, kv_layout
+from pillion.engine.backends.backend import LAYOUT_VERSION, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
@@ -44,8 +44,8 @@ def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = Fa
         dtype=prepared.dtype,
         memory=own_memory(DEVICE),
     )
-    inside, dtype = (FP8_LAYOUT_VERSION, FP8_E4M3) if fp8 else (LAYOUT_VERSION, "")
-    layout = kv_layout(prepared, block_size, inside, dtype)
+    inside, kv = (FP8_LAYOUT_VERSION, "fp8") if fp8 else (LAYOUT_VERSION, "auto")
+    layout = kv_layout(prepared, block_size, inside, kv)
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )

@@ -25,7 +25,7 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.kernels.cpu.attention.kv_layout import LAYOUT_VERSION
+from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
@@ -39,11 +39,13 @@ CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """A model with its kernels: everything that does not depend on threads and the KV pool."""
+    """A model with its kernels: everything that does not depend on threads and the KV pool. ``dtype`` is the type of
+    its rows; that of KV is in ``layout``."""
 
     config: ModelConfig
     isa: Isa
     layout: KVLayout
+    dtype: str
     max_model_len: int
     weights: CpuWeights
     plan: ModelPlan
@@ -56,6 +58,7 @@ def load_cpu_model(
     block_size: int,
     isa: Isa,
     *,
+    kv_cache_dtype: str = "auto",
     progress: Progress = lambda line: None,
     checked: bool | None = None,
     cache: ModelCache | None = None,
@@ -68,12 +71,13 @@ def load_cpu_model(
     checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
     cache = cache or ModelCache()
     config = load_config(prepared.folder)
-    layout = kv_layout(prepared, block_size, LAYOUT_VERSION)
+    version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
+    layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
     weights = load_cpu_weights(prepared, config, progress, cache)
-    plan = plan_model(config, weights, layout, prepared.max_model_len)
+    plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len)
     specs = [operation.spec for operation in plan.operations]
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)
-    return CpuModel(config, isa, layout, prepared.max_model_len, weights, plan, kernels, checked)
+    return CpuModel(config, isa, layout, prepared.dtype, prepared.max_model_len, weights, plan, kernels, checked)
 
 
 class CpuBackend(HostBackend):

@@ -17,10 +17,10 @@ computes the sampled rows alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
@@ -55,18 +55,20 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class OperationBuilder:
-    """Builds a model's operations. ``rows_of`` is "tokens", and "samples" behind the last layer's attention."""
+    """Builds a model's operations. ``rows_of`` is "tokens", and "samples" behind the last layer's attention. ``dtype``
+    is the model's type, which the KV of ``layout`` has, too, unless it has 8 bits."""
 
     config: ModelConfig
     weights: CpuWeights
     layout: KVLayout
+    dtype: str
     ropes: tuple[CosSin, ...]
     rows_of: str = "tokens"
 
     @property
     def bf16(self) -> bool:
         """Whether the model's type is bfloat16, not float32."""
-        return self.layout.dtype == "bfloat16"
+        return self.dtype == "bfloat16"
 
     @property
     def row_dtype(self) -> str:
@@ -168,9 +170,9 @@ class OperationBuilder:
         return Operation(NormAdd(self.rows_of), values, self.when)
 
 
-def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, max_model_len: int) -> ModelPlan:
-    builder = OperationBuilder(config, weights, layout, rope_tables(config, max_model_len))
-    sampled = OperationBuilder(config, weights, layout, builder.ropes, "samples")
+def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, max_model_len: int) -> ModelPlan:
+    builder = OperationBuilder(config, weights, layout, dtype, rope_tables(config, max_model_len))
+    sampled = replace(builder, rows_of="samples")
     operations = [_embed(builder)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
@@ -201,7 +203,7 @@ def _embed(builder: OperationBuilder) -> Operation:
         "hidden": builder.hidden,
         "width": config.hidden_size,
         "hidden_stride": builder.hidden.stride,
-        "scale": embedding_scale(config, MODEL_DTYPES[builder.layout.dtype]),
+        "scale": embedding_scale(config, MODEL_DTYPES[builder.dtype]),
     }
     return Operation(Embed(builder.bf16), values)
 
@@ -211,15 +213,17 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
     config, weights, layout = builder.config, builder.weights, builder.layout
     prefix, size = f"layers.{index}.", 2 if builder.bf16 else 4
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    piece_bytes = layout.block_size * head_dim * size
-    layer_offset, slot_bytes = index * 2 * kv_heads * piece_bytes, layout.block_bytes
+    shape = attention_shape(config, layout, builder.dtype)
+    layer_offset, slot_bytes = index * 2 * kv_heads * shape.piece_bytes, layout.block_bytes
     qkv = builder.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
     queries = builder.buffer("queries", heads * head_dim, builder.row_dtype)
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
     yield builder.norm(prefix + "attention_norm")
     yield builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
-    spec = RotateWrite(head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm)
+    spec = RotateWrite(
+        head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm, shape.codes
+    )
     yield Operation(
         spec,
         {
@@ -237,16 +241,20 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
         },
     )
     window = config.sliding_windows[index]
-    yield from attention_operations(builder, queries, head_stride, layer_offset, window, when)
+    yield from attention_operations(builder, shape, queries, head_stride, layer_offset, window, when)
 
 
 def attention_operations(
-    builder: OperationBuilder, queries: Buffer, head_stride: HeadStride, layer_offset: int, window: int, when: str
+    builder: OperationBuilder,
+    shape: AttentionShape,
+    queries: Buffer,
+    head_stride: HeadStride,
+    layer_offset: int,
+    window: int,
+    when: str,
 ) -> Iterator[Operation]:
     """The operations from queries to attended."""
     config, layout = builder.config, builder.layout
-    shape, bf16 = attention_shape(config, layout), builder.bf16
-    piece_bytes = layout.block_size * config.head_dim * (2 if bf16 else 4)
     # Partial sums [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
     partials = Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
     shared = {
@@ -263,8 +271,8 @@ def attention_operations(
         "head_stride": head_stride,
         "layer_offset": layer_offset,
         "slot_bytes": layout.block_bytes,
-        "piece_bytes": piece_bytes,
-        "value_offset": config.num_kv_heads * piece_bytes,
+        "piece_bytes": shape.piece_bytes,
+        "value_offset": config.num_kv_heads * shape.piece_bytes,
         "scale": config.attention_scale,
         "softcap": config.attention_softcap,
     }
@@ -272,10 +280,11 @@ def attention_operations(
     yield Operation(AttentionMerge(shape, window > 0), shared, "num_merges")
 
 
-def attention_shape(config: ModelConfig, layout: KVLayout) -> AttentionShape:
-    """The parameters of the model's attention kernels."""
+def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str) -> AttentionShape:
+    """The parameters of the attention kernels of a model of type ``dtype``."""
     group = config.num_heads // config.num_kv_heads
-    return AttentionShape(config.head_dim, group, layout.block_size, layout.dtype == "bfloat16")
+    codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
+    return AttentionShape(config.head_dim, group, layout.block_size, dtype == "bfloat16", codes)
 
 
 def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttentionPlanner:

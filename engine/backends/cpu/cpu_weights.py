@@ -8,7 +8,6 @@ large model needs the memory of one layer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 from torch.nn.functional import pad
 
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
-from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, write_packed
+from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
@@ -88,36 +87,13 @@ def load_cpu_weights(
 ) -> CpuWeights:
     """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
     cache = cache or ModelCache()
-    path = cache.packed_weights(prepared.fingerprint)
-    found = _mapped(path)
-    if found is None:
-        with cache.lock(progress):
-            found = _mapped(path)
-            if found is None:
-                _remove_older(path)
-                progress("packing weights for the CPU kernels")
-                kind = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
-                with write_packed(path) as writer:
-                    _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
-                found = CpuWeights(path)
-    return found
 
+    def pack(writer: PackedWriter) -> None:
+        progress("packing weights for the CPU kernels")
+        kind = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
+        _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
 
-def _mapped(path: Path) -> CpuWeights | None:
-    try:
-        return CpuWeights(path)
-    except OSError:
-        return None
-
-
-def _remove_older(path: Path) -> None:
-    """Removes this model's files of other packing versions, and drafts of packers that died. Needs the lock."""
-    model = path.name.split("-")[0]
-    for other in path.parent.glob(f"{model}-*"):
-        version = other.name.rpartition("-")[2]
-        if version != f"{PACKING_VERSION}.weights":
-            with contextlib.suppress(OSError):
-                other.unlink()
+    return packed_once(cache.packed_weights(prepared.fingerprint, "cpu"), CpuWeights, pack, cache, progress)
 
 
 def _pack(folder: Path, config: ModelConfig, dtype: torch.dtype, kind: str, writer: PackedWriter) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from pillion.engine.backends.backend import (
     FP8_E4M3,
-    FP8_SCALE_BYTES,
+    KV_SCALE_BYTES,
     BackendLost,
     DevicePool,
     KVLayout,
@@ -105,7 +105,7 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
     """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
     shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
     if layout.dtype == FP8_E4M3:
-        return pool.view(*shape, layout.block_size * (layout.head_dim + FP8_SCALE_BYTES))
+        return pool.view(*shape, layout.block_size * (layout.head_dim + KV_SCALE_BYTES))
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
@@ -194,6 +194,7 @@ class GpuBackend:
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind(scratch, eager=True)
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        self._model.compile_products()
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
             self.choose(self._forward(bound, batch), _one_row(self.vocab_size, drawn=drawn)).wait()

@@ -14,7 +14,7 @@ import time
 import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
-from pillion.engine.backends.backend import FP8_E4M3, LAYOUT_VERSION, KVLayout, kv_layout
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.devices import interpreted
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
@@ -23,6 +23,7 @@ from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, loa
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
+from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kvstore.client.attachment import share_region
@@ -39,10 +40,8 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
     began_s = time.monotonic()
     device = torch.device("cpu" if interpreted() else "cuda:0")
     config = load_config(prepared.folder)
-    fp8 = flags.kv_cache_dtype == "fp8"
-    layout = kv_layout(
-        prepared, flags.block_size, FP8_LAYOUT_VERSION if fp8 else LAYOUT_VERSION, FP8_E4M3 if fp8 else ""
-    )
+    inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
+    layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
     weights = load_gpu_weights(
         prepared.folder,
@@ -54,12 +53,14 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         progress=progress,
     )
     limits = limits_of(flags, prepared)
+    # Beside the rows that are sampled, a step may score the tokens of prompts.
+    scored = scored_rows(prepared.vocab_size) if limits.max_samples else 0
     model = GpuModel(
         weights,
         prepared.max_model_len,
         limits.max_tokens,
         MAX_ANSWERS * limits.max_tokens,
-        max_samples=limits.max_samples,
+        max_samples=limits.max_samples + scored,
     )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")

@@ -6,12 +6,15 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
-Brackets enclose what one kernel does. The products are cuBLAS's, through torch. Nothing here synchronises, and nothing
-but the logits is allocated, so that a step can be captured as a CUDA graph. The exception is a mixture of experts,
-whose group sizes only the device knows (``capturable``).
+Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
+few bits are our kernels'. Nothing here synchronises, and nothing but the logits is allocated, so that a step can be
+captured as a CUDA graph. The exception is a mixture of experts, whose group sizes only the device knows
+(``capturable``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -21,10 +24,14 @@ from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
+from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 from pillion.kernels.torch.torch_linear import Linear
+
+GpuMatrix = torch.Tensor | PackedMatrix
 
 
 class _Layer:
@@ -34,14 +41,33 @@ class _Layer:
         def get(name: str) -> torch.Tensor | None:
             return weights.get(f"layers.{index}.{name}")
 
+        def matrix(name: str) -> GpuMatrix | None:
+            return weights.matrix(f"layers.{index}.{name}")
+
         self.attention_norm, self.attention_post_norm = get("attention_norm"), get("attention_post_norm")
-        self.qkv, self.qkv_bias = weights[f"layers.{index}.qkv.weight"], get("qkv.bias")
+        self.qkv, self.qkv_bias = matrix("qkv"), get("qkv.bias")
         self.qk_norm, self.q_norm, self.k_norm = get("qk_norm"), get("q_norm"), get("k_norm")
-        self.o, self.o_bias = weights[f"layers.{index}.o.weight"], get("o.bias")
+        self.o, self.o_bias = matrix("o"), get("o.bias")
         self.mlp_norm, self.mlp_post_norm = get("mlp_norm"), get("mlp_post_norm")
-        self.gate_up, self.gate_up_bias = get("mlp.gate_up.weight"), get("mlp.gate_up.bias")
-        self.down, self.down_bias = get("mlp.down.weight"), get("mlp.down.bias")
-        self.experts = _experts(weights, get("router"), get("experts.gate_up"), get("experts.down"))
+        self.gate_up, self.gate_up_bias = matrix("mlp.gate_up"), get("mlp.gate_up.bias")
+        self.down, self.down_bias = matrix("mlp.down"), get("mlp.down.bias")
+        self.router = get("router")
+        self.experts_up, self.experts_down = _each(matrix("experts.gate_up")), _each(matrix("experts.down"))
+        # Made when the products' workspace is there.
+        self.experts: MoeWeights | None = None
+
+    def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
+        """Yields the matrices in few bits, and their biases."""
+        linears = [
+            (self.qkv, self.qkv_bias),
+            (self.o, self.o_bias),
+            (self.gate_up, self.gate_up_bias),
+            (self.down, self.down_bias),
+            *((each, None) for each in (*self.experts_up, *self.experts_down)),
+        ]
+        for matrix, bias in linears:
+            if isinstance(matrix, PackedMatrix):
+                yield matrix, bias
 
 
 class GpuModel:
@@ -62,6 +88,13 @@ class GpuModel:
         self.capturable = config.moe is None
         self.weights = weights
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
+        # Matrices in few bits, their biases, and the type of their products.
+        self._packed = [(*each, dtype) for layer in self.layers for each in layer.packed()]
+        if isinstance(weights.head, PackedMatrix):
+            self._packed.append((weights.head, None, torch.float32))
+        self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
+        for layer in self.layers:
+            layer.experts = self._experts(layer)
         # Rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
@@ -79,6 +112,42 @@ class GpuModel:
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.head_dim)
         inner = max(config.intermediate_size, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)
+
+    def product(
+        self, rows: torch.Tensor, weight: GpuMatrix | None, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiplies rows [T, in] by weight [out, in] into ``out`` [T, out]."""
+        assert weight is not None
+        if isinstance(weight, PackedMatrix):
+            return self._quantized(rows, weight, bias, out)
+        if bias is None:
+            return torch.mm(rows, weight.T, out=out)
+        return torch.addmm(bias, rows, weight.T, out=out)
+
+    def compile_products(self) -> None:
+        """Compiles the kernels of products by matrices in few bits for every number of rows."""
+        compiled = set()
+        for matrix, bias, dtype in self._packed:
+            key = (matrix.kind, *matrix.parts, bias is None, dtype)
+            if key not in compiled:
+                compiled.add(key)
+                self._quantized.compile(matrix, bias, dtype)
+
+    def _experts(self, layer: _Layer) -> MoeWeights | None:
+        """The mixture of experts of a layer, None where it has one MLP."""
+        config, router = self.config, layer.router
+        if config.moe is None or router is None:
+            return None
+        act = GATED[config.activation]
+        ups, downs = (
+            [_ExpertLinear(self, matrix) for matrix in matrices] for matrices in (layer.experts_up, layer.experts_down)
+        )
+        return MoeWeights(
+            router=router,
+            experts=tuple(GatedMLP(up, down, act) for up, down in zip(ups, downs, strict=True)),
+            experts_per_token=config.moe.experts_per_token,
+            normalize=config.moe.normalize,
+        )
 
 
 class GpuDecoder:
@@ -114,7 +183,7 @@ class GpuDecoder:
             if last:
                 wanted = record.sample_rows[: shape.samples]
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-            found = _product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
+            found = model.product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
             normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
             found = self._mlp(layer, normed)
             following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
@@ -125,7 +194,7 @@ class GpuDecoder:
         """normed [T, hidden] -> projections [T, ...] with queries normed and rotated; writes the layer's KV."""
         model, record, config = self._model, self._record, self._model.config
         tokens = len(normed)
-        qkv = _product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
+        qkv = model.product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
         eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
@@ -164,14 +233,12 @@ class GpuDecoder:
         model, count = self._model, len(normed)
         if layer.experts is not None:
             return layer.experts(normed)
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        inner = len(layer.gate_up) // 2
+        inner = self._model.config.intermediate_size
         both = model.gate_up.view(-1)[: count * 2 * inner].view(count, 2 * inner)
-        _product(normed, layer.gate_up, layer.gate_up_bias, both)
+        model.product(normed, layer.gate_up, layer.gate_up_bias, both)
         out = model.inner.view(-1)[: count * inner].view(count, inner)
         gated(both, out, model.config.activation)
-        return _product(out, layer.down, layer.down_bias, model.found[:count])
+        return model.product(out, layer.down, layer.down_bias, model.found[:count])
 
     def _normed(self, residual: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Norms the residual stream; models without a norm there use the stream itself."""
@@ -202,37 +269,39 @@ class GpuDecoder:
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         model, config, rows = self._model, self._model.config, len(normed)
-        if rows <= len(model.logits):
-            found, logits = model.head[:rows], model.logits[:rows]
-            torch.mm(normed, model.weights.head.T, out=found)
+        head, fits = model.weights.head, rows <= len(model.logits)
+        if isinstance(head, PackedMatrix):
+            logits = model.logits[:rows] if fits else torch.empty(rows, config.vocab_size, device=model.device)
+            model.product(normed, head, None, logits)
+        elif fits:
+            logits, found = model.logits[:rows], model.head[:rows]
+            torch.mm(normed, head.T, out=found)
             if model.dtype != torch.float32:
                 logits.copy_(found)
         else:
-            logits = (normed @ model.weights.head.T).float()
+            logits = (normed @ head.T).float()
         if config.logit_divisor != 1.0:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Multiplies rows [T, in] by weight [out, in] into ``out`` [T, out]."""
-    if bias is None:
-        return torch.mm(rows, weight.T, out=out)
-    return torch.addmm(bias, rows, weight.T, out=out)
+class _ExpertLinear(Linear):
+    """A matrix of one expert, whose products allocate their results."""
+
+    def __init__(self, model: GpuModel, matrix: GpuMatrix) -> None:
+        self._model, self._matrix = model, matrix
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        matrix = self._matrix
+        outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
+        return self._model.product(rows, matrix, None, rows.new_empty(len(rows), outputs))
 
 
-def _experts(
-    weights: GpuWeights, router: torch.Tensor | None, gate_up: torch.Tensor | None, down: torch.Tensor | None
-) -> MoeWeights | None:
-    moe = weights.config.moe
-    if moe is None or router is None or gate_up is None or down is None:
-        return None
-    act = GATED[weights.config.activation]
-    return MoeWeights(
-        router=router,
-        experts=tuple(
-            GatedMLP(Linear.plain(up), Linear.plain(back), act) for up, back in zip(gate_up, down, strict=True)
-        ),
-        experts_per_token=moe.experts_per_token,
-        normalize=moe.normalize,
-    )
+def _each(stacked: GpuMatrix | None) -> list[GpuMatrix]:
+    """The matrices of a layer's experts."""
+    if stacked is None:
+        return []
+    if isinstance(stacked, torch.Tensor):
+        return list(stacked)
+    every = [dict(zip(stacked.parts, each, strict=True)) for each in zip(*stacked.parts.values(), strict=True)]
+    return [PackedMatrix(stacked.kind, **parts) for parts in every]

@@ -1,10 +1,12 @@
 """Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
-    plan_weights --size--> memory (a region shared through the KV node) --cut--> GpuWeights
-                                     '-- the worker that must fill it copies the checkpoint in, layer by layer
+    plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
+                        '-- the worker that must fill it copies the checkpoint in, layer by layer
 
-The plan depends on the config and on the names of a checkpoint's tensors but not on their values, so a second worker of
-a GPU reads no weights at all. The plan's digest is part of the region's key, so versions of this file share nothing.
+The plan of a plain checkpoint depends on the config and on the names of its tensors. Matrices in few bits stay so, and
+what a format makes of them may depend on their values: such a checkpoint is packed once into a file of the models'
+cache, whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the
+region's key, so versions of this file share nothing.
 """
 
 from __future__ import annotations
@@ -12,23 +14,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layers import MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.kernels.torch.quantized_matrix import Matrix, plain
+from pillion.errors import ConfigError
+from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix, can_pack, pack
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
 ALIGN_BYTES = 256
+# The fields of a PackedKind, as numbers of a packed file.
+_KIND_NUMBERS = ("coding", "outputs", "inputs", "group")
 _NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "qk_norm", "q_norm", "k_norm")
 # Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
@@ -49,15 +58,21 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them."""
+    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
+
+    ``kinds`` has the matrices in few bits by name, whose tensors are NAME.words, NAME.scales...; ``plain`` ones are the
+    tensor NAME.weight, or NAME for experts and the head.
+    """
 
     places: dict[str, WeightPlace]
     nbytes: int
+    kinds: dict[str, PackedKind] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Returns the hexadecimal SHA-256 of names, shapes, types and offsets."""
+        """Returns the hexadecimal SHA-256 of names, shapes, types, offsets and kinds."""
         described = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
-        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        kinds = [[name, *astuple(kind)] for name, kind in self.kinds.items()]
+        return hashlib.sha256(json.dumps([described, kinds]).encode()).hexdigest()
 
 
 class GpuWeights(dict[str, torch.Tensor]):
@@ -72,26 +87,35 @@ class GpuWeights(dict[str, torch.Tensor]):
         for name, place in plan.places.items():
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
+    def matrix(self, name: str) -> torch.Tensor | PackedMatrix | None:
+        """Returns the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a
+        layer's experts; None where the model does not have it."""
+        kind = self.plan.kinds.get(name)
+        if kind is None:
+            return self.get(f"{name}.weight", self.get(name))
+        offsets, order = self.get(f"{name}.offsets"), self.get(f"{name}.order")
+        return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], offsets, order)
+
     @property
-    def head(self) -> torch.Tensor:
+    def head(self) -> torch.Tensor | PackedMatrix:
         """The output projection [vocab, hidden]: the embedding if the model ties the two."""
-        return self.get("lm_head", self["embedding"])
+        head = self.matrix("lm_head")
+        return self["embedding"] if head is None else head
 
     @property
     def norm_is_wide(self) -> bool:
         """Whether the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
         return self.config.norm != "plain"
 
-    def fill(self, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
-        """Copies a checkpoint into the memory. Raises ConfigError for tensors that are missing or misshapen."""
-        with open_checkpoint(folder, self.config) as checkpoint, torch.inference_mode():
-            left = set(self)
-            for name, tensor in _tensors_of(checkpoint, self.config, dtype):
-                self[name].copy_(tensor)
-                left.remove(name)
-                if name.endswith("qkv.weight"):
-                    progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
-            assert not left, left
+    def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
+        """Copies all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
+        left = set(self)
+        for name, tensor in tensors:
+            self[name].copy_(tensor)
+            left.remove(name)
+            if name.endswith((".qkv.weight", ".qkv.words")):
+                progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
+        assert not left, left
 
     def fill_dummy(self, seed: int = 0) -> None:
         """Fills in random numbers for measurements, with a spread that keeps activations finite."""
@@ -103,6 +127,26 @@ class GpuWeights(dict[str, torch.Tensor]):
                     tensor.fill_(1.0)
                 else:
                     tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)
+
+
+class GpuPackedFile(PackedFile):
+    """The tensors of a checkpoint with matrices in few bits, packed for the GPU, and their plan."""
+
+    # A worker that finds the region filled needs the header alone.
+    read_ahead = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        names = sorted({name.rpartition(".")[0] for name in self.numbers})
+        try:
+            kinds = {name: PackedKind(*(self._kind(name, key) for key in _KIND_NUMBERS)) for name in names}
+        except LookupError as error:
+            raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
+        self.plan = _planned(self.tensors.items(), kinds)
+
+    def _kind(self, name: str, key: str) -> Any:
+        number = self.numbers[f"{name}.{key}"]
+        return tuple(BITS)[number] if key == "coding" else number
 
 
 class _ShapesOnly:
@@ -124,18 +168,23 @@ class _ShapesOnly:
 
 
 def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
-    """Plans a model's memory. ``separate_head``: whether the output projection is another than the embedding."""
+    """Plans the memory of a plain model. ``separate_head``: whether the output projection is not the embedding."""
     config = replace(config, tie_word_embeddings=not separate_head)
+    named = _named_tensors(_ShapesOnly(config), config, dtype)
+    return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
+
+
+def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, PackedKind]) -> WeightPlan:
     places: dict[str, WeightPlace] = {}
     end = 0
-    for name, tensor in _tensors_of(_ShapesOnly(config), config, dtype):
+    for name, tensor in tensors:
         places[name] = WeightPlace(tuple(tensor.shape), tensor.dtype, end)
         end += -(-places[name].nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return WeightPlan(places, end)
+    return WeightPlan(places, end, kinds)
 
 
 def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
-    """Plans a checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
+    """Plans a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
@@ -144,32 +193,53 @@ def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weight
     return plan_weights(config, dtype, separate_head=separate)
 
 
+def pack_folder(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, fingerprint: str, progress: Progress
+) -> GpuPackedFile:
+    """Maps the packed file of a checkpoint with matrices in few bits, packed here the first time. Raises ConfigError
+    for a checkpoint that does not fit."""
+
+    def write(writer: PackedWriter) -> None:
+        progress("packing weights for the GPU")
+        with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
+            for name, value in _named_tensors(checkpoint, config, dtype):
+                if isinstance(value, torch.Tensor):
+                    writer.tensor(name, value)
+                    continue
+                for part, tensor in value.parts.items():
+                    writer.tensor(f"{name}.{part}", tensor)
+                kind = value.kind
+                numbers = (tuple(BITS).index(kind.coding), kind.outputs, kind.inputs, kind.group)
+                for key, number in zip(_KIND_NUMBERS, numbers, strict=True):
+                    writer.number(f"{name}.{key}", number)
+
+    cache = ModelCache()
+    path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}")
+    return packed_once(path, GpuPackedFile, write, cache, progress)
+
+
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
     """Returns the hexadecimal key of a region with these weights: workers with equal keys share the region."""
     return hashlib.sha256(f"pillion weights {fingerprint} {dtype} {plan.digest()}".encode()).hexdigest()
 
 
-def _tensors_of(
+def _named_tensors(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and tensors layer by layer, so that little memory is held at a time."""
-
-    def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        return Linear.plain(plain(weight, dtype), bias)
-
+) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
+    """Yields names and weights layer by layer, so that little memory is held at a time."""
     embedding = checkpoint.take("embedding", dtype)
     yield "embedding", embedding
     head = load_head(checkpoint, config, dtype, embedding)
     for index in range(config.num_layers):
-        layer = load_layer(checkpoint, config, dtype, index, linear)
-        for name, tensor in _layer_tensors(layer):
+        layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
+        for name, tensor in _layer_tensors(layer, dtype):
             yield f"layers.{index}.{name}", tensor
     yield "final_norm", load_final_norm(checkpoint, config, dtype).weight
     if head is not embedding:
-        yield "lm_head", plain(head, dtype)
+        yield "lm_head", _stored(head, dtype)
 
 
-def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
+def _layer_tensors(layer: LayerWeights, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
     for name in _NORMS:
         norm: RmsNorm | None = getattr(layer, name)
         if norm is not None:
@@ -177,23 +247,30 @@ def _layer_tensors(layer: LayerWeights) -> Iterator[tuple[str, torch.Tensor]]:
     linears: list[tuple[str, Linear]] = [("qkv", layer.qkv), ("o", layer.o)]
     if isinstance(layer.mlp, MoeWeights):
         yield "router", layer.mlp.router
-        yield "experts.gate_up", _stacked([expert.gate_up for expert in layer.mlp.experts])
-        yield "experts.down", _stacked([expert.down for expert in layer.mlp.experts])
+        yield "experts.gate_up", _stacked([expert.gate_up.weight for expert in layer.mlp.experts], dtype)
+        yield "experts.down", _stacked([expert.down.weight for expert in layer.mlp.experts], dtype)
     else:
         linears += [("mlp.gate_up", layer.mlp.gate_up), ("mlp.down", layer.mlp.down)]
     for name, linear in linears:
-        yield f"{name}.weight", _plain_weight(linear)
+        weight = _stored(linear.weight, dtype)
+        yield (f"{name}.weight" if isinstance(weight, torch.Tensor) else name), weight
         if linear.bias is not None:
             yield f"{name}.bias", linear.bias
 
 
-def _stacked(linears: list[Linear]) -> torch.Tensor:
-    return torch.stack([_plain_weight(linear) for linear in linears])
+def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
+    """A matrix as it is kept: in few bits where kernels multiply by it, else in floating point."""
+    return pack(matrix) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
-def _plain_weight(linear: Linear) -> torch.Tensor:
-    assert isinstance(linear.weight, torch.Tensor)
-    return linear.weight
+def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
+    """The matrices of all experts: in few bits where all of them are of one kind."""
+    found = [_stored(matrix, dtype) for matrix in matrices]
+    packed = [each for each in found if isinstance(each, PackedMatrix)]
+    if len(packed) < len(found) or len({(each.kind, *each.parts) for each in packed}) > 1:
+        return torch.stack([plain(matrix, dtype) for matrix in matrices])
+    parts = {name: torch.stack([each.parts[name] for each in packed]) for name in packed[0].parts}
+    return PackedMatrix(packed[0].kind, **parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +306,26 @@ def load_gpu_weights(
     """Loads the weights of a prepared folder, or random ones (``dummy``), into memory from ``memory``. Raises
     ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
-    plan = (
-        plan_weights(config, kind, separate_head=not config.tie_word_embeddings)
-        if dummy
-        else plan_folder(folder, config, kind)
-    )
+    packed = None
+    if dummy:
+        plan = plan_weights(config, kind, separate_head=not config.tie_word_embeddings)
+    elif config.quantization:
+        packed = pack_folder(folder, config, kind, fingerprint, progress)
+        plan = packed.plan
+    else:
+        plan = plan_folder(folder, config, kind)
     given = memory(weights_key(fingerprint, dtype, plan), plan.nbytes)
     weights = GpuWeights(config, plan, given.memory, kind)
     weights.close = given.close
     if given.must_fill:
         if dummy:
             weights.fill_dummy()
+        elif packed is not None:
+            weights.fill(packed.tensors.items(), progress)
         else:
-            weights.fill(folder, kind, progress)
+            with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
+                named = _named_tensors(checkpoint, config, kind)
+                weights.fill(((name, each) for name, each in named if isinstance(each, torch.Tensor)), progress)
         if given.memory.is_cuda:
             # Another process may read the weights as soon as they are reported as filled.
             torch.cuda.synchronize(given.memory.device)

@@ -13,6 +13,7 @@ from pillion.engine.checkpoints.formats.layout import (
     Get,
     Headers,
     Part,
+    even,
     finite,
     from_unsigned,
     groups_of,
@@ -54,21 +55,18 @@ class PackedLayout:
         (rows, columns), bits = shape, scheme.bits
         codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
-        order = zeros = None
-        try:
-            groups = get(f"{name}_g_idx")
-            # Where no order was chosen, all of them are -1.
-            order = None if bool((groups == -1).all()) else input_order(f"{name}_g_idx", groups, scales.shape[1])
-        except KeyError:
-            pass
-        try:
-            found = get(f"{name}_zero_point")
-            zeros = _shifted(f"{name}_zero_point", found, bits) if found.dtype == torch.int8 else None
-            zeros = unpack(found.t(), bits)[:, :rows].t() if zeros is None else zeros
-        except KeyError:
-            pass
-        if order is not None:
-            codes = codes[:, order]
+        groups, zeros = _found(f"{name}_g_idx", get), _found(f"{name}_zero_point", get)
+        order = None
+        # Where no order was chosen, all groups are -1.
+        if groups is not None and not bool((groups == -1).all()):
+            order = input_order(f"{name}_g_idx", groups, scales.shape[1])
+            codes = codes if order is None else codes[:, order]
+        if zeros is not None:
+            old = zeros.dtype == torch.int8
+            zeros = _shifted(f"{name}_zero_point", zeros, bits) if old else unpack(zeros.t(), bits)[:, :rows].t()
+            if scheme.symmetric:
+                even(f"{name}_zero_point", zeros, 2 ** (bits - 1))
+                zeros = None
         return from_unsigned(codes.contiguous(), bits, scales, zeros, scheme.group, order)
 
 
@@ -97,22 +95,32 @@ class CodesLayout:
         coding = "fp8_e4m3" if fp8 else "int8"
         if fp8 and bool(codes.float().isnan().any()):
             raise ConfigError(f"{name} holds NaN")
-        try:
-            scales = _scales(f"{name}_scale_inv", get, shape, scheme, largest(coding))
-        except KeyError:
-            scales = _scales(f"{name}_scale", get, shape, scheme, 2 * largest(coding))
-        group = scheme.group or shape[1]
-        try:
-            zeros = _spread(get(f"{name}_zero_point"), shape, scheme)
-        except KeyError:
+        scale = f"{name}_scale_inv" if _found(f"{name}_scale_inv", get) is not None else f"{name}_scale"
+        scales = _scales(scale, get, shape, scheme, 2 * largest(coding))
+        zeros = _found(f"{name}_zero_point", get)
+        if zeros is not None and scheme.symmetric:
+            even(f"{name}_zero_point", zeros, 0)
             zeros = None
+        if zeros is not None:
+            zeros = _spread(zeros, shape, scheme)
         if scheme.bits == 4:
             shifted = None if zeros is None else _shifted(f"{name}_zero_point", zeros, 4)
             return from_unsigned(_shifted(name, codes, 4), 4, scales, shifted, scheme.group)
-        offsets = None if zeros is None or not bool(zeros.any()) else -scales * zeros.float()
         return QuantizedMatrix(
-            coding=coding, codes=codes.view(torch.uint8), scales=scales, group=group, offsets=offsets
+            coding=coding,
+            codes=codes.view(torch.uint8),
+            scales=scales,
+            group=scheme.group or shape[1],
+            offsets=None if zeros is None else -scales * zeros.float(),
         )
+
+
+def _found(name: str, get: Get) -> torch.Tensor | None:
+    """A tensor that may be missing."""
+    try:
+        return get(name)
+    except KeyError:
+        return None
 
 
 def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:

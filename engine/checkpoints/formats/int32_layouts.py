@@ -11,6 +11,7 @@ from pillion.engine.checkpoints.formats.layout import (
     Get,
     Headers,
     Part,
+    even,
     finite,
     from_unsigned,
     groups_of,
@@ -84,13 +85,15 @@ class GptqLayout:
         codes = unpack(get(f"{module}.qweight").t(), bits)
         zeros = unpack(get(f"{module}.qzeros"), bits).t()
         zeros = (zeros + self._zeros_less_by) & (2**bits - 1)
+        if scheme.symmetric:
+            even(f"{module}.qzeros", zeros, 2 ** (bits - 1))
         try:
             order = input_order(f"{module}.g_idx", get(f"{module}.g_idx"), scales.shape[1])
         except KeyError:
             order = None
         if order is not None:
             codes = codes[:, order]
-        return from_unsigned(codes, bits, scales, zeros, scheme.group, order)
+        return from_unsigned(codes, bits, scales, None if scheme.symmetric else zeros, scheme.group, order)
 
 
 def input_order(name: str, groups: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -100,19 +100,21 @@ def from_unsigned(
         scales: float32 [N, G].
         zeros: uint8 [N, G], or None where all are half of the codes.
     """
-    half = 1 << (bits - 1)
-    shifted = zeros is not None and not bool((zeros == half).all())
-    middle = half if bits == 8 else 0
-    coding = "int8" if bits == 8 else "uint4" if shifted else "int4"
-    offsets = -scales * (zeros.float() - middle) if shifted and zeros is not None else None
+    middle = 1 << (bits - 1) if bits == 8 else 0
     return QuantizedMatrix(
-        coding=coding,
+        coding="int8" if bits == 8 else "int4" if zeros is None else "uint4",
         codes=codes ^ 128 if bits == 8 else codes,
         scales=scales,
         group=group or codes.shape[1],
-        offsets=offsets,
+        offsets=None if zeros is None else -scales * (zeros.float() - middle),
         order=order,
     )
+
+
+def even(name: str, zeros: torch.Tensor, middle: int) -> None:
+    """Raises ConfigError for zero points of a symmetric matrix that are not all in the middle of its codes."""
+    if not bool((zeros == middle).all()):
+        raise ConfigError(f"{name} holds zero points other than {middle}, though quantization_config says symmetric")
 
 
 def largest(coding: str) -> float:

@@ -5,8 +5,10 @@
     weighted  A[r, c] = sum over t of P[r, t] * V[t, c]               accumulators: rows x columns
     fold      two partitions' (m, l, A) of a row become one
 
-A *line* is 64 bytes of the pool: 16 pairs of bfloat16, or 16 float32 (:mod:`pillion.kernels.cpu.attention.kv_layout`).
-Both products walk over lines and multiply each with the values of a row that belong to it (a *step*). Every sum is one
+A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
+(:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
+its key's scale, and a weight by its value's, once the sum of weights has it. Both products walk over lines and multiply
+each with the values of a row that belong to it (a *step*). Every sum is one
 chain of additions in rising order, so a row's bits do not depend on the rows beside it.
 """
 
@@ -16,7 +18,8 @@ import math
 from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
-from pillion.kernels.cpu.attention.kv_layout import group_bytes
+from pillion.kernels.cpu.attention.eight_bits import FLOAT_FACTORS, widen_to_floats, widen_to_pairs
+from pillion.kernels.cpu.attention.kv_layout import group_bytes, line_values, lines_bytes
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, KernelVariable, Pairs, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 
@@ -41,28 +44,46 @@ class AttentionShape:
         head_dim: values of a head, a multiple of 16.
         group: query heads of a KV head.
         block_size: tokens of a block, a multiple of 16.
-        bf16: whether queries, keys, values and results are bfloat16, not float32.
+        bf16: whether queries and results, and keys and values of the model's type, are bfloat16, not float32.
+        codes: the type of keys and values in 8 bits, "fp8_e4m3" or "int8"; "" for the model's type.
     """
 
     head_dim: int
     group: int
     block_size: int
     bf16: bool
+    codes: str = ""
 
     @property
     def name(self) -> str:
         """A name with every parameter, for the names of kernels."""
-        return f"{self.head_dim}x{self.group}_{self.block_size}_{'bf16' if self.bf16 else 'f32'}"
+        model = "bf16" if self.bf16 else "f32"
+        return "_".join(filter(None, (f"{self.head_dim}x{self.group}_{self.block_size}_{model}", self.codes)))
+
+    @property
+    def kind(self) -> str:
+        """The type of keys and values."""
+        return self.codes or ("bfloat16" if self.bf16 else "float32")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a value of queries, keys, values and results."""
+        """Bytes of a value of queries and results."""
         return 2 if self.bf16 else 4
 
     @property
+    def lines_bytes(self) -> int:
+        """Bytes of 16 tokens' lines in K, and in V."""
+        return lines_bytes(self.head_dim, self.kind)
+
+    @property
     def group_bytes(self) -> int:
-        """Bytes of 16 tokens in K, and in V."""
-        return group_bytes(self.head_dim, self.bf16)
+        """Bytes of 16 tokens in K, and in V: their lines, and their scales where they have any."""
+        return group_bytes(self.head_dim, self.kind)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a block's K, or V, of one KV head in one layer."""
+        return self.block_size // LANES * self.group_bytes
 
     @property
     def sum_bytes(self) -> int:
@@ -77,27 +98,37 @@ class PoolLines:
     loaded, and rows are kept in float32.
     """
 
-    def __init__(self, k: Kernel, bf16: bool) -> None:
+    def __init__(self, k: Kernel, shape: AttentionShape) -> None:
         self._k = k
-        self._pairs_in_pool = bf16
-        self.bf16_rows = bf16 and k.isa.bf16_dot != ""
+        self._shape = shape
+        self.bf16_rows = shape.bf16 and k.isa.bf16_dot != ""
+        self.scaled = shape.codes != ""
         # How many bytes of a row belong to a line.
-        self.step_bytes = 8 if bf16 and not self.bf16_rows else 4
+        self.step_bytes = line_values(shape.kind) * (2 if self.bf16_rows else 4)
 
     def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """Loads a line: its pairs, or their first and their second values, or its float32 values."""
-        k = self._k
-        if not self._pairs_in_pool:
+        """Loads a line: the pairs of its lanes, or vectors of their first, second ... values."""
+        k, codes = self._k, self._shape.codes
+        if codes:
+            return widen_to_pairs(k, ptr, codes) if self.bf16_rows else widen_to_floats(k, ptr, codes)
+        if not self._shape.bf16:
             return (k.load(ptr),)
         pairs = k.load_pairs(ptr)
         return (pairs,) if self.bf16_rows else (k.low(pairs), k.high(pairs))
 
+    def scales(self, group: Ptr) -> Vec:
+        """Loads the factors by which the tokens' codes of a group must be multiplied."""
+        scales = self._k.load(group + self._shape.lines_bytes)
+        factor = 1.0 if self.bf16_rows else FLOAT_FACTORS[self._shape.codes]
+        return scales if factor == 1.0 else scales * factor
+
     def spread(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """Loads a row's values for one step, each into all lanes."""
+        """Loads a row's values for one step, each (or each pair) into all lanes."""
         k = self._k
-        if self.bf16_rows:
-            return (k.broadcast_pair(ptr),)
-        return tuple(k.broadcast(ptr + at) for at in range(0, self.step_bytes, 4))
+        return tuple(
+            k.broadcast_pair(ptr + at) if self.bf16_rows else k.broadcast(ptr + at)
+            for at in range(0, self.step_bytes, 4)
+        )
 
     def add(self, total: KernelVariable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
         """Appends total += line * row."""
@@ -148,13 +179,17 @@ def emit_scores(
     Scores behind the last group are computed too, and never read.
     """
     k = groups.pool.k
-    steps = shape.group_bytes // VECTOR_BYTES
+    steps = shape.lines_bytes // VECTOR_BYTES
     query_bytes = steps * lines.step_bytes
     # An iteration of the inner loop reads as many lines as there are groups to prefetch.
     unrolled = AHEAD_GROUPS // side
     with k.range(groups.count, step=side) as index:
         bases = [groups.at(index + i) for i in range(side)]
         ahead = _ahead(shape, groups, k.int(0), index, AHEAD_GROUPS)
+        if lines.scaled:
+            for i in range(side):
+                k.prefetch(groups.at(index + (AHEAD_GROUPS + i)) + shape.lines_bytes)
+                k.prefetch(groups.at(groups.count + index + i) + shape.lines_bytes)
         sums = [[k.variable(k.vector(0.0)) for _ in bases] for _ in range(row_count)]
         with k.range(steps, step=unrolled) as first:
             for ptr in ahead:
@@ -166,9 +201,11 @@ def emit_scores(
                     query = lines.spread(at + (u * lines.step_bytes + r * query_bytes))
                     for total, key in zip(sums[r], keys, strict=True):
                         lines.add(total, key, query)
-        for r in range(row_count):
-            for i, total in enumerate(sums[r]):
-                k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), total.value)
+        for i, base in enumerate(bases):
+            scales = lines.scales(base) if lines.scaled else None
+            for r in range(row_count):
+                score = sums[r][i].value if scales is None else sums[r][i].value * scales
+                k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), score)
 
 
 def _ahead(shape: AttentionShape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
@@ -177,7 +214,7 @@ def _ahead(shape: AttentionShape, groups: Groups, begin: Int, index: Int, side: 
     """
     part = index % side
     first = begin + index - part + side
-    return [groups.at(first + i) + part * (shape.group_bytes // side) for i in range(side)]
+    return [groups.at(first + i) + part * (shape.lines_bytes // side) for i in range(side)]
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
@@ -192,7 +229,10 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 def emit_weights(
     lines: PoolLines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
 ) -> None:
-    """Turns a row's scores into its weights, in the same place, and stores its m and l. ``factor`` None means 1."""
+    """Turns a row's scores into its weights, in the same place, and stores its m and l. ``factor`` None means 1.
+
+    Weights of codes are multiplied by the scales of V.
+    """
     k = scores.k
     best = _emit_masked_maximum(groups, visibility, scores)
     top = k.larger(k.maximum(best.value), LEAST_MAXIMUM)
@@ -206,6 +246,8 @@ def emit_weights(
         score = k.load(scores + index * VECTOR_BYTES)
         weight = k.exp2(score + below if factor is None else k.fma(score, factor, below))
         sums.value = sums.value + weight
+        if lines.scaled:
+            weight = weight * lines.scales(groups.at(groups.count + index))
         k.store_float(scores + index * weight_bytes, weight, lines.bf16_rows)
     k.store(total, k.sum(sums.value))
 
@@ -262,7 +304,7 @@ def _emit_columns(
     """The first ``columns`` vectors of A. ``prefetches``: also prefetches all columns of the groups that follow."""
     k = groups.pool.k
     width = shape.head_dim // LANES
-    steps = shape.group_bytes // (width * VECTOR_BYTES)
+    steps = shape.lines_bytes // (width * VECTOR_BYTES)
     side = math.gcd(width, AHEAD_GROUPS)
     totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
     with k.range(groups.count) as index:

@@ -39,6 +39,9 @@ from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
+# The most vectors of sums where lines are widened.
+CODE_SUMS = 16
+
 
 def row_counts(isa: Isa, group: int) -> tuple[int, int]:
     """The most rows of an item with one token, and of an item with several tokens."""
@@ -151,7 +154,7 @@ class _ItemPass:
     def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, rows: int) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
         self._item, self._head, self._row_count = item, head, rows
-        self._lines = PoolLines(call.k, spec.shape.bf16)
+        self._lines = PoolLines(call.k, spec.shape)
         self._scratch = AttentionScratch(spec.shape, rows)
         assert self._scratch.end <= SCRATCH_BYTES
         self._window = call.args.number("window") if spec.window else None
@@ -200,7 +203,7 @@ class _ItemPass:
         behind = item.behind(shape.group, item.rows - 1)
         last = (behind + (LANES - 1)) // LANES
         end = k.least((partition + 1) * PARTITION_GROUPS, last)
-        side = side_by_side(k.isa, self._row_count)
+        side = side_by_side(k.isa, shape, self._row_count)
         wanted = GroupRange(begin, end, last)
         groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
         scores = self._call.scratch + scratch.scores
@@ -285,16 +288,21 @@ def emit_groups(
     return Groups(pool, places, wanted.begin * LANES, count)
 
 
-def side_by_side(isa: Isa, rows: int) -> int:
+def side_by_side(isa: Isa, shape: AttentionShape, rows: int) -> int:
     """How many groups' scores are computed at a time: enough sums in flight to hide the latency of a product."""
-    most = min(isa.decode_blocks, AHEAD_GROUPS, max(1, isa.attention_sums // rows))
+    most = min(isa.decode_blocks, AHEAD_GROUPS, max(1, _sums(isa, shape) // rows))
     return 1 << (most.bit_length() - 1)
+
+
+def _sums(isa: Isa, shape: AttentionShape) -> int:
+    """Vectors of sums that stay in registers, beside the tables and the lines of codes where there are any."""
+    return min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
 
 
 def columns(isa: Isa, shape: AttentionShape, rows: int) -> int:
     """How many vectors of V's columns are summed at a time: a divisor of a head's vectors."""
     width = shape.head_dim // LANES
-    most = max(1, isa.attention_sums // rows)
+    most = max(1, _sums(isa, shape) // rows)
     return max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
 
 

@@ -1,12 +1,17 @@
 """The CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
 
-The pool is [slots, layers, 2, kv_heads, piece], K before V; a piece has block_size * head_dim values. Inside, tokens
-are in groups of 16, one for each lane of a vector (block sizes are multiples of 16):
+The pool is [slots, layers, 2, kv_heads, piece], K before V; a piece has block_size * head_dim values, and in 8 bits a
+float32 scale for each token. Inside, tokens are in groups of 16, one for each lane of a vector (block sizes are
+multiples of 16):
 
     bfloat16   K  [block_size / 16][head_dim / 2][16 tokens][2]     a lane's pair: two neighbours of one token's key
                V  [block_size / 2 pairs of tokens][head_dim][2]     a lane's pair: one column of two neighbour tokens
     float32    K  [block_size / 16][head_dim][16 tokens]
                V  [block_size][head_dim]
+    8 bits     K  [block_size / 16][lines: head_dim / 4], and behind each group's lines its 16 scales
+               V  [block_size / 16][lines: 4 tokens * head_dim / 16], and behind each group's lines its 16 scales
+               a line of 64 codes is 4 values of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]: in K four
+               neighbours of each of 16 tokens, in V four neighbour tokens of each of 16 columns
 
 So scores of 16 tokens are one vector, and the product with V adds up tokens pair by pair: both are dot products of
 bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group has as many
@@ -19,13 +24,25 @@ import torch
 
 from pillion.kernels.cpu.language.isa import LANES
 
-# The version of this layout in the block hash's namespace: other layouts share no blocks (I2).
-LAYOUT_VERSION = "lanes16-1"
+# The versions of these layouts in the block hash's namespace: other layouts share no blocks (I2).
+LAYOUT_VERSION, EIGHT_BIT_VERSION = "lanes16-1", "lanes16-quads-1"
+_VALUE_BYTES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
+_SCALE_BYTES = 4
 
 
-def group_bytes(head_dim: int, bf16: bool) -> int:
-    """Bytes of 16 tokens in K, and in V."""
-    return LANES * head_dim * (2 if bf16 else 4)
+def line_values(kind: str) -> int:
+    """Values of a lane in a line of 64 bytes. ``kind`` is the type of K and V, as in ``KVLayout.dtype``."""
+    return 4 // _VALUE_BYTES[kind]
+
+
+def lines_bytes(head_dim: int, kind: str) -> int:
+    """Bytes of 16 tokens in K, and in V, without scales."""
+    return LANES * head_dim * _VALUE_BYTES[kind]
+
+
+def group_bytes(head_dim: int, kind: str) -> int:
+    """Bytes of 16 tokens in K, and in V, and of their scales where they have any."""
+    return lines_bytes(head_dim, kind) + (LANES * _SCALE_BYTES if _VALUE_BYTES[kind] == 1 else 0)
 
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:

@@ -190,13 +190,13 @@ class Kernel:
 
     def real(self, value: Int) -> Vec:
         """An integer as float32, in all sixteen lanes."""
-        return Vec(self, self._splat(self.builder.sitofp(value.ir, _F32)))
+        return Vec(self, self.splat(self.builder.sitofp(value.ir, _F32)))
 
     def below(self, start: Int, limit: Int) -> Bool:
         """In which lanes start, start + 1 ... start + 15, integers of 32 bits, are smaller than ``limit``."""
         counted = ir.Constant(VI, list(range(LANES)))
-        lanes = self.builder.add(counted, self._splat(self.builder.trunc(start.ir, I32)))
-        bound = self._splat(self.builder.trunc(limit.ir, I32))
+        lanes = self.builder.add(counted, self.splat(self.builder.trunc(start.ir, I32)))
+        bound = self.splat(self.builder.trunc(limit.ir, I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
     def least(self, a: Int, b: Int | Count) -> Int:
@@ -323,11 +323,11 @@ class Kernel:
 
     def broadcast(self, ptr: Ptr) -> Vec:
         """Loads one float32 into all sixteen lanes."""
-        return Vec(self, self._splat(self.read(ptr, _F32, 4)))
+        return Vec(self, self.splat(self.read(ptr, _F32, 4)))
 
     def broadcast_pair(self, ptr: Ptr) -> Pairs:
         """Loads one pair of bfloat16 into all sixteen lanes."""
-        return Pairs(self, self._splat(self.read(ptr, I32, 4)))
+        return Pairs(self, self.splat(self.read(ptr, I32, 4)))
 
     def load_int(self, ptr: Ptr, bits: Count = 64) -> Int:
         """Loads a signed integer of 8, 16, 32 or 64 bits."""
@@ -459,14 +459,15 @@ class Kernel:
         order = ir.Constant(VI, list(range(LANES)))
         return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
 
-    def scatter(self, ptr: Ptr, values: Any, stride: Count) -> None:
-        """Stores each lane of an LLVM vector of integers, ``stride`` bytes behind the lane before it."""
-        b, kind, count = self.builder, values.type.element, values.type.count
+    def scatter(self, ptr: Ptr, values: Any, places: Sequence[Count]) -> None:
+        """Stores each lane of an LLVM vector of integers, ``places`` bytes, which rise, behind ``ptr``."""
+        b, kind = self.builder, values.type.element
         size = kind.width // 8
         # One check for all lanes: sixteen would be sixteen times the code.
-        with self.when(self.holds(ptr, (count - 1) * stride + size)):
-            for lane in range(count):
-                address = b.inttoptr((ptr + lane * stride).ir, kind.as_pointer())
+        assert len(places) == values.type.count
+        with self.when(self.holds(ptr, places[-1] + size)):
+            for lane, place in enumerate(places):
+                address = b.inttoptr((ptr + place).ir, kind.as_pointer())
                 b.store(b.extract_element(values, I32(lane)), address).align = size
 
     def store_first(self, ptr: Ptr, value: Vec) -> None:
@@ -507,7 +508,8 @@ class Kernel:
         order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
-    def _splat(self, scalar: Any) -> Any:
+    def splat(self, scalar: Any) -> Any:
+        """An LLVM value in all sixteen lanes of a vector."""
         empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, I32(0))
         return self.builder.shuffle_vector(first, empty, ir.Constant(VI, [0] * LANES))

@@ -56,18 +56,22 @@ def unpack_lines(lines: torch.Tensor) -> torch.Tensor:
 def widen(k: Kernel, line: Ptr) -> tuple[Pairs, Pairs]:
     """Loads 64 quanta and widens them to the pairs of both tiles."""
     if k.isa.bf16_dot == "x86":
-        return _looked_up(k, k.read(line, _BYTES, 1))
+        quanta = k.read(line, _BYTES, 1)
+        return looked_up(k, quanta, quanta, torch.arange(MAX_QUANTUM + 1).to(torch.bfloat16).view(torch.int16).tolist())
     words = k.read(line, _WORDS, 1)
     return _converted(k, words, 0), _converted(k, words, 1)
 
 
-def _looked_up(k: Kernel, quanta: Any) -> tuple[Pairs, Pairs]:
-    """Looks up both bytes of each bfloat16, adds the sign to the upper byte, and interleaves lower and upper bytes."""
+def looked_up(k: Kernel, places: Any, signs: Any, patterns: list[int]) -> tuple[Pairs, Pairs]:
+    """Widens a line by the table ``patterns``, the bits of 128 bfloat16, in which the lower 7 bits of ``places`` count.
+
+    Looks up both bytes of each bfloat16, adds the top bits of ``signs`` to the upper byte, and interleaves lower and
+    upper bytes.
+    """
     b = k.builder
-    patterns = torch.arange(MAX_QUANTUM + 1).to(torch.bfloat16).view(torch.int16).tolist()
-    lower = _table(k, quanta, [pattern & 0xFF for pattern in patterns])
-    upper = _table(k, quanta, [pattern >> 8 for pattern in patterns])
-    upper = b.or_(upper, b.and_(quanta, ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)))
+    lower = _table(k, places, [pattern & 0xFF for pattern in patterns])
+    upper = _table(k, places, [pattern >> 8 for pattern in patterns])
+    upper = b.or_(upper, b.and_(signs, ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)))
     tiles = []
     for tile in range(2):
         first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]

@@ -1,16 +1,19 @@
 """Rotary embedding and the KV write: turns the QKV product of a row into queries in a buffer and K and V in the pool.
 
 Queries and keys are normed where the model has such a norm, and rotated by their position. The pool's layout is that
-of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store.
+of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store. Keys and values in 8
+bits are rounded once, from float32, with a scale for each row (:mod:`pillion.kernels.cpu.attention.eight_bits`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.attention.kv_layout import group_bytes
+from pillion.kernels.cpu.attention.eight_bits import encode, scale_of
+from pillion.kernels.cpu.attention.kv_layout import group_bytes, lines_bytes
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
@@ -33,8 +36,10 @@ class RotateWrite(KernelSpec):
     ``k_norm`` [head_dim] float32), or over all queries, and all keys, of a row as a "projection" (weights
     [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
 
-    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V behind it where this step began
-    the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
+    ``codes``: K and V are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
+
+    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V behind it, or V's scales, where
+    this step began the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
     """
 
     layout = RecordLayout(
@@ -51,6 +56,7 @@ class RotateWrite(KernelSpec):
     bf16: bool
     rope: bool = True
     qk_norm: str = ""
+    codes: str = ""
 
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
@@ -110,7 +116,9 @@ class _RowWriter:
         # Bytes of a head: float32 in ``qkv``, and of the model's type elsewhere.
         self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
         self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
-        self._piece = spec.block_size // LANES * group_bytes(spec.head_dim, spec.bf16)
+        kind = spec.codes or ("bfloat16" if spec.bf16 else "float32")
+        self._group_bytes, self._lines_bytes = group_bytes(spec.head_dim, kind), lines_bytes(spec.head_dim, kind)
+        self._piece = spec.block_size // LANES * self._group_bytes
 
     def row(self, index: Int) -> _Row:
         """Looks up a row's source, angles, and place in the pool."""
@@ -148,30 +156,69 @@ class _RowWriter:
     def write_keys(self, row: _Row, kv_head: Int) -> None:
         """Writes a key. 16 tokens are 16 lanes in K, so a key's values, or bfloat16 pairs, are a vector apart."""
         k = self._k
-        group = row.offset // LANES * group_bytes(self._spec.head_dim, self._spec.bf16)
-        target = row.piece + kv_head * self._piece + group + row.offset % LANES * 4
+        group = row.piece + (kv_head * self._piece + row.offset // LANES * self._group_bytes)
+        target = group + row.offset % LANES * 4
         keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, row.factors[1]))
+        if self._spec.codes:
+            self._write_key_codes(row, group, keys)
+            return
         parts_each = LANES * self._size // 4
         for vector, value in enumerate(keys):
             raw = k.to_bf16(value) if self._spec.bf16 else value.ir
             parts = k.builder.bitcast(raw, ir.VectorType(ir.IntType(32), parts_each))
-            k.scatter(target + vector * parts_each * VECTOR_BYTES, parts, VECTOR_BYTES)
+            places = range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES)
+            k.scatter(target + vector * parts_each * VECTOR_BYTES, parts, places)
+
+    def _write_key_codes(self, row: _Row, group: Ptr, keys: list[Vec]) -> None:
+        """Writes a key's codes, pair by pair, and its scale."""
+        k, token = self._k, row.offset % LANES
+        target = group + (token // 4 * LANES + token % 4 * 2)
+        for vector, codes in enumerate(self._codes(row, group, keys)):
+            pairs = k.builder.bitcast(codes, ir.VectorType(ir.IntType(16), LANES // 2))
+            # A line has two pairs of each token.
+            places = [pair // 2 * VECTOR_BYTES + pair % 2 * 8 for pair in range(LANES // 2)]
+            k.scatter(target + vector * 4 * VECTOR_BYTES, pairs, places)
+
+    def _codes(self, row: _Row, group: Ptr, values: list[Vec]) -> list[Any]:
+        """Writes the scale of ``values`` into ``group``; returns their codes, vector by vector."""
+        k, kind = self._k, self._spec.codes
+        scale = scale_of(k, values, kind)
+        inverse = k.vector(1.0) / scale
+        k.store_first(group + (self._lines_bytes + row.offset % LANES * 4), scale)
+        return [encode(k, value * inverse, kind) for value in values]
 
     def write_values(self, row: _Row, kv_head: Int) -> None:
         """Writes V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
         k, bf16 = self._k, self._spec.bf16
         source = row.source + self._values_at + kv_head * self._wide_head
         piece = row.piece + (self._spec.kv_heads + kv_head) * self._piece
+        if self._spec.codes:
+            self._write_value_codes(row, source, piece)
+            return
         tokens = 2 if bf16 else 1
         target = piece + row.offset // tokens * (tokens * self._head) + row.offset % tokens * self._size
         for vector in range(self._vectors):
             value = k.load(source + vector * VECTOR_BYTES)
             if bf16:
-                k.scatter(target + vector * VECTOR_BYTES, k.to_bf16(value), 4)
+                k.scatter(target + vector * VECTOR_BYTES, k.to_bf16(value), range(0, VECTOR_BYTES, 4))
             else:
                 k.store(target + vector * VECTOR_BYTES, value)
         with k.when(row.clears):
             self._clear(piece, row.offset)
+
+    def _write_value_codes(self, row: _Row, source: Ptr, piece: Ptr) -> None:
+        """Writes the codes of V, each beside those of three neighbour tokens, and its scale; zeroes scales behind it
+        where the row clears."""
+        k, group = self._k, piece + row.offset // LANES * self._group_bytes
+        token = row.offset % LANES
+        target = group + (token // 4 * (self._vectors * VECTOR_BYTES) + token % 4 // 2 * 8 + token % 2)
+        values = [k.load(source + vector * VECTOR_BYTES) for vector in range(self._vectors)]
+        for vector, codes in enumerate(self._codes(row, group, values)):
+            places = [column // 4 * LANES + column % 4 * 2 for column in range(LANES)]
+            k.scatter(target + vector * VECTOR_BYTES, codes, places)
+        with k.when(row.clears), k.range(k.int(self._spec.block_size), row.offset + 1) as behind:
+            at = behind // LANES * self._group_bytes + (self._lines_bytes + behind % LANES * 4)
+            k.store_int(piece + at, 0, 32)
 
     def _clear(self, piece: Ptr, offset: Int) -> None:
         """Zeroes V behind ``offset``."""

@@ -40,8 +40,9 @@ class Buffer:
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row, a multiple of a cache line."""
-        return -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES) * LINE_BYTES
+        """Bytes from row to row: an odd number of cache lines. A tile of products reads one column of many rows, which
+        would meet in few sets of the first cache if rows were a power of two apart."""
+        return (-(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES) | 1) * LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@
     gpu_attention_plan.py     how a step's attention is shared out to a fixed number of programs
     attention_kernel.py       the kernels: attention of a program's items, and the merge of partial results
     kv_write.py               norms and rotates queries and keys, and writes KV into the pool
-    fp8.py                    8-bit floats in a kernel's own arithmetic
 
 Read paged_attention.py first.
 """

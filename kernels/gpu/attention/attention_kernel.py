@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.fp8 import decode_e4m3
-from pillion.kernels.gpu.launch import interpreting
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.fp8 import decode_e4m3
 
 # Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only
 # see constants of their own module.
@@ -29,17 +29,6 @@ _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 # Lower than every score, and finite, because a row without keys so far subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
-_INTERPRETED = tl.constexpr(interpreting())
-
-
-@triton.jit
-def _dot(left, right, acc):
-    """Matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
-    if _INTERPRETED:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, acc, input_precision="ieee" if left.dtype == tl.float32 else "tf32")
 
 
 @triton.jit
@@ -76,10 +65,10 @@ def _tiles(
             factors = scales + (slots * scale_slot_stride + scale_offset + inside)
             folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
             keys = decode_e4m3(keys, query.dtype, NATIVE_FP8)
-            scores = _dot(query, tl.trans(keys), none)
+            scores = dot(query, tl.trans(keys), none)
             scores *= (tl.load(factors) * folded)[None, :]
         else:
-            scores = _dot(query, tl.trans(keys), none)
+            scores = dot(query, tl.trans(keys), none)
         if SOFTCAP:
             scores = _capped(scores * score_scale, softcap)
         if MASKED:
@@ -102,7 +91,7 @@ def _tiles(
         if FP8:
             values = decode_e4m3(values, query.dtype, NATIVE_FP8)
             weights *= (tl.load(factors + KV_HEADS * piece // 4) * folded)[None, :]
-        acc = _dot(weights.to(query.dtype), values, acc)
+        acc = dot(weights.to(query.dtype), values, acc)
         top = new_top
     return acc, top, total
 

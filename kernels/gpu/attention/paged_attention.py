@@ -21,6 +21,7 @@ import triton
 from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
 
@@ -28,8 +29,6 @@ PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A float8 piece has a float32 scale for each row.
 SCALE_BYTES = 4
-# The first architecture that converts e4m3 by an instruction.
-NATIVE_FP8_ARCH = 89
 # Rows of a decode tile: least for tensor cores, and most with which attention is still bound by memory.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.runtime.program import Program, Workspace
+from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
 from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -35,6 +36,14 @@ MODELS = {
     "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
 
+DTYPES = ("float32", "bfloat16")
+# KV of the model's type, and of either type of 8 bits with windows and soft caps.
+EACH_MODEL_AND_KV = pytest.mark.parametrize(
+    ("folder", "prepared", "kv"),
+    [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8"), ("gemma2", "float32", "int8")],
+    indirect=["folder", "prepared"],
+)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def own_cache(tmp_path_factory):
@@ -50,7 +59,7 @@ def folder(request, own_cache, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["float32", "bfloat16"], scope="module")
+@pytest.fixture(params=DTYPES, scope="module")
 def prepared(request, folder):
     return prepare(ModelFlags(model=str(folder), dtype=request.param))
 
@@ -63,6 +72,15 @@ def llama(own_cache, tmp_path_factory):
 
 def text_of(count: int, seed: int) -> list[int]:
     return torch.randint(0, 258, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("width", [32, 576, 1536, 2048, 4096, 8192])
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
+    """Rows that a power of two separates would displace one another from a cache of 64 sets of lines."""
+    stride = Buffer("x", width, dtype).stride
+    assert 0 <= stride - width * np.dtype(dtype).itemsize <= 64
+    assert len({row * stride // 64 % 64 for row in range(64)}) == 64
 
 
 def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeypatch):
@@ -88,13 +106,15 @@ def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeyp
     assert torch.equal(other.run_all(other.sequences.add()[0], text, []), found)
 
 
-def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared):
+@EACH_MODEL_AND_KV
+def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared, kv):
     """Logits depend on the text before them and on nothing else, which makes migrated streams exact."""
     text = text_of(600, 1)
-    alone = CpuDriver(prepared, num_slots=400)
+    alone = CpuDriver(prepared, num_slots=400, backend=cpu_backend(prepared, kv_cache_dtype=kv))
     wanted = alone.run_all(alone.sequences.add()[0], text, [])
     for threads, checked, chunks in ((2, False, [1] * 40 + [90, 16, 300]), (3, True, [511, 2])):
-        driver = CpuDriver(prepared, num_slots=400, backend=cpu_backend(prepared, threads=threads, checked=checked))
+        backend = cpu_backend(prepared, threads=threads, checked=checked, kv_cache_dtype=kv)
+        driver = CpuDriver(prepared, num_slots=400, backend=backend)
         mine, *others = driver.sequences.add(5)
         begin = 0
         for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
@@ -133,9 +153,10 @@ def test_what_is_written_is_the_batch_and_nothing_else(prepared):
         assert (pool[slot] == 0xFF).all() == (slot not in mine)
 
 
+@EACH_MODEL_AND_KV
 @pytest.mark.parametrize("length", [37, 32, 5])
-def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, length):
-    driver = CpuDriver(prepared)
+def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, length, kv):
+    driver = CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=kv))
     prompt = [7 * i % 250 for i in range(length)]
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
@@ -257,6 +278,25 @@ def test_int8_weights_are_close(llama):
     found = rounded.run_all(rounded.sequences.add()[0], text, [50])
     assert not torch.equal(found, wanted)
     assert (found - wanted).abs().mean() < 0.05 * wanted.std()
+
+
+@pytest.mark.parametrize("kernels", ["avx512_bf16", "avx512", "avx2"])
+def test_kv_in_8_bits_is_close(llama, kernels):
+    """On each instruction set, in half the bytes or less; other layouts share no blocks (I2)."""
+    text, plain = text_of(120, 7), CpuDriver(llama)
+    wanted = plain.run_all(plain.sequences.add()[0], text, [50])
+    layouts = {(plain.backend.layout.version, plain.backend.layout.dtype)}
+    for kv, most in (("fp8", 0.05), ("int8", 0.02)):
+        try:
+            driver = CpuDriver(llama, backend=cpu_backend(llama, kernels=kernels, kv_cache_dtype=kv))
+        except ConfigError as error:
+            pytest.skip(error.message)
+        found, layout = driver.run_all(driver.sequences.add()[0], text, [50]), driver.backend.layout
+        assert not torch.equal(found, wanted)
+        assert (found - wanted).abs().mean() < most * wanted.std()
+        assert layout.block_bytes * 2 == plain.backend.layout.block_bytes * (layout.head_dim + 4) // layout.head_dim
+        layouts.add((layout.version, layout.dtype))
+    assert len(layouts) == 3
 
 
 def test_a_write_behind_a_buffer_is_noticed(llama, monkeypatch):

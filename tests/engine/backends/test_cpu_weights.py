@@ -99,7 +99,7 @@ def test_weights_are_packed_once(tmp_path):
     assert other.linear("lm_head").data.dtype == torch.uint8
     assert len(list(ModelCache().make("packed").iterdir())) == 2
     # What another version of the packer left is removed by the next one that packs.
-    packed = ModelCache().packed_weights(prepared.fingerprint)
+    packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
     old = packed.with_name(packed.name.replace(f"-{PACKING_VERSION}.", "-0."))
     old.write_bytes(b"old")
     packed.unlink()
@@ -156,6 +156,8 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
     assert "all operators run on torch" in caplog.text
     # A processor without kernels is a reason of its own.
     assert why in caplog.text or "no kernels for this processor" in caplog.text
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs .*the CPU kernels"):
+        load_model(DecodeFlags(model=str(folder), dtype="float32", kv_cache_dtype="fp8", **flags), 1)
 
 
 def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
@@ -180,8 +182,9 @@ def test_backends_share_no_blocks(tmp_path):
     """Backends with another layout of the pool or other weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
     kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"quantization": "int4"}]
+    kinds += [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8", "quantization": "int8"}]
     loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **kind), 1) for kind in kinds]
-    assert len({each.namespace() for each in loaded}) == 4
+    assert len({each.namespace() for each in loaded}) == len(kinds)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
@@ -190,7 +193,7 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
     """Kernels trust these numbers and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
     load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
-    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint))
+    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
     weights.linear(name)
     for wrong in (0, -1, 100_000):
         weights.numbers[f"{name}.{number}"] = wrong

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
+from pillion.engine.backends.loading import precision_notes
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
-from tests.support.quantized import PRODUCERS, quantize_folder
+from tests.support.quantized import (
+    PRODUCERS,
+    Producer,
+    affine,
+    compressed,
+    gptq,
+    nf4,
+    packed,
+    quantize_folder,
+)
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
@@ -70,16 +83,20 @@ def group_of(family):
 def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path):
     for name, make in PRODUCERS.items():
         few, wide = quantize_folder(plain_folder(family), tmp_path / name, make(group_of(family)))
-        config = load_config(few)
-        quantized = 0
-        with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
-            for key in decoder_tensors(config):
-                matrix, wanted = ours.take_matrix(key, torch.float32), theirs.take(key, torch.float32)
-                quantized += isinstance(matrix, QuantizedMatrix)
-                got = ours.take(key, torch.float32)
-                assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7), (name, key)
-                assert name in INEXACT or torch.equal(got, wanted), (name, key)
-        assert quantized, name
+        assert same_values(few, wide, exact=name not in INEXACT), name
+
+
+def same_values(few, wide, exact=True):
+    """Compares all tensors of two folders; returns the names of those that the first has in few bits."""
+    config, quantized = load_config(few), set()
+    with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
+        for key in decoder_tensors(config):
+            wanted, got = theirs.take(key, torch.float32), ours.take(key, torch.float32)
+            assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7), (few, key)
+            assert not exact or torch.equal(got, wanted), (few, key)
+            if isinstance(ours.take_matrix(key, torch.float32), QuantizedMatrix):
+                quantized.add(key)
+    return quantized
 
 
 def cases():
@@ -103,3 +120,139 @@ def test_logits_and_tokens_are_those_of_the_plain_values(name, family, kernels, 
     torch.testing.assert_close(driver.run_all(number, text, [17]), wanted, atol=1e-4, rtol=1e-4)
     expected = Oracle(model).greedy(text, 8)
     assert not first_difference(expected, driver.greedy(text, 8), 1e-3)
+
+
+def unchanged(name, weight):
+    return {name: weight}, weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "w4a16", "w8a8", "deepseek-fp8", "nf4"])
+def test_heads_and_embeddings_in_few_bits(name, tied, tmp_path):
+    shape = {"tie_word_embeddings": tied, "marks": ("<a>", "<b>", "<c>", "<d>", "<e>", "<f>")}
+    plain, producer = make_model(tmp_path / "plain", shape)[0], PRODUCERS[name](16)
+    # Only compressed-tensors quantizes embeddings.
+    also = ("embed_tokens",) if "config_groups" in producer.config and tied else ("lm_head",)
+    if "config_groups" in producer.config:
+        producer.config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
+    tensors = load_file(plain / "model.safetensors")
+    if tied and also == ("lm_head",):
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, plain / "model.safetensors")
+    few, wide = quantize_folder(plain, tmp_path, producer, also)
+    assert {"embedding"} <= same_values(few, wide) or also == ("lm_head",)
+    ours, theirs = (load_weights(folder, load_config(folder), torch.float32) for folder in (few, wide))
+    rows = torch.randn(3, 64)
+    assert torch.equal(ours.lm_head(rows), theirs.lm_head(rows))
+    assert torch.equal(ours.embedding, theirs.embedding)
+
+
+def test_a_scheme_for_each_group_of_modules(plain_folder, tmp_path):
+    """A name goes before an expression, which goes before a class; a module that is plain in the file stays plain."""
+    four, eight = PRODUCERS["w4a16"](16), PRODUCERS["w8a16-packed"](16)
+    special = "model.layers.1.mlp.up_proj"
+    floats = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+
+    def quantize(name, weight):
+        if "layers.0.self_attn.o_proj" in name:
+            return unchanged(name, weight)
+        chosen = floats if name.startswith(special) else four if ".mlp." in name else eight
+        return chosen.quantize(name, weight)
+
+    groups = {
+        "group_0": eight.config["config_groups"]["group_0"],
+        "group_1": {
+            **four.config["config_groups"]["group_0"],
+            "targets": ["re:.*mlp[.].*"],
+            "format": "pack-quantized",
+        },
+        "group_2": {**floats.config["config_groups"]["group_0"], "targets": [special], "format": "float-quantized"},
+    }
+    config = {**eight.config, "config_groups": groups, "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"]}
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, Producer(config, quantize))
+    quantized = same_values(few, wide, exact=False)
+    assert "layers.0.mlp.gate_up.weight" in quantized
+    assert not {"layers.0.o.weight", "layers.1.mlp.gate_up.weight"} & quantized
+
+
+def test_layers_with_sizes_of_their_own(plain_folder, tmp_path):
+    """The first pattern decides, as in GPTQModel; what a pattern with a minus names is plain."""
+    four, eight = gptq(), gptq(bits=8, group=32)
+
+    def quantize(name, weight):
+        if "o_proj" in name:
+            return unchanged(name, weight)
+        return (eight if "layers.1.mlp" in name else four).quantize(name, weight)
+
+    dynamic = {"-:.*o_proj": {}, r"+:.*[.]1[.]mlp": {"bits": 8, "group_size": 32}, ".*mlp": {"bits": 4}}
+    producer = Producer({**four.config, "dynamic": dynamic}, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, producer)
+    assert "layers.1.mlp.down.weight" in same_values(few, wide)
+
+
+def test_projections_with_orders_of_their_own_are_widened_together(plain_folder, tmp_path):
+    def quantize(name, weight):
+        tensors, values = gptq(act_order=True).quantize(name, weight)
+        if "k_proj" in name:
+            groups = torch.arange(weight.shape[1]).flip(0) // 16
+            found, module = affine(weight, 4, 16, True, groups), name.removesuffix(".weight")
+            tensors |= {f"{module}.qweight": packed(found.codes, 4).t(), f"{module}.scales": found.scales.t()}
+            return {**tensors, f"{module}.g_idx": groups.int()}, found.values
+        return tensors, values
+
+    producer = Producer(gptq(act_order=True).config, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, producer)
+    quantized = same_values(few, wide)
+    assert "layers.0.qkv.weight" not in quantized
+    assert "layers.0.mlp.gate_up.weight" in quantized
+
+
+def test_biases_of_zeros_that_the_model_does_not_have(plain_folder, tmp_path):
+    def quantize(name, weight):
+        tensors, values = gptq().quantize(name, weight)
+        return {**tensors, name.replace(".weight", ".bias"): torch.zeros(len(weight))}, values
+
+    producer = Producer(gptq().config, quantize)
+    few, wide = quantize_folder(plain_folder("mistral-full"), tmp_path, producer)
+    assert same_values(few, wide)
+
+
+def test_blocks_that_end_in_the_middle_of_a_row(tmp_path):
+    """40 inputs and blocks of 64."""
+    plain = make_model(tmp_path / "plain", FAMILIES["llama-odd-hidden"])[0]
+    few, wide = quantize_folder(plain, tmp_path, nf4(nested=False))
+    same_values(few, wide)
+    with open_checkpoint(few, load_config(few)) as checkpoint:
+        assert checkpoint.take_matrix("layers.0.qkv.weight", torch.float32).group == 8
+
+
+def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(plain_folder, tmp_path):
+    producer = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}, num_bits=8)
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+    def quantize(name, weight):
+        tensors, values = producer.quantize(name, weight)
+        module = name.removesuffix(".weight")
+        tensors[f"{module}.input_scale"] = torch.ones(1)
+        if "k_proj" in name:
+            tensors[f"{module.removesuffix('.k_proj')}.k_scale"] = torch.ones(1)
+        return tensors, values
+
+    made = Producer({**producer.config, "kv_cache_scheme": cache}, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, made)
+    assert same_values(few, wide)
+    (note,) = precision_notes(prepare(ModelFlags(model=str(few), dtype="float32")))
+    assert "rounds the inputs of quantized layers to int8" in note
+
+
+def test_what_another_file_says_of_the_quantization_is_part_of_the_model(plain_folder, tmp_path):
+    """Quantizers before 2024 wrote a file of their own. Another one of the same folder is another model."""
+    few, _ = quantize_folder(plain_folder("mistral-full"), tmp_path, PRODUCERS["gptq"](16))
+    config = json.loads((few / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (few / "config.json").write_text(json.dumps(config))
+    (few / "quantize_config.json").write_text(json.dumps(said))
+    flags = ModelFlags(model=str(few), dtype="float32")
+    first = prepare(flags)
+    assert len(BackendDriver(first).greedy([5, 6], 4)) == 4
+    (few / "quantize_config.json").write_text(json.dumps({**said, "sym": False}))
+    assert prepare(flags).fingerprint != first.fingerprint

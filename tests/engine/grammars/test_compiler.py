@@ -136,6 +136,30 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
     assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
 
 
+def test_a_limit_that_answers_share_is_not_met_by_later_ones(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance's lexer belongs to all answers of a compiled grammar, and what it has met stays in it."""
+    monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
+    text = "start: /(.*a.{14}b)|(.*b.{15}c)/"
+    draws, state = random.Random(1), started(compiler, text)
+    while state.failure is None:
+        state.take([draws.choice([ord(letter) - 32 for letter in "abc"])])
+        assert state.follow()
+        if state.failure is None:
+            state.place_masks((), 1).wait(20)
+    sibling = state.fork()
+    sibling.follow()
+    if sibling.failure is None:
+        sibling.place_masks((), 1).wait(20)
+        sibling.follow()
+    assert sibling.failure is not None, "the limit is the grammar's own"
+    again = started(compiler, text)
+    assert allowed(again)
+    again.take([ord("a") - 32])
+    assert allowed(again)
+
+
 def test_limits_fail_a_grammar_when_it_is_compiled(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest, match="does not compile"):
         started(compiler, "start: /" + "|".join(f"(a.{{{n},{n + 900}}}b.*c)" for n in range(60)) + "/ & /x.{2,9000}y/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from pillion.engine.grammars import mask_threads
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MaskThreads
+from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from testbed.conditions import wait_for
 from tests.support.fake_backend import VOCAB_SIZE
@@ -163,3 +164,30 @@ def test_a_fork_begins_where_the_answer_does(threads: MaskThreads, gate: threadi
     assert child.follow()
     assert child.num_tokens == 0
     assert child.place_masks((), 1).wait(SOON_S)
+
+
+def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
+    grammar = CompiledGrammar(held(gate), VOCAB_SIZE)
+    state, sibling = GrammarState(grammar, threads), GrammarState(grammar, threads)
+    assert sibling.follow()
+    state.take([place(FREE, [])[1][0]])
+    sibling.place_masks((), 1)
+    wait_for("the sibling's begin", lambda: HeldMatcher.begun)
+    # Another thread has the grammar until the gate opens.
+    began_s = time.monotonic()
+    assert not state.place_masks((), 1).wait(3 * SOON_S)
+    assert time.monotonic() - began_s < SOON_S
+
+
+def test_a_long_queue_has_more_threads(
+    threads: MaskThreads, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_threads.os, "cpu_count", lambda: 3)
+    # No job counts as slow.
+    monkeypatch.setattr(mask_threads.MaskJob, "is_slow", lambda self, limit_ms=0: False)
+    states = [state_of(held(gate), threads) for _ in range(4 * MAX_QUEUED_MASKS)]
+    masks = [state.place_masks((), 1) for state in states]
+    wait_for("three threads", lambda: HeldMatcher.begun == 3)
+    assert threads._threads == 3
+    gate.set()
+    assert all(each.wait(SOON_S) for each in masks)

@@ -37,10 +37,10 @@ class FamilyCase:
         """Block sizes to test: the CPU kernels have 16 lanes and need blocks of whole vectors."""
         return (4, 16) if self.kernels == "torch" else (16, 32)
 
-    def driver(self, block_size: int = 16, num_slots: int = 64) -> BackendDriver:
+    def driver(self, block_size: int = 16, num_slots: int = 64, kv: str = "auto") -> BackendDriver:
         if self.kernels == "torch":
             return BackendDriver(self.prepared, block_size, num_slots)
-        backend = cpu_backend(self.prepared, block_size, threads=2, checked=block_size == 32)
+        backend = cpu_backend(self.prepared, block_size, threads=2, checked=block_size == 32, kv_cache_dtype=kv)
         return CpuDriver(self.prepared, block_size, num_slots, backend=backend)
 
     @torch.inference_mode()
@@ -99,6 +99,29 @@ def test_many_chunks_and_single_tokens(case):
         driver = case.driver(block_size, num_slots=40)
         (number,) = driver.sequences.add()
         close(driver.run_all(number, text, chunks), wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("on_torch", "kv", "most"),
+    [
+        ("gemma2", "fp8", 0.08),  # windows and soft caps
+        ("gemma3", "int8", 0.03),  # norms of heads
+        ("olmo2", "fp8", 0.08),  # norms of whole projections
+        ("phi3-partial-rope", "int8", 0.03),
+        ("qwen3-moe", "fp8", 0.08),
+    ],
+    indirect=["on_torch"],
+)
+def test_kv_in_8_bits(on_torch, kv, most):
+    """In chunks and token by token: the same bits, near transformers' logits; ``most`` is the mean difference over
+    their standard deviation."""
+    text, driver = tokens_of(PROMPT_TOKENS, 2), dataclasses.replace(on_torch, kernels="cpu").driver(kv=kv)
+    wanted = on_torch.logits(text)
+    one, other = driver.sequences.add(2)
+    found = driver.run_all(one, text, [33, 1, 2, 20])
+    assert 0 < (found - wanted).abs().mean() < most * wanted.std()
+    assert torch.equal(driver.run_all(other, text, [1] * 69), found)
 
 
 @pytest.mark.parametrize("smaller", [True, False])

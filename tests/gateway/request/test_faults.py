@@ -177,7 +177,7 @@ async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monke
 
 
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "MAX_COMPONENT_WAIT_S", 0.2)
+    monkeypatch.setattr(machine, "RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
         await until("a stream at the decode worker", lambda: fakes.decode.streams)

@@ -244,7 +244,7 @@ def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     (again,) = m.handle(ev.PlanFailed(2, GONE, False), 20.0)
     assert isinstance(again, ev.LookUp)
     assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
-    last = m.handle(ev.PlanFailed(2, GONE, False), 10.0 + module.MAX_COMPONENT_WAIT_S)
+    last = m.handle(ev.PlanFailed(2, GONE, False), 10.0 + module.RETURN_WAIT_S)
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +20,8 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
     PARTITION_TOKENS,
     CpuAttentionPlanner,
 )
-from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.language.isa import BY_NAME
-from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, text_of
+from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.kernel_runner import Runner, isa_or_skip
 
 torch.set_num_threads(1)
@@ -28,9 +29,12 @@ torch.set_num_threads(1)
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
 OPTIONS = [(False, False), (True, True)]
+# Keys and values in 8 bits, under rows of either type.
+PAIRS, FLOATS = replace(SMALL, codes="fp8_e4m3"), replace(WIDE, codes="int8")
 # What every processor and mode runs; the rest, of sizes alone, one does.
 SPECS = [spec for shape in (SMALL, WIDE) for pair in OPTIONS for spec in (Attention(shape, *pair),)]
 SPECS += [AttentionMerge(shape, window) for shape in (SMALL, WIDE) for window in (False, True)]
+SPECS += [Attention(PAIRS), AttentionMerge(PAIRS), Attention(FLOATS, True, True), AttentionMerge(FLOATS, True)]
 SIZES = [
     AttentionShape(16, 1, 16, True),
     AttentionShape(64, 16, 16, True),
@@ -41,6 +45,9 @@ SIZES = [
     AttentionShape(16, 5, 16, False),
     AttentionShape(256, 2, 16, False),
     AttentionShape(80, 30, 16, False),
+    AttentionShape(16, 1, 16, True, "fp8_e4m3"),
+    AttentionShape(128, 4, 32, True, "int8"),
+    AttentionShape(80, 7, 16, False, "fp8_e4m3"),
 ]
 MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
@@ -85,8 +92,17 @@ def same(a, b):
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0)])
+def cases(*options):
+    """Parameters shape, window and softcap: each of ``options`` of both plain shapes, and two of 8 bits."""
+    plain = [(shape, *each) for shape in (SMALL, WIDE) for each in options]
+    return pytest.mark.parametrize(
+        ("shape", "window", "softcap"),
+        [*plain, (PAIRS, 0, 0.0), (FLOATS, options[-1][0] or 700, options[-1][1] or 5.0)],
+        ids=lambda value: getattr(value, "name", str(value)),
+    )
+
+
+@cases((0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0))
 def test_mixed_batch(runner, shape, window, softcap):
     check(runner, AttentionCase.of(shape, MIXED, window=window), window=window, softcap=softcap)
 
@@ -107,13 +123,12 @@ def test_ragged_batches(runner, parts, window, shape):
 @pytest.mark.parametrize("stale", [torch.nan, torch.inf, -torch.inf])
 def test_stale_memory_is_not_seen(runner, stale):
     parts = [(0, 17, 1), (1, 0, 5), (2, 33, 14)]
-    for shape in (SMALL, WIDE):
-        clean = attend(runner, AttentionCase.of(shape, parts, stale=0.0))
-        assert same(attend(runner, AttentionCase.of(shape, parts, stale=stale)), clean)
+    for shape, options in ((SMALL, {}), (WIDE, {}), (PAIRS, {}), (FLOATS, {"window": 700, "softcap": 5.0})):
+        clean = attend(runner, AttentionCase.of(shape, parts, stale=0.0), **options)
+        assert same(attend(runner, AttentionCase.of(shape, parts, stale=stale), **options), clean)
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (700, 5.0)])
+@cases((0, 0.0), (700, 5.0))
 def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
     """A prompt at once, in chunks of any size, token by token, beside others, on one thread or three."""
     length = 2 * PARTITION_TOKENS + 70
@@ -134,8 +149,7 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
         assert same(alone, whole[position : position + 1]), position
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1700, 5.0), (300, 5.0)])
+@cases((0, 0.0), (1700, 5.0), (300, 5.0))
 def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
     parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS - 1, 2)]
     case, options = AttentionCase.of(shape, parts, window=window), {"window": window, "softcap": softcap}
@@ -153,17 +167,19 @@ def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
     assert merges == [(items, 1), (items, 3), (1, 4)]
 
 
-@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
-def test_a_hidden_token_weighs_nothing(runner, shape):
+@cases((0, 0.0))
+def test_a_hidden_token_weighs_nothing(runner, shape, window, softcap):
     """Whatever finite numbers it holds, even in a partition of which a row of the same item sees nothing at all."""
     first, visible, now = PARTITION_TOKENS - 18, 17, 40
     case, huge = (AttentionCase.of(shape, [(0, first, now)]) for _ in range(2))
-    plain = unpack_pool(huge.pool)
+    plain = unpacked(huge.pool, shape)
+    case.pool.copy_(packed(plain, shape))
     for position in range(first + visible, first + now):
         slot = int(huge.batch.block_tables[0, position // shape.block_size])
         plain[slot, LAYER, :, :, position % shape.block_size] = 3e38
-    huge.pool.copy_(pack_pool(plain))
-    assert same(attend(runner, huge)[:visible], attend(runner, case)[:visible])
+    huge.pool.copy_(packed(plain, shape))
+    options = {"window": window, "softcap": softcap}
+    assert same(attend(runner, huge, **options)[:visible], attend(runner, case, **options)[:visible])
 
 
 def test_as_exact_as_torch_in_bf16(runner):

@@ -5,6 +5,7 @@ pillion.engine.models.rope.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from tests.support.batches import Sequences
-from tests.support.cpu_references import reference_rotate, reference_write
+from tests.support.cpu_references import reference_rotate, reference_write, reference_write_codes
+from tests.support.eight_bit_kv import TYPES, dequantized
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 
 torch.set_num_threads(1)
@@ -41,14 +43,20 @@ OPTIONS = [
 ]
 
 
+# K and V in 8 bits.
+CODED = [
+    RotateWrite(48, 2, 1, 16, bf16=True, codes="fp8_e4m3"),
+    RotateWrite(64, 6, 2, 32, bf16=True, codes="int8"),
+    RotateWrite(16, 4, 2, 32, bf16=False, codes="fp8_e4m3"),
+]
+
+
 def wide(spec):
     """The spec ``spec`` for a model of float32."""
-    return RotateWrite(
-        spec.head_dim, spec.heads, spec.kv_heads, spec.block_size, False, rope=spec.rope, qk_norm=spec.qk_norm
-    )
+    return replace(spec, bf16=False)
 
 
-SPECS = [*SHAPES, *OPTIONS, *map(wide, SHAPES), *map(wide, OPTIONS)]
+SPECS = [*SHAPES, *OPTIONS, *CODED, *map(wide, SHAPES), *map(wide, OPTIONS)]
 
 
 runner = runner_of(SPECS)
@@ -88,6 +96,9 @@ def stale_pool(spec, slots):
     """A pool of NaN, each with bits of its own, so that a test sees a value that moved."""
     shape = (slots, LAYERS, 2, spec.kv_heads, spec.block_size, spec.head_dim)
     count = functools.reduce(lambda a, b: a * b, shape)
+    if spec.codes:
+        shape = (*shape[:4], spec.block_size * (spec.head_dim + 4))
+        return (torch.arange(count // spec.head_dim * (spec.head_dim + 4)) % 7 + 0xF9).to(torch.uint8).view(shape)
     if spec.bf16:
         return (torch.arange(count) % 63 + 0x7FC0).to(torch.int16).view(torch.bfloat16).view(shape)
     return (torch.arange(count) % 4_000_000 + 0x7FC00000).to(torch.int32).view(torch.float32).view(shape)
@@ -119,6 +130,8 @@ def run(runner, spec, qkv, batch, pool, threads=3):
 
 
 def bits(values):
+    if values.dtype == torch.uint8:
+        return values
     return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
 
 
@@ -130,7 +143,10 @@ def compare(runner, spec, parts, seed=0):
     queries = run(runner, spec, qkv, batch, pool)
     positions = torch.from_numpy(batch.positions).long()
     wanted, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), norms_of(spec), EPS)
-    expected = reference_write(before, LAYER, batch, keys, values)
+    if spec.codes:
+        expected = reference_write_codes(before, LAYER, batch, keys, values, spec.codes, spec.block_size)
+    else:
+        expected = reference_write(before, LAYER, batch, keys, values)
     if not spec.qk_norm:
         # The same operations in the same order.
         assert torch.equal(queries, wanted)
@@ -153,12 +169,12 @@ PARTS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from([SHAPES[0], wide(SHAPES[0]), SHAPES[2], wide(SHAPES[2])]), PARTS, st.integers(0, 2**31))
+@given(st.sampled_from([SHAPES[0], wide(SHAPES[0]), SHAPES[2], wide(SHAPES[2]), *CODED]), PARTS, st.integers(0, 2**31))
 def test_any_batch(runner, spec, parts, seed):
     compare(runner, spec, parts, seed)
 
 
-@pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, wide(OPTIONS[3])], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, *CODED, wide(OPTIONS[3])], ids=lambda spec: spec.name)
 def test_a_prompt_in_pieces_is_the_same(runner, spec):
     """Row by row, or at once: the same bits; what a shorter step cleared behind its end is written later."""
     qkv = normal(37, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
@@ -171,6 +187,39 @@ def test_a_prompt_in_pieces_is_the_same(runner, spec):
         found = run(runner, spec, qkv[begin:end], batch, pieces, threads=1)
         assert torch.equal(found, queries[begin:end])
     assert torch.equal(bits(pieces), bits(pool))
+
+
+@pytest.mark.parametrize("spec", CODED, ids=lambda spec: spec.name)
+def test_codes_of_every_size(runner, spec):
+    """Zeros, numbers that become subnormal codes, ties, and numbers next to the type's ends."""
+    heads = spec.heads + 2 * spec.kv_heads
+    rows = torch.zeros(34, heads, spec.head_dim)
+    for row, size in enumerate((1e-30, 1e-12, 1.0, 447.9, 3e4, 1e38)):
+        rows[1 + row] = normal(heads, spec.head_dim, seed=row) * size
+    # The largest value makes the scale 1, and the others are then codes and their midpoints.
+    most = TYPES[spec.codes][1]
+    steps = torch.arange(27 * heads * spec.head_dim).view(27, heads, spec.head_dim) * 2.0**-11
+    rows[7:] = (steps * 16.0 - most).clamp(-most, most) if spec.codes == "int8" else steps
+    rows[7:, :, 0] = -most
+    batch, slots = batch_of([(0, 34)], spec.block_size)
+    pool = stale_pool(spec, slots)
+    run(runner, spec, rows.flatten(1), batch, pool)
+    values = rows[:, spec.heads + spec.kv_heads :]
+    keys = torch.zeros_like(values)
+    expected = reference_write_codes(pool, LAYER, batch, keys, values, spec.codes, spec.block_size)
+    assert torch.equal(pool[:, :, 1], expected[:, :, 1])
+
+
+def test_a_row_with_nan_stays_one(runner):
+    for spec in CODED:
+        qkv = normal(3, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+        qkv[1] = torch.nan
+        batch, slots = batch_of([(0, 3)], spec.block_size)
+        pool = stale_pool(spec, slots)
+        run(runner, spec, qkv, batch, pool)
+        rows = dequantized(pool, spec.block_size, spec.codes)[int(batch.block_tables[0, 0]), LAYER, :, :, :3]
+        assert rows[:, :, 1].isnan().all()
+        assert rows[:, :, ::2].isfinite().all()
 
 
 def test_a_slot_that_the_pool_does_not_have_is_noted(runner):

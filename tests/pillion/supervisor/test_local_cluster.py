@@ -34,7 +34,6 @@ def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPa
     ("flags", "words"),
     [
         ({"device": "cuda"}, "--device cuda: no NVIDIA GPU can be used here"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU"),
         ({"load_format": "dummy"}, "--load-format dummy needs a GPU"),
     ],
 )
@@ -45,6 +44,12 @@ def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
         resolved(ServeFlags(**flags))
+
+
+def test_kv_of_a_type_that_a_gpu_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is for the CPU kernels"):
+        resolved(ServeFlags(kv_cache_dtype="int8"))
 
 
 def on_cpu(**flags: Any) -> ServeFlags:

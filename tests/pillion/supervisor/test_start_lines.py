@@ -10,7 +10,9 @@ import pytest
 
 from pillion.config import ServeFlags
 from pillion.supervisor import start_lines
-from pillion.supervisor.start_lines import own_command, tell_addresses
+from pillion.supervisor.local_cluster import prepared_model
+from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
+from testbed.tiny_model import save_model
 from tests.support.notices import RecordedNotices
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
@@ -44,6 +46,21 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
     assert f"{own_command()} chat" in commands[1]
     assert chat in commands[1]
+
+
+def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    model, tokens = str(save_model(tmp_path / "model", head_dim=64)), []
+    for kv in ("auto", "fp8"):
+        flags = ServeFlags(model=model, device="cpu", dtype="bfloat16", kv_cache_dtype=kv, kv_pool_bytes=2**24)
+        prepared, fit = prepared_model(flags)
+        assert fit is not None
+        tokens.append(fit.total_tokens)
+        notices = RecordedNotices()
+        tell_model(notices, flags, prepared, fit, 1)
+        assert ("KV in fp8" in "".join(notices.lines)) == (kv == "fp8")
+    # Of 64 values in bfloat16, and in 8 bits with a scale of 4 bytes.
+    assert tokens[1] / tokens[0] == pytest.approx(128 / 68, rel=0.01)
 
 
 def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

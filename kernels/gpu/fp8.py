@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# The first architecture that converts e4m3 by an instruction.
+NATIVE_FP8_ARCH = 89
 # The largest value of the format. Rows are scaled so that their largest value becomes this.
 MAX = tl.constexpr(448.0)
 # Least scale, for rows of zeros: it is not 0, and its inverse is finite.

@@ -1,0 +1,94 @@
+"""Products by matrices in few bits: few rows wait for the codes, many for arithmetic.
+
+Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
+rows are compared with the rate of the plain product of the same shape.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Row, rotations, spread
+from benchmarks.gpu.calls import ATOL, RTOL, KernelCase
+from benchmarks.gpu.shapes import shape_of
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+
+# Coding, group (0: one scale for each output), and whether there are offsets.
+KINDS: dict[str, tuple[str, int, bool]] = {
+    "int4 in groups of 128": ("uint4", 128, True),
+    "int4 in groups of 32": ("int4", 32, False),
+    "nf4 in groups of 64": ("nf4", 64, False),
+    "int8": ("int8", 0, False),
+    "fp8 in blocks of 128": ("fp8_e4m3", 128, False),
+}
+FEW_ROWS, MANY_ROWS = (1, 16, 64), (512, 2048)
+# Outputs that are compared with plain torch.
+CHECKED_OUTPUTS = 256
+
+
+def run(bench: Bench) -> None:
+    """Measure a layer's products for each kind of matrix."""
+    shapes = shape_of(bench.smoke).products
+    few, many = ((2,), (20,)) if bench.smoke else (FEW_ROWS, MANY_ROWS)
+    bandwidth = bench.bandwidth
+    rates = {(name, rows): bench.product_rate(rows, *shapes[name]) for name in shapes for rows in (*few, *many)}
+    for kind in KINDS:
+        for product, (inputs, outputs) in shapes.items():
+
+            def measure(kind: str = kind, product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+                matrix = random_matrix(kind, inputs, outputs)
+                for rows in (*few, *many):
+                    case, name = product_case(bench, matrix, rows), f"{kind}, {product}, {rows} rows"
+                    case.verify()
+                    times = bench.time(case.calls)
+                    flops, rate = 2.0 * rows * inputs * outputs, rates[product, rows]
+                    if rows in many:
+                        bench.report_flops(name, times, flops, rate)
+                        continue
+                    share = case.moved_bytes / bandwidth / times.median_s
+                    more = {**spread(times), "gb_per_s": case.moved_bytes / times.median_s / 1e9}
+                    more["speedup"] = flops / rate / times.median_s
+                    bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
+
+            bench.attempt(f"{kind}, {product}", measure)
+
+
+@functools.lru_cache(maxsize=4)
+def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
+    """Make a matrix of random codes that are numbers."""
+    coding, group, shifted = KINDS[kind]
+    numbers = (~CODINGS[coding].isnan()).nonzero().flatten().to(torch.uint8)
+    codes = numbers[torch.randint(len(numbers), (outputs, inputs))]
+    group = group or inputs
+    scales = torch.rand(outputs, -(-inputs // group)) / 100
+    return QuantizedMatrix(coding, codes, scales, group, -8 * scales if shifted else None)
+
+
+def product_case(bench: Bench, matrix: QuantizedMatrix, rows: int) -> KernelCase:
+    """Make a case of random rows by a matrix and by copies of it."""
+    from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
+    from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
+
+    packed, (outputs, inputs) = pack(matrix), matrix.shape
+    read = sum(part.numel() * part.element_size() for part in packed.parts.values())
+    copies = [
+        PackedMatrix(packed.kind, **{name: part.to(bench.device, copy=True) for name, part in packed.parts.items()})
+        for _ in range(rotations(read, bench.smoke))
+    ]
+    left = torch.randn(rows, inputs, device=bench.device).bfloat16()
+    out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    product = QuantizedProduct(copies, rows, torch.bfloat16, bench.device)
+
+    def verify() -> None:
+        product(left, copies[0], None, out)
+        checked = matrix.rows(slice(0, CHECKED_OUTPUTS)).dequantize(torch.bfloat16).to(bench.device)
+        wanted = left.float() @ checked.float().T
+        # Sums of as many terms as there are inputs are compared by their size.
+        torch.testing.assert_close(
+            out[:, : len(checked)].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max())
+        )
+
+    calls = [functools.partial(product, left, copy, None, out) for copy in copies]
+    return KernelCase(calls, read + 2.0 * rows * (inputs + outputs), verify)

@@ -1,0 +1,106 @@
+"""Keys and values in 8 bits: how kernels round rows of them, and how they widen lines of codes.
+
+A row is one token's key or value of one KV head. Its scale is its largest value by size over the largest code, at least
+MIN_SCALE, in float32; a value is its code's times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
+of mantissa, no infinities) or "int8" (-127 .. 127), and equal those of the GPU kernels for the same row
+(``kernels/gpu/attention/fp8.py``). A row with NaN gets the scale NaN.
+
+A line of 64 codes is 4 values of each of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]
+(:mod:`pillion.kernels.cpu.attention.kv_layout`). Codes are exact in bfloat16. Products of bfloat16 pairs take both
+bytes of a value from tables, as products with int8 weights do; elsewhere codes become float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.products.int8 import LINE_BYTES, looked_up
+
+# The largest value of a code.
+MAX_CODES = {"fp8_e4m3": 448.0, "int8": 127.0}
+# The least scale, of rows of zeros: it is not 0, and its inverse is finite.
+MIN_SCALE = 2.0**-100
+# By what widened values must be multiplied where codes become float32: their bits become those of a float16, whose
+# exponent has another bias.
+FLOAT_FACTORS = {"fp8_e4m3": 256.0, "int8": 1.0}
+
+_SMALLEST_NORMAL = 2.0**-6
+# Added to a value below the smallest normal one, this leaves multiples of 2**-9 in the low bits of its mantissa.
+_SUBNORMAL_SHIFT = 2.0**14
+_CODES = ir.VectorType(I8, LANES)
+_LINE = ir.VectorType(I8, LINE_BYTES)
+_WORD = ir.IntType(16)
+_WORDS, _LINE_WORDS = ir.VectorType(_WORD, LANES), ir.VectorType(_WORD, LINE_BYTES // 2)
+
+
+def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
+    """The scale of a row, in all lanes."""
+    b = k.builder
+    # As integers, so that NaN is larger than any number.
+    sizes = [b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF)) for value in row]
+    largest = sizes[0]
+    for size in sizes[1:]:
+        largest = b.select(b.icmp_signed(">", size, largest), size, largest)
+    lane = b.call(k.function("llvm.vector.reduce.smax.v16i32", I32, [VI]), [largest])
+    scale = Vec(k, b.bitcast(k.splat(lane), VF)) / MAX_CODES[kind]
+    return k.larger(k.vector(MIN_SCALE), scale)
+
+
+def encode(k: Kernel, value: Vec, kind: str) -> Any:
+    """The codes of 16 values that were divided by their row's scale: rounded once, to nearest and ties to even."""
+    b, most = k.builder, MAX_CODES[kind]
+    if kind == "int8":
+        bounded = k.smaller(k.larger(value, -most), most)
+        whole = b.call(k.function("llvm.rint.v16f32", VF, [VF]), [bounded.ir])
+        return b.trunc(b.fptosi(whole, VI), _CODES)
+    bits = b.bitcast(value.ir, VI)
+    size = k.smaller(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
+    kept = b.bitcast(size.ir, VI)
+    # 20 bits of the mantissa go; then the exponent's bias of 127 becomes one of 7.
+    odd = b.and_(b.lshr(kept, int_lanes(20)), int_lanes(1))
+    normal = b.sub(b.lshr(b.add(b.add(kept, int_lanes(0x7FFFF)), odd), int_lanes(20)), int_lanes(120 << 3))
+    subnormal = b.and_(b.bitcast((size + _SUBNORMAL_SHIFT).ir, VI), int_lanes(0xFF))
+    code = b.select((size < _SMALLEST_NORMAL).ir, subnormal, normal)
+    return b.trunc(b.or_(code, b.and_(b.lshr(bits, int_lanes(24)), int_lanes(0x80))), _CODES)
+
+
+def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
+    """Loads 64 codes as two times 16 pairs of bfloat16. Needs the table look-up of a processor with ``bf16_dot``."""
+    codes, values = k.read(line, _LINE, 1), torch.arange(128).to(torch.bfloat16)
+    magnitudes = codes
+    if kind == "int8":
+        function = k.function("llvm.abs.v64i8", _LINE, [_LINE, ir.IntType(1)])
+        magnitudes = k.builder.call(function, [codes, ir.Constant(ir.IntType(1), 0)])
+    else:
+        values = torch.arange(128).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+        # The code of NaN is never written. Stale memory may hold it, and a stale V is multiplied by 0.
+        values[127] = 0.0
+    return looked_up(k, magnitudes, codes, values.view(torch.int16).tolist())
+
+
+def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
+    """Loads 64 codes as four times 16 float32, which the caller must multiply by ``FLOAT_FACTORS``."""
+    b = k.builder
+    words, found = k.read(line, _LINE_WORDS, 2), []
+    for pair in range(2):
+        order = [quarter * 8 + pair * 4 + lane for quarter in range(4) for lane in range(4)]
+        both = b.shuffle_vector(words, words, ir.Constant(VI, order))
+        for upper in (b.shl(both, _word_lanes(8)), both):
+            if kind == "int8":
+                found.append(Vec(k, b.sitofp(b.ashr(upper, _word_lanes(8)), VF)))
+                continue
+            # The sign stays, and 7 bits go below a bit of exponent that is 0.
+            bits = b.and_(b.ashr(upper, _word_lanes(1)), _word_lanes(0xBF80 - 2**16))
+            found.append(Vec(k, b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VF)))
+    return tuple(found)
+
+
+def _word_lanes(value: int) -> Any:
+    """An LLVM constant: a vector with the 16-bit integer ``value`` in all sixteen lanes."""
+    return ir.Constant(_WORDS, [value] * LANES)

@@ -1,0 +1,20 @@
+"""The matrix product of two tiles, for every kernel that has one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.launch import interpreting
+
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+_INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def dot(left, right, acc):
+    """Matrix product plus ``acc``, exact for float32, which tensor cores would cut to 19 bits."""
+    if _INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee" if left.dtype == tl.float32 else "tf32")

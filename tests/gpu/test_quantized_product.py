@@ -1,0 +1,147 @@
+"""Products by matrices in few bits against plain torch, and the bits of a row alone and among others."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import Internal
+from pillion.kernels.gpu.products.gpu_packing import PackedKind, PackedMatrix, can_pack, pack
+from pillion.kernels.gpu.products.quantized_product import QuantizedProduct, splits_of
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+from tests.support.guarded import Guarded
+
+MAX_ROWS = 300
+
+
+def random_matrix(
+    coding: str, outputs: int, inputs: int, group: int, *, offsets: bool = False, ordered: bool = False, seed: int = 0
+) -> QuantizedMatrix:
+    """Make a matrix of random codes that are numbers, with scales of any size."""
+    torch.manual_seed(seed)
+    numbers = (~CODINGS[coding].isnan()).nonzero().flatten()
+    codes = numbers[torch.randint(len(numbers), (outputs, inputs))].to(torch.uint8)
+    groups = -(-inputs // group)
+    scales = torch.randn(outputs, groups) * torch.rand(outputs, 1).exp2()
+    return QuantizedMatrix(
+        coding,
+        codes,
+        scales,
+        group,
+        torch.randn(outputs, groups) if offsets else None,
+        torch.randperm(inputs) if ordered else None,
+    )
+
+
+def on_device(packed: PackedMatrix) -> PackedMatrix:
+    return PackedMatrix(packed.kind, **{name: part.to(DEVICE) for name, part in packed.parts.items()})
+
+
+def multiplier(matrix: QuantizedMatrix, dtype: torch.dtype):
+    """Return a function of rows, a bias and a result that multiplies by the packed matrix."""
+    packed = on_device(pack(matrix))
+    product = QuantizedProduct([packed], MAX_ROWS, dtype, DEVICE)
+    return lambda rows, bias, out: product(rows, packed, bias, out)
+
+
+def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
+    """Compare with float64 products by the weights that the kernel makes: rounded once to the rows' type."""
+    outputs, inputs = matrix.shape
+    rows = torch.randn(count, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    out = Guarded((count, outputs), torch.float32 if wide else dtype)
+    multiplier(matrix, dtype)(rows.to(DEVICE), None if bias is None else bias.to(DEVICE), out.inside)
+    weights = matrix.dequantize(torch.float32).to(dtype).double()
+    wanted = rows.double() @ weights.T
+    if bias is not None:
+        wanted += bias.double()
+    # Sums may cancel, so errors are measured by the size of what was summed.
+    size = (rows.double().abs() @ weights.abs().T).amax().clamp(min=1e-9)
+    slack = rounded(dtype, 2) if NATIVE or dtype != torch.float32 else rounded(dtype, 8)
+    torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack["atol"])
+    assert out.margins_are_whole()
+
+
+# Inputs that fill whole units and that do not, groups within a column tile, of one and of several, and one for all.
+@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, 1024])
+@pytest.mark.parametrize("coding", sorted(CODINGS))
+def test_every_coding_and_group(coding, group):
+    for inputs, offsets in ((512, False), (328, True)):
+        check_against_torch(random_matrix(coding, 19, inputs, group, offsets=offsets), 3, torch.float32)
+
+
+@given(
+    coding=st.sampled_from(sorted(CODINGS)),
+    shape=st.tuples(st.integers(1, 140), st.integers(1, 700)),
+    group=st.sampled_from([16, 32, 48, 128, 4096]),
+    count=st.integers(1, 140),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    flags=st.lists(st.booleans(), min_size=4, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_shape(coding, shape, group, count, dtype, flags, seed):
+    offsets, ordered, biased, wide = flags
+    matrix = random_matrix(coding, *shape, group, offsets=offsets, ordered=ordered, seed=seed)
+    check_against_torch(matrix, count, dtype, biased=biased, wide=wide)
+
+
+@pytest.mark.parametrize("coding", ["uint4", "fp8_e4m3"])
+def test_a_rows_bits_do_not_depend_on_the_others(coding):
+    """Every number of rows takes another tile, and few rows share the parts of the inputs among programs."""
+    inputs = 4 * (256 if coding == "uint4" else 128) + 40
+    matrix = random_matrix(coding, 30, inputs, 128, offsets=True, ordered=True)
+    assert splits_of(pack(matrix).kind) > 1
+    multiply = multiplier(matrix, torch.float32)
+    rows, bias = torch.randn(140, inputs, device=DEVICE), torch.randn(30, device=DEVICE)
+
+    def products(chosen):
+        return multiply(rows[chosen], bias, torch.empty(len(rows[chosen]), 30, device=DEVICE))
+
+    every = products(slice(None))
+    for chosen in (slice(5, 6), slice(3, 20), slice(100, 140), slice(60, 125)):
+        assert torch.equal(products(chosen), every[chosen]), chosen
+
+
+def test_weights_are_rounded_once():
+    """Weights 1 + 1/300 and so on, whose products by one row of a unit matrix are the weights themselves."""
+    matrix = random_matrix("uint4", 40, 64, 32, offsets=True)
+    rows = torch.eye(64).half().to(DEVICE)
+    found = multiplier(matrix, torch.float16)(rows, None, torch.empty(64, 40, dtype=torch.float16, device=DEVICE))
+    # A GPU multiplies and adds in one rounding, torch in two, before both round to float16.
+    same = (found.cpu() == matrix.dequantize(torch.float16).T).float().mean()
+    assert same == 1 if not NATIVE else same > 0.99
+
+
+@pytest.mark.parametrize("shape", [(4096, 14336), (28672, 4096), (128, 40), (70, 5000), (576, 1536), (1, 10**6)])
+@pytest.mark.parametrize("coding", ["nf4", "int8"])
+def test_no_part_of_a_matrix_is_empty(coding, shape):
+    kind = PackedKind(coding, *shape, 32)
+    splits = splits_of(kind)
+    depth = -(-kind.units // splits)
+    assert (splits - 1) * depth < kind.units <= splits * depth
+
+
+def test_groups_without_a_kernel_are_not_packed():
+    assert not can_pack(random_matrix("int4", 2, 64, 8))
+    assert can_pack(random_matrix("int4", 2, 60, 60))
+
+
+def test_misshapen_tensors_are_refused():
+    multiply = multiplier(random_matrix("int4", 8, 64, 32, ordered=True), torch.float32)
+    rows, out = torch.zeros(2, 64, device=DEVICE), torch.zeros(2, 8, device=DEVICE)
+    for wrong in (torch.zeros(2, 63), torch.zeros(2, 64).int(), torch.zeros(64, 2).T):
+        with pytest.raises(Internal):
+            multiply(wrong.to(DEVICE), None, out)
+    for wrong in (torch.zeros(3, 8), torch.zeros(2, 8).half(), torch.zeros(8, 2).T):
+        with pytest.raises(Internal):
+            multiply(rows, None, wrong.to(DEVICE))
+    with pytest.raises(Internal):
+        multiply(rows, torch.zeros(7, device=DEVICE), out)
+    many = MAX_ROWS + 1
+    with pytest.raises(Internal, match="workspace"):
+        multiply(torch.zeros(many, 64, device=DEVICE), None, torch.zeros(many, 8, device=DEVICE))

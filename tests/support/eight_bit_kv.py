@@ -1,0 +1,57 @@
+"""Pools with keys and values in 8 bits, in plain torch: how rows are rounded, and where codes and scales lie.
+
+A pool is uint8 [slots, layers, 2, kv_heads, piece bytes] as :mod:`pillion.kernels.cpu.attention.kv_layout` describes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+LANES = 16
+TYPES = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+
+
+def quantize_rows(rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., head_dim] float32 -> codes of a type of 8 bits, of the same shape, and scales [...] float32."""
+    dtype, most = TYPES[kind]
+    largest = rows.abs().amax(-1)
+    scales = (largest / most).clamp(min=2.0**-100)
+    quotients = (rows * (1.0 / scales).unsqueeze(-1)).clamp(-most, most)
+    return (quotients.round() if kind == "int8" else quotients).to(dtype), scales
+
+
+def places(block_size: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes in a piece of codes [2 (K, V), block_size, head_dim], and of scales [block_size, 4]."""
+    token, column = torch.arange(block_size).unsqueeze(-1), torch.arange(head_dim)
+    group, token = token // LANES * (LANES * (head_dim + 4)), token % LANES
+
+    def in_line(lane: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return lane // 4 * 16 + value % 4 // 2 * 8 + lane % 4 * 2 + value % 2
+
+    keys = group + column // 4 * 64 + in_line(token, column)
+    values = group + token // 4 * (head_dim * 4) + column // LANES * 64 + in_line(column % LANES, token)
+    return torch.stack((keys, values)), group + LANES * head_dim + token * 4 + torch.arange(4)
+
+
+def pack_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Codes [slots, layers, 2, kv_heads, block_size, head_dim] and scales without the last dimension -> a pool."""
+    block_size, head_dim = codes.shape[-2:]
+    pool = torch.zeros((*codes.shape[:-2], block_size * (head_dim + 4)), dtype=torch.uint8)
+    of_codes, of_scales = places(block_size, head_dim)
+    for part in range(2):
+        pool[:, :, part, :, of_codes[part]] = codes.view(torch.uint8)[:, :, part]
+    pool[..., of_scales] = scales.contiguous().unsqueeze(-1).view(torch.uint8)
+    return pool
+
+
+def unpack_codes(pool: torch.Tensor, block_size: int, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of :func:`pack_codes`."""
+    of_codes, of_scales = places(block_size, pool.shape[-1] // block_size - 4)
+    codes = torch.stack([pool[:, :, part][..., of_codes[part]] for part in range(2)], 2)
+    return codes.view(TYPES[kind][0]), pool[..., of_scales].view(torch.float32).squeeze(-1)
+
+
+def dequantized(pool: torch.Tensor, block_size: int, kind: str) -> torch.Tensor:
+    """The values of a pool, float32 [slots, layers, 2, kv_heads, block_size, head_dim]."""
+    codes, scales = unpack_codes(pool, block_size, kind)
+    return codes.float() * scales.unsqueeze(-1)
