@@ -2,9 +2,9 @@
 
 One decode worker on all cores serves everything (`--split-policy colocated`), so no other worker shapes the curve. A
 fixed number of clients sends one prompt after the other; while some of them read their answers, the prompts of the
-others are computed in the same steps. Two more settings stand beside the constant budgets: a budget that is chosen
-online (`--target-itl-ms`), and prompts that run whole (`--no-enable-chunked-prefill`), with the stalls that chunks
-avoid. Settings alternate over rounds, so that a drift of the machine's speed meets all of them.
+others are computed in the same steps. More settings stand beside the constant budgets: a budget that is chosen online
+(`--target-itl-ms`: `auto`, the default, and numbers), and prompts that run whole (`--no-enable-chunked-prefill`), with
+the stalls that chunks avoid. Settings alternate over rounds, so that a drift of the machine's speed meets all of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pathlib
+import shlex
 import statistics
 import tempfile
 import time
@@ -27,7 +28,7 @@ from benchmarks.report import save, show_table
 from pillion import AsyncClient
 from pillion.loadgen.figures import percentile
 
-PICTURE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "budget.svg"
+PICTURES = pathlib.Path(__file__).resolve().parent.parent / "docs"
 ALWAYS = ("--prefill-workers=0", "--split-policy=colocated", "--max-num-seqs=16", "--max-model-len=2048")
 
 
@@ -88,10 +89,13 @@ async def load(target: str, seed: int, args: argparse.Namespace, figures: Figure
 def settings(args: argparse.Namespace) -> list[tuple[str, int, tuple[str, ...]]]:
     """Return each setting's name, the most tokens that its steps may have, and its flags."""
     found: list[tuple[str, int, tuple[str, ...]]]
-    found = [(f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}",)) for budget in args.budgets]
+    found = [
+        (f"budget {budget}", budget, (f"--max-num-batched-tokens={budget}", "--target-itl-ms=0"))
+        for budget in args.budgets
+    ]
     most = max(args.budgets)
     found += [
-        (f"target {target} ms", most, (f"--max-num-batched-tokens={most}", f"--target-itl-ms={target}"))
+        (f"target {target}", most, (f"--max-num-batched-tokens={most}", f"--target-itl-ms={target}"))
         for target in args.targets
     ]
     whole = (f"--max-num-batched-tokens={2048 + 16}", "--no-enable-chunked-prefill")
@@ -108,7 +112,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, _, flags in settings(args):
             with tempfile.TemporaryDirectory(prefix="pil-") as folder:
                 threads = (f"--cpu-threads={args.threads}",) if args.threads else ()
-                with served(pathlib.Path(folder), args.model, *ALWAYS, *threads, *flags) as cluster:
+                with served(
+                    pathlib.Path(folder), args.model, *ALWAYS, *threads, *flags, *shlex.split(args.flags)
+                ) as cluster:
                     once = argparse.Namespace(**{**vars(args), "requests": 2, "output_len": 8})
                     asyncio.run(load(cluster.target, 10_000 + number, once, Figures()))
                     asyncio.run(load(cluster.target, number, args, found.setdefault(name, Figures())))
@@ -162,23 +168,25 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw docs/budget.svg, write results/budget.json."""
+    """Measure, print, draw docs/budget.svg, write results/budget.json, or by another --name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
-    parser.add_argument("--targets", type=int, nargs="+", default=[100, 200])
+    parser.add_argument("--targets", nargs="+", default=["auto", "100", "200"], help="values of --target-itl-ms")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=48)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--requests", type=int, default=18)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="threads of the worker; 0: all cores")
+    parser.add_argument("--flags", default="", help="more flags of `pillion serve`, such as those of a slow machine")
+    parser.add_argument("--name", default="budget", help="of the result's file and the picture")
     args = parser.parse_args()
     rows = measure(args)
     show(rows)
     settings_used = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
-    save("budget", {**settings_used, "rows": rows})
-    draw(rows, PICTURE)
+    save(args.name, {**settings_used, "rows": rows})
+    draw(rows, PICTURES / f"{args.name}.svg")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,10 @@ In every round each system is started (or resumed, where starting takes minutes)
 stopped (or paused), one at a time; the order changes from round to round. The same closed loop drives all systems, with
 the same prompts in token ids and answers of exactly the same length; prompts are new in every round, so nothing comes
 from a prefix cache. A peer that is not installed is left out, and a printed line says so.
+
+The loads are those of this project's targets, with the defaults of `pillion serve`. For a processor with AVX2 alone,
+both serve float32 (`--dtype float32`), which is the faster type there. Where such a processor is not at hand,
+`--pillion "pillion=--cpu-kernels avx2"` stands in for it, beside a vLLM that still uses what this processor has.
 """
 
 from __future__ import annotations
@@ -28,16 +32,14 @@ from benchmarks.peers import RunningSystem, System, llama_system, pillion_system
 from benchmarks.report import save, show_table, spread
 
 MODEL = "demo"
-# The split costs nothing here: one worker has all cores.
-PILLION_FLAGS = "--split-policy colocated --prefill-workers 0 --target-itl-ms 50"
 BUDGET_TOKENS = 128
 LOADS = (
     ClosedLoad(256, 128, 1, 3),
     ClosedLoad(256, 128, 8, 24),
     ClosedLoad(256, 128, 16, 32),
     ClosedLoad(256, 128, 32, 64),
-    ClosedLoad(1024, 128, 8, 16),
-    ClosedLoad(2048, 128, 8, 16),
+    ClosedLoad(1024, 64, 8, 24),
+    ClosedLoad(2048, 64, 4, 12),
 )
 WARM_UP = (ClosedLoad(256, 16, 1, 1), ClosedLoad(2048, 8, 1, 1), ClosedLoad(256, 16, 8, 16))
 QUICK_OUTPUT_TOKENS = 16
@@ -55,9 +57,14 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
     """Return the systems that are installed and wanted; print which are left out."""
     found: list[System] = []
     absent: list[tuple[str, str]] = []
-    for system in args.pillion or [f"pillion={PILLION_FLAGS}"]:
+    common, model = ("--dtype", dtype), args.model or str(folder)
+    for system in args.pillion or ["pillion"]:
         name, _, flags = system.partition("=")
-        found.append(pillion_system(name, MODEL, shlex.split(flags)))
+        found.append(pillion_system(name, model, (*common, *shlex.split(flags))))
+    for system in args.pillion_alone:
+        name, _, flags = system.partition("=")
+        alone = pillion_system(name, model, (*common, *shlex.split(flags)))
+        found.append(replace(alone, takes=lambda load: load.concurrency == 1))
     vllm, llama = (shutil.which(path) if path else None for path in (args.vllm, args.llama_python))
     if vllm:
         flags = tuple(shlex.split(args.vllm_flags))
@@ -148,15 +155,16 @@ def rows_of(
                 **{figure: spread([each[figure] for each in rounds]) for figure in rounds[0]},
             }
             if reference is not None:
-                pairs = zip(rounds, reference, strict=True)
+                pairs = list(zip(rounds, reference, strict=True))
                 row["ratio"] = spread([a["output_tokens_per_s"] / b["output_tokens_per_s"] for a, b in pairs])
+                row["itl_p99_ratio"] = spread([a["itl_p99_ms"] / b["itl_p99_ms"] for a, b in pairs])
             rows.append(row)
     return rows
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print two tables: all loads, and one stream alone."""
-    headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms")
+    headings = ("load", "system", "tokens/s", f"over {REFERENCE}", "TTFT p50/p99 ms", "ITL p50/p99/max ms", "p99 over")
     table = Table(*headings, title="Tokens in/out x streams: medians of the rounds (least-greatest)")
     alone = Table("system", "prefill tokens/s", "decode tokens/s", "driver", title="One stream, without its prompt")
     for row in rows:
@@ -168,6 +176,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             cell(row["ratio"], 2) if "ratio" in row else "",
             "{ttft_p50_ms:.0f} / {ttft_p99_ms:.0f}".format(**middle),
             "{itl_p50_ms:.1f} / {itl_p99_ms:.0f} / {itl_max_ms:.0f}".format(**middle),
+            cell(row["itl_p99_ratio"], 2) if "itl_p99_ratio" in row else "",
         )
         if "prefill_tokens_per_s" in row:
             rates = (cell(row[name]) for name in ("prefill_tokens_per_s", "stream_decode_tokens_per_s"))
@@ -188,12 +197,18 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--pillion", action="append", metavar="NAME=FLAGS", help=f"repeatable; default: pillion={PILLION_FLAGS}"
+        "--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: pillion, without flags"
     )
+    parser.add_argument(
+        "--pillion-alone", action="append", default=[], metavar="NAME=FLAGS", help="repeatable; for one stream alone"
+    )
+    parser.add_argument("--model", default="", help="what Pillion serves; default: vLLM's folder")
+    parser.add_argument("--dtype", default="", help="of both; default: the model's")
+    parser.add_argument("--name", default="cpu_service", help="of the result's file")
     environ = os.environ.get
     parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
-    parser.add_argument("--vllm-model", type=pathlib.Path, help="another folder than the one that Pillion serves")
+    parser.add_argument("--vllm-model", type=pathlib.Path, help="a folder; default: the demo model in plain bfloat16")
     parser.add_argument(
         "--llama-python",
         default=environ("PILLION_LLAMA_PYTHON"),
@@ -209,7 +224,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write results/cpu_service.json."""
+    """Measure, print, write results/cpu_service.json, or by another --name."""
     args = arguments()
     # Without this, paused processes would outlive a driver that gets SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -221,7 +236,8 @@ def main() -> None:
 
     prepared = prepare(ModelFlags(model=MODEL))
     gguf = args.gguf or locate(MODEL, "", lambda _: None).path
-    wanted = systems(args, args.vllm_model or plain_folder(MODEL), prepared.dtype, gguf)
+    dtype = args.dtype or prepared.dtype
+    wanted = systems(args, args.vllm_model or plain_folder(MODEL), dtype, gguf)
     loads = [load for load in LOADS if not args.loads or load.name in args.loads]
     if not wanted or not loads:
         raise SystemExit("nothing to measure")
@@ -233,8 +249,8 @@ def main() -> None:
     show(rows)
     print(f"{time.perf_counter() - begin:.0f} s in all; load average at the start {busy:.2f}")
     if not args.quick:
-        result = {"model": prepared.name, "dtype": prepared.dtype, "rounds": args.rounds, "systems": about}
-        print(f"written to {save('cpu_service', {**result, 'load_average_at_start': busy, 'rows': rows})}")
+        result = {"model": prepared.name, "dtype": dtype, "rounds": args.rounds, "systems": about}
+        print(f"written to {save(args.name, {**result, 'load_average_at_start': busy, 'rows': rows})}")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from typing import Any
 
 import grpc
 
-from pillion.config import DecodeFlags
+from pillion.config import AUTO, DecodeFlags
 from pillion.decode_service.session import DecodeSession
 from pillion.engine.backends.loading import BackendFactory, load_model
+from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
@@ -31,12 +32,14 @@ SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
     """Start a decode worker. Raises ConfigError for flags that cannot work."""
+    auto = flags.target_itl_ms == AUTO
     worker = await Worker.start(
         flags,
         "decode",
         max_num_batched_tokens=flags.max_num_batched_tokens,
         max_num_seqs=flags.max_num_seqs,
-        target_itl_ms=flags.target_itl_ms,
+        target_itl_ms=0.0 if auto else float(flags.target_itl_ms),
+        target_itl_steps=AUTO_TARGET_STEPS if auto else 0.0,
         num_speculative_tokens=flags.num_speculative_tokens,
         follows_grammars=True,
         backend_factory=backend_factory,

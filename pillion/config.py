@@ -17,6 +17,7 @@ to the components that have it, except those marked ``placement`` (names, addres
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,8 @@ from pillion.errors import ConfigError
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
 MAX_PORT = 65535
+# The value of a flag that leaves a choice to what is measured or found.
+AUTO = "auto"
 MAX_WORKERS = 64
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
@@ -65,6 +68,19 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size; write 4096, 32K or 1GiB")
     # Fractions, not floats: a size above 2**53 must not lose its last bits.
     return int(Fraction(digits) * _SUFFIXES[suffix])
+
+
+def parse_target_itl_ms(text: str) -> float | str:
+    """Milliseconds, or AUTO. Raises ConfigError on anything else."""
+    if text == AUTO:
+        return text
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise ConfigError(f"--target-itl-ms {text!r} is not auto or a number of milliseconds from 0 on")
+    return found
 
 
 def parse_split_policy(text: str) -> Fraction | None:
@@ -338,7 +354,11 @@ class PrefillFlags(WorkerFlags):
 class DecodeFlags(StepFlags, WorkerFlags):
     """``pillion decode``: prompt tails and decodes under one token budget."""
 
-    target_itl_ms: float = flag(0.0, "Inter-token latency to aim at, within --max-num-batched-tokens. 0: off.", least=0)
+    target_itl_ms: float | str = flag(
+        AUTO,
+        "Inter-token latency to aim at, within --max-num-batched-tokens; auto: 2.5 times that without prompts, 0: off.",
+        kind=parse_target_itl_ms,
+    )
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
 
 

@@ -61,6 +61,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of a step.
         max_num_seqs: most sequences of a step.
         target_itl_s: duration of a step to aim at; 0 leaves the budget constant.
+        target_itl_steps: the same as a number of plain steps, which only decode.
         max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
         drafter: guesses tokens of decodes; None guesses nothing.
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
@@ -77,6 +78,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         target_itl_s: float = 0.0,
+        target_itl_steps: float = 0.0,
         max_whole_tokens: int = 0,
         drafter: Drafter | None = None,
         max_scored_rows: int = MAX_SCORED_ROWS,
@@ -92,7 +94,8 @@ class Scheduler:
                 f"decodes of --max-num-seqs {max_num_seqs}: its token budget of {max_num_batched_tokens} is too small"
             )
         self.block_size = block_size
-        self.budget = TokenBudget(max_num_batched_tokens, 0.0 if max_whole_tokens else target_itl_s)
+        targets = (0.0, 0.0) if max_whole_tokens else (target_itl_s, target_itl_steps)
+        self.budget = TokenBudget(max_num_batched_tokens, *targets)
         self.queues = SchedulerQueues(max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
@@ -201,10 +204,10 @@ class Scheduler:
         most = self.budget.max_tokens
         prompt_tails = self.queues.prompt_tails(now)
         if self._drafter is not None or any(_is_forced(piece.sequence) for piece in pieces):
-            spare = self.budget.left(pieces, 0, least_tokens=0) - self._owed(prompt_tails)
+            spare = self.budget.left(pieces, 0, 0, least_tokens=0) - self._owed(prompt_tails)
             pieces = speculate(self._drafter, pieces, spare)
         if prompt_tails:
-            left = self.budget.left(pieces, prompt_tails[0].next_start)
+            left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails))
             most = sum(piece.count for piece in pieces) + left
             pieces += self._tail_pieces(prompt_tails, left, now)
         self.budget.begin(pieces, now, len(self._in_flight))

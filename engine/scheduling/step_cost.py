@@ -38,6 +38,12 @@ MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
 # However late the decodes are, a prompt tail gets this much of each step, so that it is never starved.
 MIN_TAIL_TOKENS = 16
+# With the target "auto", a step with a prompt tail takes as long as so many plain steps, of its decodes alone.
+AUTO_TARGET_STEPS = 2.5
+# Where more than this many prompts wait for each decode, they limit the throughput: then a step with the target "auto"
+# may be longer, until at least this share of what the largest step would get done in the same time is done.
+WAITING_PER_DECODE = 0.5
+LEAST_THROUGHPUT = 0.9
 
 
 def features(pieces: Seq[SequencePiece]) -> Float64:
@@ -93,6 +99,15 @@ class StepCost:
             self._recent.append(seconds / plain)
             self._factor = sorted(self._recent)[len(self._recent) // 2]
 
+    def seconds_for_throughput(self, share: float, decodes: Seq[SequencePiece], start: int, most: int) -> float:
+        """Seconds of the shortest step that gets ``share`` of the work done that one with ``most`` tokens of a tail at
+        ``start`` gets done in the same time. What a step costs by itself, and each piece of a tail, is no work."""
+        step, tokens, sequences, reads, pairs = self._factor * self._weights / SCALES
+        fixed = step + sequences + reads * start
+        longest = self.predict(features(decodes)) + sequences + reads * start
+        longest += most * (tokens + reads + pairs * (start + most / 2))
+        return float(fixed / (1 - share * (1 - fixed / longest))) if longest > fixed > 0 else 0.0
+
     def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
         """Most tokens, 0 to ``most``, of a tail at ``start`` that fit beside ``decodes`` in a step of ``seconds``."""
         base = self.predict(features(decodes))
@@ -125,28 +140,42 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
 class TokenBudget:
     """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
 
+    The target is ``target_s`` seconds, or ``target_steps`` plain steps of the decodes beside the prompt tail; 0: none.
     A decode is never held back, and a prompt tail gets MIN_TAIL_TOKENS of each step at least. ``cost`` learns with and
     without a target, because the planner uses it, and the largest step measured.
     """
 
-    def __init__(self, max_tokens: int, target_s: float = 0.0) -> None:
+    def __init__(self, max_tokens: int, target_s: float = 0.0, target_steps: float = 0.0) -> None:
         self.max_tokens = max_tokens
         self.target_s = target_s
+        self.target_steps = target_steps
         self.cost = StepCost()
         self.largest_step_tokens = 0
         self._running: deque[tuple[Float64, float]] = deque()
 
-    def left(self, decodes: Seq[SequencePiece], start: int, *, least_tokens: int = MIN_TAIL_TOKENS) -> int:
-        """Tokens for prompt tails beside ``decodes``; the first tail begins at position ``start``. ``least_tokens`` are
-        granted however late the decodes are."""
+    def left(
+        self, decodes: Seq[SequencePiece], start: int, waiting: int = 1, *, least_tokens: int = MIN_TAIL_TOKENS
+    ) -> int:
+        """Tokens for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at position ``start``.
+
+        Where the tokens are for drafts, no tail waits. ``least_tokens`` are granted however late the decodes are.
+        """
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
-        if not self.target_s:
+        # A number of plain steps holds back nobody's tail where no stream runs, and no draft: those serve the streams.
+        if not self.target_s and not (self.target_steps and decodes and waiting):
             return most
         fitting = max(FIRST_STEP_TOKENS, MAX_GROWTH * self.largest_step_tokens) - used
         if self.cost.steps:
-            fitting = min(fitting, self.cost.tokens_within(self.target_s, decodes, start, most))
+            seconds = self.target_s or self._seconds_beside(decodes, start, waiting, most)
+            fitting = min(fitting, self.cost.tokens_within(seconds, decodes, start, most))
         return min(most, max(fitting, least_tokens))
+
+    def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, waiting: int, most: int) -> float:
+        seconds = self.target_steps * self.cost.predict(features(decodes))
+        if waiting <= WAITING_PER_DECODE * len(decodes):
+            return seconds
+        return max(seconds, self.cost.seconds_for_throughput(LEAST_THROUGHPUT, decodes, start, most))
 
     def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
         """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began."""

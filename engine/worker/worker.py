@@ -97,6 +97,7 @@ class Worker:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
+        target_itl_steps: float = 0.0,
         num_speculative_tokens: int = 0,
         follows_grammars: bool = False,
         backend_factory: BackendFactory = load_model,
@@ -115,6 +116,7 @@ class Worker:
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             target_itl_s=target_itl_ms / 1000,
+            target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
             max_scored_rows=scored_rows(model.backend.vocab_size),
@@ -184,6 +186,7 @@ class Worker:
             free_seqs=max(0, epoch.max_num_seqs - load.running_requests - load.waiting_requests),
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,
+            target_itl_steps=epoch.target_steps,
             **asdict(load),
             block_bytes=self.model.backend.layout.block_bytes,
         )

@@ -67,7 +67,7 @@ class SequenceListener(Protocol):
 class WorkerEpoch:
     """One epoch's work. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeats``,
     and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s``
-    (0: any).
+    or ``target_steps`` plain steps (0: any).
 
     Args:
         scheduler: a fresh one.
@@ -95,7 +95,7 @@ class WorkerEpoch:
         self.load = SchedulerLoad()
         self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
-        self.target_s = scheduler.budget.target_s
+        self.target_s, self.target_steps = scheduler.budget.target_s, scheduler.budget.target_steps
         # Why the epoch ended; None while it lasts.
         self._end_error: PillionError | None = None
         self.idle = asyncio.Event()

@@ -213,12 +213,17 @@ class DecodeSide(NamedTuple):
         base_s = step_s + streams * (token_s + sequence_s) + context * (read_s + pair_s)
         most = component.max_step_tokens or ASSUMED_STEP_TOKENS
         room = float(most - streams) if most > streams else 1.0
-        target_s = component.target_itl_ms / 1000
-        if target_s:
-            each_s = token_s + read_s + pair_s * end
-            if each_s:
-                fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
-                room = min(room, max(fitting, MIN_TAIL_TOKENS))
+        target_s, target_steps = component.target_itl_ms / 1000, component.target_itl_steps
+        each_s = token_s + read_s + pair_s * end
+        if target_s and each_s:
+            fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
+            room = min(room, max(fitting, MIN_TAIL_TOKENS))
+        elif target_steps and streams and each_s:
+            # As if all of a step were plain but the tail's tokens: a busier worker then never looks cheaper.
+            plain_s = base_s + sequence_s + read_s * max(end, ASSUMED_POSITION)
+            room = min(room, max((target_steps - 1) * plain_s / each_s, MIN_TAIL_TOKENS))
+            # Its streams lose no more than that.
+            target_s = plain_s + room * each_s
         wait_s = _queue_wait_s(component, own_tokens, model.queued_token_s(room, base_s))
         slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
         if present >= slots:
@@ -238,7 +243,8 @@ class DecodeSide(NamedTuple):
         seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
         if not self.streams:
             return seconds, 0.0
-        piece = min(tokens, self.room if self.component.target_itl_ms else self.most)
+        has_target = self.component.target_itl_ms or self.component.target_itl_steps
+        piece = min(tokens, self.room if has_target else self.most)
         step_s = self.base_s + sequence_s + read_s * self.end + piece * (token_s + read_s + pair_s * self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
 

@@ -46,6 +46,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
         free_seqs: sequences that a worker could run beside those that it runs.
         max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
+        target_itl_steps: that latency as a number of plain steps, of the decodes alone (0: none).
         step_cost_s: cost of a step in seconds, fitted to real steps: of a step as such, and of each token, sequence, KV
             token read and query-key pair of it. Empty as long as nothing is known.
         largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
@@ -79,6 +80,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     free_seqs: Count = 0
     max_step_tokens: Count = 0
     target_itl_ms: Amount = 0.0
+    target_itl_steps: Amount = 0.0
     step_cost_s: tuple[Amount, ...] = ()
     largest_step_tokens: Count = 0
     block_bytes: Count = 0

@@ -115,23 +115,43 @@ async def test_a_refusal_is_an_error() -> None:
 
 def test_rows_pair_the_rounds() -> None:
     found = {
-        (LOAD.name, "pillion"): [{"output_tokens_per_s": 20.0}, {"output_tokens_per_s": 30.0}],
-        (LOAD.name, "vllm"): [{"output_tokens_per_s": 10.0}, {"output_tokens_per_s": 20.0}],
+        (LOAD.name, "pillion"): [
+            {"output_tokens_per_s": 20.0, "itl_p99_ms": 5.0},
+            {"output_tokens_per_s": 30.0, "itl_p99_ms": 10.0},
+        ],
+        (LOAD.name, "vllm"): [
+            {"output_tokens_per_s": 10.0, "itl_p99_ms": 20.0},
+            {"output_tokens_per_s": 20.0, "itl_p99_ms": 20.0},
+        ],
     }
     other = ClosedLoad(input_tokens=60, output_tokens=5, concurrency=3, requests=8)
     rows = cpu_service.rows_of(found, [LOAD, other], ["pillion", "vllm", "llama.cpp"])
     assert [(row["load"], row["system"]) for row in rows] == [(LOAD.name, "pillion"), (LOAD.name, "vllm")]
     assert rows[0]["ratio"] == {"min": 1.5, "median": 1.75, "max": 2.0}
+    assert rows[0]["itl_p99_ratio"] == {"min": 0.25, "median": 0.375, "max": 0.5}
     alone = cpu_service.rows_of({(LOAD.name, "pillion"): found[LOAD.name, "pillion"]}, [LOAD], ["pillion"])
     assert "ratio" not in alone[0]
 
 
 def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(
-        pillion=["a=--cpu-threads 2", "b"], vllm="/no/such/vllm", vllm_flags="", llama_python=None, only=None
+        pillion=["a=--cpu-threads 2", "b"],
+        pillion_alone=["c=--quantization int8"],
+        model="",
+        vllm="/no/such/vllm",
+        vllm_flags="",
+        llama_python=None,
+        only=None,
     )
     found = cpu_service.systems(args, pathlib.Path("folder"), "bfloat16", pathlib.Path("file"))
-    assert [(system.name, system.flags) for system in found] == [("a", ("--cpu-threads", "2")), ("b", ())]
+    common = ("--dtype", "bfloat16")
+    assert [(system.name, system.flags) for system in found] == [
+        ("a", (*common, "--cpu-threads", "2")),
+        ("b", common),
+        ("c", (*common, "--quantization", "int8")),
+    ]
+    one, eight = (ClosedLoad(256, 128, streams, streams) for streams in (1, 8))
+    assert [(system.takes(one), system.takes(eight)) for system in found] == [(True, True), (True, True), (True, False)]
     printed = capsys.readouterr().out
     assert "vllm is left out" in printed
     assert "llama.cpp is left out" in printed

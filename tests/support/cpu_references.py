@@ -125,10 +125,7 @@ def reference_gemm(
     factor: float = 1.0,
 ) -> torch.Tensor:
     """One group's result in float64. x [T, depth] -> [T, pairs * 32], gated [T, pairs * 16]; "add" adds to ``out``."""
-    weight = unpack(packed).double()
-    if packed.scales is not None:
-        weight = weight * packed.scales.double().unsqueeze(-1)
-    total = x.double() @ weight.T
+    total = x.double() @ unpack(packed).double().T
     if bias is not None:
         total = total + bias.double()
     if epilogue == "add":
@@ -139,6 +136,12 @@ def reference_gemm(
         gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
         return (gated * up).flatten(-2)
     return total
+
+
+def reference_group_sums(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+    """x [rows, depth or more] -> [rows, groups of inputs] float32."""
+    parts = x[:, : packed.depth].float().split(packed.group, 1)
+    return torch.stack([part.sum(1) for part in parts], 1)
 
 
 def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,8 +32,8 @@ from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerg
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.products.input_rows import GatherInputs, SumInputs
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
-from pillion.kernels.cpu.products.packing import DTYPES
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
@@ -120,20 +120,33 @@ class OperationBuilder:
 
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
-    ) -> Operation:
+    ) -> Iterator[Operation]:
         """``x`` times the matrix ``name``, or those of experts, whose rows are in ``group_starts``. Raises ConfigError
         where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
             raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
-        kind = {dtype: kind for kind, dtype in DTYPES.items()}[linear.data.dtype]
-        rows = "fp32" if x.dtype == "float32" else "bf16"
-        spec = Gemm(kind, rows, epilogue, f"num_{self.rows_of}", linear.bias is not None, group_starts is not None)
-        values: dict[str, Any] = {
+        if linear.order is not None:
+            ordered = self.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
+            values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
+            values |= {"x_stride": x.stride, "out_stride": ordered.stride}
+            yield Operation(GatherInputs(self.bf16, self.rows_of), values, self.when)
+            x = ordered
+        sums = None
+        if linear.offsets:
+            groups = -(-linear.depth // linear.inputs)
+            sums = self.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
+            values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.inputs}
+            values |= {"x_stride": x.stride, "sums_stride": sums.stride}
+            yield Operation(SumInputs(self.bf16, self.rows_of, x.each), values, self.when)
+        rows, grouped = "fp32" if x.dtype == "float32" else "bf16", group_starts is not None
+        has_bias = linear.bias is not None
+        spec = Gemm(linear.kind, rows, epilogue, f"num_{self.rows_of}", has_bias, grouped, linear.offsets)
+        values = {
             "x": x,
             "weights": linear.data,
-            "scales": linear.scales,
+            "input_sums": sums,
             "bias": linear.bias,
             "out": out,
             "group_starts": group_starts,
@@ -143,16 +156,18 @@ class OperationBuilder:
             "out_stride": out.stride,
             "num_groups": linear.num_groups,
             "group_bytes": linear.group_bytes,
+            "inputs": linear.inputs,
+            "input_sums_stride": 0 if sums is None else sums.stride,
             "factor": self.config.residual_scale,
         }
-        return Operation(spec, values, self.when)
+        yield Operation(spec, values, self.when)
 
     def add(self, name: str, x: Buffer, post_norm: str) -> Iterator[Operation]:
         """hidden += the product of ``x`` with the matrix ``name``, normed first where the model has ``post_norm``."""
         if not self.weights.has(post_norm):
-            yield self.gemm(name, x, self.hidden, "add")
+            yield from self.gemm(name, x, self.hidden, "add")
             return
-        yield self.gemm(name, x, self.found, "store")
+        yield from self.gemm(name, x, self.found, "store")
         yield self.norm_add(post_norm)
 
     def norm_add(self, name: str) -> Operation:
@@ -183,7 +198,7 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype
     operations.append(sampled.norm("final_norm"))
     head = weights.linear("lm_head")
     logits = sampled.buffer("logits", head.pairs * 32, "float32")
-    operations.append(sampled.gemm("lm_head", sampled.normed, logits, "store"))
+    operations += sampled.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {
             "logits": logits,
@@ -220,7 +235,7 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
     yield builder.norm(prefix + "attention_norm")
-    yield builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
+    yield from builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
     spec = RotateWrite(
         head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm, shape.codes
     )
@@ -323,7 +338,7 @@ def _behind_attention(builder: OperationBuilder, index: int) -> Iterator[Operati
         return
     inner = builder.weights.linear(prefix + "down").depth
     activated = builder.buffer("activated", inner, builder.row_dtype)
-    yield builder.gemm(prefix + "gate_up", builder.normed, activated, GATED_EPILOGUE[config.activation])
+    yield from builder.gemm(prefix + "gate_up", builder.normed, activated, GATED_EPILOGUE[config.activation])
     yield from builder.add(prefix + "down", activated, prefix + "mlp_post_norm")
 
 
@@ -345,7 +360,7 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
     out = builder.found if builder.weights.has(post_norm) else builder.hidden
 
     yield builder.norm(prefix + "mlp_norm", unrounded)
-    yield builder.gemm(prefix + "router", unrounded, routing, "store")
+    yield from builder.gemm(prefix + "router", unrounded, routing, "store")
     route = {"logits": routing, "scores": scores, "experts": experts, "stride": routing.stride}
     yield Operation(Route(moe.num_experts, chosen, moe.normalize, builder.rows_of), route, builder.when)
     group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
@@ -353,8 +368,8 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
     gather = {"rows": builder.normed, "sources": sources, "grouped": grouped, "stride": grouped.stride}
     yield Operation(GatherGroups(chosen, builder.rows_of), gather, builder.when)
     epilogue = GATED_EPILOGUE[config.activation]
-    yield builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
-    yield builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
+    yield from builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
+    yield from builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
     adds = out == builder.hidden
     combine = {
         "found": found,

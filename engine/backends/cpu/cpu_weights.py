@@ -9,7 +9,7 @@ large model needs the memory of one layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,18 +26,27 @@ from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.products.int8 import MAX_QUANTUM
+from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.packing import (
+    DEPTH_MULTIPLE,
+    MAX_GROUP_INPUTS,
     PANEL_COLUMNS,
     PackedWeight,
     exact_kind,
+    has_offsets,
     pack_bias,
     pack_gated,
     pack_gated_bias,
     pack_linear,
+    packed_kind,
+    panel_bytes,
 )
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
+from pillion.kernels.cpu.products.packing import DTYPES as KINDS
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
+
+# The numbers of a matrix in the file; the kind is its place in KINDS.
+_NUMBERS = ("kind", "depth", "pairs", "num_groups", "group_bytes", "inputs", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +54,26 @@ class CpuLinear:
     """A packed matrix, or the matrices of all experts of a layer, which are ``num_groups``, ``group_bytes`` apart.
 
     Attributes:
-        data: packed weights; layouts in :mod:`pillion.kernels.cpu.products.packing`.
-        scales, bias: float32 [columns], or None.
+        kind: how weights are packed; layouts are in :mod:`pillion.kernels.cpu.products.packing`.
+        data: packed weights.
+        bias: float32 [columns], or None.
+        order: int32 [depth], which input each packed input is, or None where inputs are in order.
         depth: inputs with padding.
         pairs: pairs of 16 columns with padding.
+        inputs: inputs that share a scale, in few bits; else 0.
+        offsets: whether such groups have offsets.
     """
 
+    kind: str
     data: torch.Tensor
-    scales: torch.Tensor | None
     bias: torch.Tensor | None
+    order: torch.Tensor | None
     depth: int
     pairs: int
-    num_groups: int = 0
-    group_bytes: int = 0
+    num_groups: int
+    group_bytes: int
+    inputs: int
+    offsets: bool
 
 
 class CpuWeights(PackedFile):
@@ -69,14 +85,22 @@ class CpuWeights(PackedFile):
 
     def linear(self, name: str) -> CpuLinear:
         """A matrix. Raises ConfigError where its sizes contradict each other, because kernels trust them."""
-        scales, bias = (self.tensors.get(f"{name}.{part}") for part in ("scales", "bias"))
-        sizes = {key: self.numbers[f"{name}.{key}"] for key in ("depth", "pairs", "num_groups", "group_bytes")}
-        linear = CpuLinear(data=self.tensors[f"{name}.data"], scales=scales, bias=bias, **sizes)
-        columns, size = linear.pairs * PANEL_COLUMNS, linear.data.element_size()
-        sound = min(linear.depth, linear.pairs, linear.num_groups) > 0
-        sound = sound and linear.group_bytes == columns * linear.depth * size
-        sound = sound and linear.data.numel() * size == linear.num_groups * linear.group_bytes
-        sound = sound and all(part is None or part.numel() == linear.num_groups * columns for part in (scales, bias))
+        numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
+        kind, offsets = list(KINDS)[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
+        data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
+        assert data is not None
+        linear = CpuLinear(kind=kind, data=data, bias=bias, order=order, offsets=offsets, **numbers)
+        sound = min(linear.depth, linear.pairs, linear.num_groups) > 0 and data.dtype == KINDS[kind]
+        if kind in CODE_KINDS:
+            sound = sound and 0 < linear.inputs <= MAX_GROUP_INPUTS
+            sound = sound and linear.depth % DEPTH_MULTIPLE == 0 == linear.inputs % DEPTH_MULTIPLE
+        sound = sound and linear.group_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.inputs, offsets)
+        sound = sound and data.numel() * data.element_size() == linear.num_groups * linear.group_bytes
+        sound = sound and (bias is None or bias.numel() == linear.num_groups * linear.pairs * PANEL_COLUMNS)
+        if order is not None:
+            sound = (
+                sound and order.shape == (linear.depth,) and 0 <= int(order.min()) <= int(order.max()) < linear.depth
+            )
         if not sound:
             raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
         return linear
@@ -90,101 +114,103 @@ def load_cpu_weights(
 
     def pack(writer: PackedWriter) -> None:
         progress("packing weights for the CPU kernels")
-        kind = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
-        _pack(prepared.folder, config, DTYPES[prepared.dtype], kind, writer)
+        wide = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
+        packer = _Packer(writer, config, wide)
+        packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
     return packed_once(cache.packed_weights(prepared.fingerprint, "cpu"), CpuWeights, pack, cache, progress)
 
 
-def _pack(folder: Path, config: ModelConfig, dtype: torch.dtype, kind: str, writer: PackedWriter) -> None:
-    with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-        embedding = checkpoint.take("embedding", dtype)
-        writer.tensor("embedding", embedding)
-        for index in range(config.num_layers):
-            _pack_layer(
-                writer, f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain), config, kind
-            )
-        _norm(writer, "final_norm", load_final_norm(checkpoint, config, dtype))
-        _linear(writer, "lm_head", Linear.plain(load_head(checkpoint, config, dtype, embedding)), kind)
+@dataclass(frozen=True, slots=True)
+class _Packer:
+    """Packs a model. ``wide``: the kind of plain matrices, and of matrices in few bits that do not stay so."""
+
+    writer: PackedWriter
+    config: ModelConfig
+    wide: str
+
+    def pack(self, folder: Path, dtype: torch.dtype) -> None:
+        config = self.config
+        with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
+            embedding = checkpoint.take("embedding", dtype)
+            self.writer.tensor("embedding", embedding)
+            for index in range(config.num_layers):
+                self._layer(f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain))
+            self._norm("final_norm", load_final_norm(checkpoint, config, dtype))
+            self._linear("lm_head", Linear.plain(load_head(checkpoint, config, dtype, embedding)))
+
+    def _layer(self, prefix: str, layer: LayerWeights) -> None:
+        for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
+            self._norm(prefix + name, getattr(layer, name))
+        if layer.qk_norm is not None:
+            # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
+            self.writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
+            self.writer.tensor(prefix + "k_norm", layer.qk_norm.weight[self.config.num_heads].float())
+        self._linear(prefix + "qkv", layer.qkv)
+        self._linear(prefix + "o", layer.o)
+        if isinstance(layer.mlp, MoeWeights):
+            # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
+            router = layer.mlp.router
+            self._write(prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
+            self._mlps(prefix + "experts.", layer.mlp.experts)
+            return
+        self._mlps(prefix, [layer.mlp])
+        if layer.mlp.gate_up.bias is not None:
+            bias = pack_gated_bias(*(half[_inner_order(layer.mlp)] for half in layer.mlp.gate_up.bias.chunk(2)))
+            self.writer.tensor(prefix + "gate_up.bias", bias)
+        if layer.mlp.down.bias is not None:
+            self.writer.tensor(prefix + "down.bias", pack_bias(layer.mlp.down.bias))
+
+    def _mlps(self, prefix: str, mlps: Sequence[GatedMLP]) -> None:
+        """Packs an MLP, or all experts, whose panels are of one kind. The order of a down projection's inputs becomes
+        the order of the outputs before it."""
+        gates, downs = [], []
+        for mlp in mlps:
+            weight, order = mlp.gate_up.weight, _inner_order(mlp)
+            inner = weight.shape[0] // 2
+            halves = (select_rows(weight, part) for part in (slice(0, inner), slice(inner, None)))
+            gates.append([select_rows(half, order) for half in halves])
+            down = mlp.down.weight
+            downs.append(replace(down, order=None) if isinstance(down, QuantizedMatrix) else down)
+        kind, offsets = self._chosen([half for pair in gates for half in pair], len(mlps))
+        self._write(prefix + "gate_up", [pack_gated(gate, up, kind, offsets) for gate, up in gates])
+        kind, offsets = self._chosen(downs, len(mlps))
+        self._write(prefix + "down", [pack_linear(down, kind, offsets) for down in downs])
+
+    def _chosen(self, matrices: Sequence[Matrix], num_groups: int = 1) -> tuple[str, bool]:
+        """The kind of panels that hold all of the matrices, and whether they have offsets."""
+        quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+        plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
+        if not quantized:
+            return exact_kind(plain, self.wide), False
+        if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
+            # A step gathers the inputs of all rows in one order, but each expert has its own.
+            return self.wide, False
+        return packed_kind(matrices, self.wide), any(has_offsets(matrix) for matrix in quantized)
+
+    def _norm(self, name: str, norm: RmsNorm | None) -> None:
+        if norm is not None:
+            # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
+            self.writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+
+    def _linear(self, name: str, linear: Linear) -> None:
+        self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))])
+        if linear.bias is not None:
+            self.writer.tensor(name + ".bias", pack_bias(linear.bias))
+
+    def _write(self, name: str, packed: list[PackedWeight]) -> None:
+        """Writes one matrix, or the matrices of all experts one behind the other."""
+        first = packed[0]
+        self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
+        if first.order is not None:
+            self.writer.tensor(name + ".order", first.order)
+        kind = list(KINDS).index(first.kind)
+        values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
+        for field, value in zip(_NUMBERS, values, strict=True):
+            self.writer.number(f"{name}.{field}", value)
 
 
-def _pack_layer(writer: PackedWriter, prefix: str, layer: LayerWeights, config: ModelConfig, kind: str) -> None:
-    for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
-        _norm(writer, prefix + name, getattr(layer, name))
-    if layer.qk_norm is not None:
-        # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
-        writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
-        writer.tensor(prefix + "k_norm", layer.qk_norm.weight[config.num_heads].float())
-    _linear(writer, prefix + "qkv", layer.qkv, kind)
-    _linear(writer, prefix + "o", layer.o, kind)
-    if isinstance(layer.mlp, MoeWeights):
-        # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
-        router = layer.mlp.router
-        _write(writer, prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
-        _write(writer, prefix + "experts.gate_up", _gated(layer.mlp.experts, kind))
-        _write(writer, prefix + "experts.down", _packed([expert.down for expert in layer.mlp.experts], kind))
-        return
-    _write(writer, prefix + "gate_up", _gated([layer.mlp], kind))
-    if layer.mlp.gate_up.bias is not None:
-        writer.tensor(prefix + "gate_up.bias", pack_gated_bias(*layer.mlp.gate_up.bias.chunk(2)))
-    _linear(writer, prefix + "down", layer.mlp.down, kind)
-
-
-def _gated(mlps: Sequence[GatedMLP], kind: str) -> list[PackedWeight]:
-    """Packs the gates and ups of all experts of a layer, or of the only MLP, as one kind."""
-    kind = _codes_kind([mlp.gate_up.weight for mlp in mlps], kind)
-    halves = [_plain(mlp.gate_up.weight).chunk(2) for mlp in mlps]
-    kind = exact_kind((half for pair in halves for half in pair), kind)
-    return [pack_gated(gate, up, kind) for gate, up in halves]
-
-
-def _norm(writer: PackedWriter, name: str, norm: RmsNorm | None) -> None:
-    if norm is not None:
-        # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
-        writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
-
-
-def _linear(writer: PackedWriter, name: str, linear: Linear, kind: str) -> None:
-    _write(writer, name, _packed([linear], kind))
-    if linear.bias is not None:
-        writer.tensor(name + ".bias", pack_bias(linear.bias))
-
-
-def _packed(linears: Sequence[Linear], kind: str) -> list[PackedWeight]:
-    """Packs a matrix, or those of all experts of a layer, as one kind."""
-    kind = _codes_kind([linear.weight for linear in linears], kind)
-    weights = [_plain(linear.weight) for linear in linears]
-    kind = exact_kind(weights, kind)
-    return [pack_linear(weight, kind) for weight in weights]
-
-
-def _codes_kind(matrices: Sequence[Matrix], kind: str) -> str:
-    """The kind of the panels of matrices: int8 in place of bf16 where the packer finds their codes again."""
-    return "int8" if kind == "bf16" and all(map(_is_whole_int8, matrices)) else kind
-
-
-def _is_whole_int8(matrix: Matrix) -> bool:
-    """Whether a matrix is in 8 bits with one scale for each output. The packer's scale is that of the largest code, so
-    this has to be 127, as the quantizer makes it."""
-    if not isinstance(matrix, QuantizedMatrix) or matrix.coding != "int8" or matrix.group < matrix.shape[1]:
-        return False
-    codes = matrix.codes.view(torch.int8)
-    largest = codes.abs().amax(1)
-    found = ((largest == MAX_QUANTUM) | (largest == 0)).all() and (codes >= -MAX_QUANTUM).all()
-    return bool(found) and matrix.offsets is None
-
-
-def _plain(weight: Matrix) -> torch.Tensor:
-    return plain(weight, torch.float32) if isinstance(weight, QuantizedMatrix) else weight
-
-
-def _write(writer: PackedWriter, name: str, packed: list[PackedWeight]) -> None:
-    """Writes one matrix, or the matrices of all experts one behind the other."""
-    first = packed[0]
-    writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
-    if first.scales is not None:
-        writer.tensor(name + ".scales", torch.stack([one.scales for one in packed if one.scales is not None]))
-    writer.number(name + ".depth", first.depth)
-    writer.number(name + ".pairs", first.pairs)
-    writer.number(name + ".num_groups", len(packed))
-    writer.number(name + ".group_bytes", first.data.numel() * first.data.element_size())
+def _inner_order(mlp: GatedMLP) -> slice | torch.Tensor:
+    """The order in which the down projection reads the inner values."""
+    down = mlp.down.weight
+    return slice(None) if isinstance(down, torch.Tensor) or down.order is None else down.order

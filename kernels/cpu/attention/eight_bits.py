@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.products.int8 import LINE_BYTES, looked_up
+from pillion.kernels.cpu.products.codes import LINE_BYTES, looked_up
 
 # The largest value of a code.
 MAX_CODES = {"fp8_e4m3": 448.0, "int8": 127.0}

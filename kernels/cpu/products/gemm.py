@@ -4,9 +4,8 @@
 
 Threads draw ranges of panels. All rows meet a panel, in tiles of even height: the first tile streams it from memory,
 the others find it in the cache, and each of them prefetches a part of the panel that this thread works on next, so that
-memory and arithmetic are busy at the same time. int8 weights are widened in registers, tile by tile; without an
-instruction for bfloat16 products that costs too much, so there a panel that meets more than one tile is widened once,
-into the scratch.
+memory and arithmetic are busy at the same time. Weights in few bits have tiles of their own
+(:mod:`pillion.kernels.cpu.products.quantized_tiles`).
 
 A row's result has the same bits whatever the other rows are and however many: each output is one chain of additions
 over rising inputs (gemm_tiles), and all rows share the epilogue's code.
@@ -16,21 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
-from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, SUMS_ROW_BYTES, TileArgs, TileKind, multiply_rows
-from pillion.kernels.cpu.products.int8 import LINE_BYTES, widen
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
+from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
+from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.products.quantized_tiles import CodedProduct, CodedRows
 
 LAYOUT = RecordLayout(
     "gemm",
     pointers=(
         "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth
         "weights",  # the packed matrix, or the matrices of all groups, one behind the other
-        "scales",  # float32 [groups, pairs * 32], int8 weights only
+        "input_sums",  # float32, the sum of each group's inputs of each row; weights with offsets only
         "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
         "out",  # [rows, pairs * 32] float32, or gated [rows, pairs * 16] of x's type
         "group_starts",  # int32 [groups + 1]: the rows of x and out that belong to a group; grouped only
@@ -42,6 +42,8 @@ LAYOUT = RecordLayout(
         "out_stride",  # bytes; rows of out have room for all packed columns
         "num_groups",
         "group_bytes",  # bytes of one group's weights
+        "inputs",  # inputs that share a scale, weights in few bits only
+        "input_sums_stride",  # bytes
     ),
     reals=("factor",),  # what "add" multiplies its sums by
 )
@@ -53,9 +55,6 @@ RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
 # How many work items there are for each thread, where there are rows enough to cut a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# A thread's scratch holds the sums of a tile, then a widened panel.
-_SUMS_BYTES = 8192
-_WIDE_BYTES = SCRATCH_BYTES - _SUMS_BYTES
 # gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
@@ -66,13 +65,14 @@ class Gemm(KernelSpec):
     """x times packed weights.
 
     Attributes:
-        weights: kind of the packed weights: "bf16", "fp32" or "int8".
-        rows: type of x: "bf16", or "fp32" with weights of "fp32" or "bf16".
-        epilogue: "store": out = sum * scale + bias. "add": out += factor * (sum * scale + bias). "gated_silu",
+        weights: kind of the packed weights: "bf16", "fp32" or one of ``CODE_KINDS``.
+        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32".
+        epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
+        offsets: whether weights in few bits have offsets.
     """
 
     # All specs share one record; a field that a spec does not use is None or 0.
@@ -84,6 +84,7 @@ class Gemm(KernelSpec):
     rows_of: str = "num_tokens"
     bias: bool = False
     grouped: bool = False
+    offsets: bool = False
 
     def emit(self, call: KernelCall) -> None:
         body = _Body(self, call)
@@ -100,12 +101,16 @@ class _Body:
         k, args = call.k, call.args
         self.spec, self.call, self.k = spec, call, k
         self.kind = TileKind(spec.weights, spec.rows)
-        self.widens = spec.weights == "int8" and not k.isa.bf16_dot
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
         self.x_stride, self.out_stride = args.number("x_stride"), args.number("out_stride")
         self.pairs = args.number("pairs")
         self.steps = args.number("depth") // self.kind.inputs
-        self.panel_bytes = self.steps * PANEL_STEP_BYTES[spec.weights]
+        self.panel_bytes = self.steps * PANEL_STEP_BYTES
+        self.coded = None
+        if spec.weights in CODE_KINDS:
+            self.coded = CodedProduct(k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
+            self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
+            self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
 
@@ -113,13 +118,13 @@ class _Body:
         """The plain product. A work item is a panel with a block of the rows: with all rows where panels are enough."""
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
-        tiles, widened = self._tiles(rows)
+        tiles = self._tiles(rows)
         blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
         with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
             block = item - panel * blocks
-            cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks, widened)
+            cut = _Cut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
             weights = self.weights + panel * self.panel_bytes
             self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panel_bytes)
 
@@ -135,25 +140,16 @@ class _Body:
             panel, next_panel = item - group * pairs, after - next_group * pairs
             begin = k.load_int(starts + group * 4, 32)
             rows = k.load_int(starts + group * 4 + 4, 32) - begin
-            tiles, widened = self._tiles(rows)
+            tiles = self._tiles(rows)
             with k.when(rows > 0):
                 weights = self.weights + (group * group_bytes + panel * self.panel_bytes)
                 ahead = self.weights + (next_group * group_bytes + next_panel * self.panel_bytes)
-                self._panel(_Cut(begin, rows, tiles, k.int(0), tiles, widened), panel, item, weights, ahead)
+                self._panel(_Cut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
-    def _tiles(self, rows: Int) -> tuple[Int, Int]:
-        """The number of tiles for so many rows, and whether they meet panels that were widened before: 1 or 0."""
-        k, highest = self.k, self.k.int(self.kind.tiles(self.k.isa).most)
-        widened = k.int(0)
-        if self.widens:
-            many = (rows > highest) & (self.steps * PANEL_STEP_BYTES["bf16"] <= _WIDE_BYTES)
-            widened = k.select(many, k.int(1), widened)
-            highest = k.select(many, k.int(self._wide_kind.tiles(k.isa).most), highest)
-        return (rows + (highest - 1)) // highest, widened
-
-    @property
-    def _wide_kind(self) -> TileKind:
-        return replace(self.kind, weights="bf16")
+    def _tiles(self, rows: Int) -> Int:
+        """The number of tiles for so many rows."""
+        highest = self.kind.tiles(self.k.isa).most if self.coded is None else self.coded.most_rows(True)
+        return (rows + (highest - 1)) // highest
 
     @contextmanager
     def _items(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
@@ -174,52 +170,63 @@ class _Body:
                 yield item, k.select(after < count, after, item)
 
     def _panel(self, cut: _Cut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
-        """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in scales and bias."""
-        k, kind = self.k, self.kind
-        count = cut.last - cut.first
-        step_bytes = k.int(PANEL_STEP_BYTES[kind.weights]) // count
-        wide = self.call.scratch + _SUMS_BYTES
-        if self.widens:
-            with k.when(cut.widened > 0), k.range(self.steps) as step:
-                for half, pairs in enumerate(widen(k, weights + step * LINE_BYTES)):
-                    k.write(wide + step * PANEL_STEP_BYTES["bf16"] + half * VECTOR_BYTES, pairs.ir, 4)
+        """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in the bias."""
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
-        constants = self._constants(column * SUMS_ROW_BYTES)
+        constants = self._constants(column * TOTALS_BYTES)
+        if self.coded is not None:
+            self._coded_panel(self.coded, cut, out, weights, ahead, constants)
+            return
+        k = self.k
+        step_bytes = k.int(PANEL_STEP_BYTES) // (cut.last - cut.first)
         with k.range(cut.last, cut.first) as tile:
-            begin = cut.rows * tile // cut.tiles
-            rows = cut.rows * (tile + 1) // cut.tiles - begin
-            begin = begin + cut.base
+            begin, rows = cut.begin(tile), cut.begin(tile + 1) - cut.begin(tile)
             wanted = ahead + (tile - cut.first) * self.steps * step_bytes
             x, sums = self.x + begin * self.x_stride, self.call.scratch
             args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
-            with k.when(cut.widened.equals(0)):
-                multiply_rows(k, kind, rows, args)
-            if self.widens:
-                with k.when(cut.widened > 0):
-                    multiply_rows(k, self._wide_kind, rows, replace(args, panel=wide))
+            multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
-                self._finish(sums + row * SUMS_ROW_BYTES, out + (begin + row) * self.out_stride, constants)
+                self._finish(sums + row * TOTALS_BYTES, out + (begin + row) * self.out_stride, constants)
 
-    def _constants(self, offset: Int) -> dict[str, tuple[Vec, Vec]]:
-        """The scales and the bias of a panel's two tiles, where the spec has them."""
-        constants = {}
-        for name, given in (("scales", self.spec.weights == "int8"), ("bias", self.spec.bias)):
-            if given:
-                at = self.call.args.pointer(name) + offset
-                constants[name] = self.k.load(at), self.k.load(at + VECTOR_BYTES)
-        return constants
+    def _coded_panel(
+        self, coded: CodedProduct, cut: _Cut, out: Ptr, weights: Ptr, ahead: Ptr, bias: tuple[Vec, Vec] | None
+    ) -> None:
+        args, zero = self.call.args, self.k.int(0)
+        begin = cut.begin(cut.first)
+        sums, sums_stride = args.pointer("input_sums"), args.number("input_sums_stride")
+        rows = CodedRows(
+            x=self.x + begin * self.x_stride,
+            x_stride=self.x_stride,
+            weights=weights,
+            weights_stride=zero,
+            constants=weights,
+            constants_stride=zero,
+            input_sums=sums + begin * sums_stride,
+            input_sums_stride=sums_stride,
+            group_units=self.group_units,
+            units=self.units,
+            ahead=ahead,
+            ahead_step=zero,
+            totals=self.call.scratch,
+        )
 
-    def _finish(self, sums: Ptr, out: Ptr, constants: dict[str, tuple[Vec, Vec]]) -> None:
+        def finish(row: Int, totals: Ptr) -> None:
+            self._finish(totals, out + (begin + row) * self.out_stride, bias)
+
+        coded.multiply(cut.begin(cut.last) - begin, rows, weights, self.call.scratch, finish)
+
+    def _constants(self, offset: Int) -> tuple[Vec, Vec] | None:
+        """The bias of a panel's two tiles, where the spec has one."""
+        if not self.spec.bias:
+            return None
+        at = self.call.args.pointer("bias") + offset
+        return self.k.load(at), self.k.load(at + VECTOR_BYTES)
+
+    def _finish(self, sums: Ptr, out: Ptr, bias: tuple[Vec, Vec] | None) -> None:
         """The epilogue for one row of a tile."""
         k, spec = self.k, self.spec
-        totals = []
-        for half in range(2):
-            total = k.load(sums + half * VECTOR_BYTES)
-            if "scales" in constants:
-                total = total * constants["scales"][half]
-            if "bias" in constants:
-                total = total + constants["bias"][half]
-            totals.append(total)
+        totals = [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
+        if bias is not None:
+            totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
         if spec.epilogue in GATED:
             k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
             return
@@ -236,15 +243,17 @@ class _Body:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tiles first .. last - 1 of the tiles that rows base .. base + rows - 1 are cut into, as evenly as possible.
-    ``widened`` is 1 where the panel is widened before they meet it, else 0."""
+    """Tiles first .. last - 1 of the tiles that rows base .. base + rows - 1 are cut into, as evenly as possible."""
 
     base: Int
     rows: Int
     tiles: Int
     first: Int
     last: Int
-    widened: Int
+
+    def begin(self, tile: Int) -> Int:
+        """The first row of a tile."""
+        return self.base + self.rows * tile // self.tiles
 
 
 def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:

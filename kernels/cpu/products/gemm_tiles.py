@@ -19,16 +19,12 @@ from typing import Any
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import Isa, TileRows
-from pillion.kernels.cpu.products.int8 import widen
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS
+from pillion.kernels.cpu.products.packing import TOTALS_BYTES
 
 # Bytes of a panel that belong to a step.
-PANEL_STEP_BYTES = {"bf16": 128, "fp32": 128, "int8": 64}
-SUMS_ROW_BYTES = 4 * PANEL_COLUMNS
+PANEL_STEP_BYTES = 128
 _LINE_BYTES = 64
 _STEPS_PER_ITERATION = 2
-# The tables of int8 weights need the registers of so many rows.
-_TABLE_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +51,7 @@ class TileKind:
 
     def tiles(self, isa: Isa) -> TileRows:
         """The most rows of the tiles."""
-        found = isa.bf16_tiles if self.rows == "bf16" else isa.fp32_tiles
-        if self.weights != "int8":
-            return found
-        # Both halves of a panel share a line of int8 weights, so there are no narrow tiles of them; and to widen a line
-        # costs more than what a second row spills.
-        return TileRows(max(2, found.wide - (_TABLE_ROWS if self.looks_up(isa) else 0)))
-
-    def looks_up(self, isa: Isa) -> bool:
-        """Whether tables widen the weights (pillion.kernels.cpu.products.int8), which need registers and a port."""
-        return self.weights == "int8" and isa.bf16_dot == "x86"
+        return isa.bf16_tiles if self.rows == "bf16" else isa.fp32_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +88,8 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiplies ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
     b, tiles = k.builder, kind.tiles(k.isa)
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
-    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES[kind.weights])
-    with k.when(inside & k.holds(args.sums, rows * SUMS_ROW_BYTES)):
+    inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
+    with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
         behind = b.append_basic_block("behind")
         cases = [b.append_basic_block("rows") for _ in range(tiles.most)]
         choice = b.switch(rows.ir, cases[0])
@@ -120,47 +107,40 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
 
 
 def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs) -> None:
-    def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-        _Tile(inner, kind, rows, width, TileArgs(*seen), twin).write()
+    def body(inner: Kernel, *seen: Any) -> None:
+        _Tile(inner, kind, rows, width, TileArgs(*seen)).write()
 
-    values = (args.x, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
+    values = (args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
     k.call_subroutine(f"gemm_tile_{kind.weights}_{kind.rows}_{rows}x{width}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Emits the function for one number of rows, ``width`` vectors wide. ``twin`` equals x, and LLVM cannot know it.
-
-    A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
-    occupies the port that table look-ups need. Where each tile has its own pointer, the broadcast becomes part of both
-    products, for free: that makes int8 tiles a quarter faster on Zen 4.
-    """
+    """Emits the function for one number of rows, ``width`` vectors wide."""
 
     k: Kernel
     kind: TileKind
     rows: int
     width: int
     args: TileArgs
-    twin: Ptr
 
     def write(self) -> None:
         k, args = self.k, self.args
         sums = [[k.variable(k.vector(0.0)) for _ in range(self.width)] for _ in range(self.rows)]
-        bases = (args.x, self.twin if self.kind.looks_up(k.isa) else args.x)
-        rows = [[base + args.x_stride * row for base in bases] for row in range(self.rows)]
+        rows = [args.x + args.x_stride * row for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
                 at = first + step
-                line = args.panel + at * PANEL_STEP_BYTES[self.kind.weights]
+                line = args.panel + at * PANEL_STEP_BYTES
                 self._prefetch(args.ahead + at * args.ahead_step)
                 for offset, weights in self._weights(line):
                     place = at * self.kind.row_step_bytes + offset
                     for row, totals in zip(rows, sums, strict=True):
-                        for base, total, weight in zip(row, totals, weights, strict=False):
-                            total.value = self._sum(total.value, base + place, weight)
+                        for total, weight in zip(totals, weights, strict=True):
+                            total.value = self._sum(total.value, row + place, weight)
         for number, totals in enumerate(sums):
             for half, total in enumerate(totals):
-                k.store(args.sums + (number * SUMS_ROW_BYTES + half * VECTOR_BYTES), total.value)
+                k.store(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
         """The weights of a step, in the order in which they are multiplied, each with its offset in a row's step."""
@@ -169,7 +149,7 @@ class _Tile:
         if self.kind.weights == "fp32":
             yield 0, [k.load(half) for half in halves]
             return
-        pairs = list(widen(k, line)) if self.kind.weights == "int8" else [k.load_pairs(half) for half in halves]
+        pairs = [k.load_pairs(half) for half in halves]
         if self.kind.rows == "bf16":
             yield 0, pairs
             return
@@ -177,11 +157,10 @@ class _Tile:
         yield 4, [k.high(pair) for pair in pairs]
 
     def _prefetch(self, line: Ptr) -> None:
-        # A tile of one row mostly waits for memory, and the processor's own prefetcher is faster alone. Widening int8
-        # weights is enough work to hide that wait.
-        if self.kind.weights != "int8" and self.rows == 1:
+        # A tile of one row mostly waits for memory, and the processor's own prefetcher is faster alone.
+        if self.rows == 1:
             return
-        for at in range(0, PANEL_STEP_BYTES[self.kind.weights] * self.width // 2, _LINE_BYTES):
+        for at in range(0, PANEL_STEP_BYTES * self.width // 2, _LINE_BYTES):
             self.k.prefetch(line + at, near=False)
 
     def _sum(self, total: Any, x: Ptr, weight: Any) -> Any:

@@ -5,8 +5,8 @@ lane of a vector. Kernels read a panel from its first byte to its last:
 
     bf16   [N / 32][K / 2][2 tiles][16][2]    a lane's pair: two neighbouring inputs of one output
     fp32   [N / 32][K][2 tiles][16]
-    int8   [N / 32][K / 2][64]                a line of 32 outputs and 2 inputs (pillion.kernels.cpu.products.int8),
-                                              and one float32 scale for each output
+    codes  [N / 32][groups of inputs]: float32 scales [2 tiles][16], such offsets where the matrix has them, and the
+           codes of the group's inputs (pillion.kernels.cpu.products.codes)
 
 N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: of
 each panel, the first tile holds 16 outputs of the gate and the second the same 16 of the other matrix.
@@ -14,18 +14,24 @@ each panel, the first tile holds 16 outputs of the gate and the second the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
-from pillion.kernels.cpu.products.int8 import pack_lines, quantize, unpack_lines
+from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS, code_kind, kept_codes, pack_codes, unpack_codes
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
 
 TILE_COLUMNS = 16
 PANEL_COLUMNS = 2 * TILE_COLUMNS
 DEPTH_MULTIPLE = 16
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.uint8}
+# Bytes of a panel's sums of one row, and of a group's scales or offsets.
+TOTALS_BYTES = 4 * PANEL_COLUMNS
+# A thread's scratch has room for a widened group of so many inputs; larger groups are packed as several.
+MAX_GROUP_INPUTS = 512
+_MAX_QUANTUM = 127
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32} | dict.fromkeys(CODE_KINDS, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +39,22 @@ class PackedWeight:
     """A packed matrix.
 
     Attributes:
-        kind: "bf16", "fp32" or "int8".
-        data: [pairs * depth * 32], contiguous, of the kind's type; a multiple of 64 bytes.
-        scales: float32 [pairs * 32] of int8 weights, in the order of the packed columns, else None.
+        kind: "bf16", "fp32" or a key of ``CODE_KINDS``.
+        data: a flat tensor of the kind's type; a multiple of 64 bytes.
         depth: inputs with padding: a row that meets this matrix has zeros behind its own values.
         pairs: number of panels, which are pairs of tiles.
+        group: inputs of a group of codes, a multiple of 16; 0 for floating point.
+        offsets: whether groups have offsets.
+        order: int32 [depth], the input that each packed input is, or None where inputs are in order.
     """
 
     kind: str
     data: torch.Tensor
-    scales: torch.Tensor | None
     depth: int
     pairs: int
+    group: int = 0
+    offsets: bool = False
+    order: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -60,14 +70,68 @@ def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
     return kind
 
 
-def pack_linear(weight: torch.Tensor, kind: str) -> PackedWeight:
-    """Packs a matrix [N, K] of any floating-point type; bf16 rounds to nearest even."""
-    return _pack(_padded(weight, PANEL_COLUMNS), kind)
+def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
+    """Bytes of a panel."""
+    if kind not in CODE_KINDS:
+        return PANEL_COLUMNS * depth * DTYPES[kind].itemsize
+    constants = -(-depth // group) * TOTALS_BYTES * (2 if offsets else 1)
+    return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
 
 
-def pack_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> PackedWeight:
+def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
+    """The kind in which panels hold all these matrices: ``wide`` where one is not in few bits, where they differ in
+    their groups or in the order of their inputs, or where vectors do not divide a group."""
+    first = matrices[0]
+    for matrix in matrices:
+        if not isinstance(matrix, QuantizedMatrix) or not isinstance(first, QuantizedMatrix):
+            return wide
+        if (matrix.coding, matrix.group) != (first.coding, first.group) or not _packed_group(matrix):
+            return wide
+        if matrix.order is not first.order and not (
+            matrix.order is not None and first.order is not None and torch.equal(matrix.order, first.order)
+        ):
+            return wide
+    return code_kind(first.coding, (matrix.codes for matrix in matrices))  # type: ignore[union-attr]
+
+
+def has_offsets(matrix: Matrix) -> bool:
+    """Whether the panels of a matrix in few bits need offsets."""
+    return isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix).any())
+
+
+def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
+    """Packs a matrix [N, K]; bf16 rounds to nearest even, int8 in 127 steps up to the largest weight of an output.
+
+    A matrix in few bits has the kind that :func:`packed_kind` names, or is widened to ``kind``. ``offsets``: groups get
+    offsets even if they are all 0.
+    """
+    if isinstance(weight, torch.Tensor) and kind == "int8":
+        weight = quantized(weight)
+    if kind in CODE_KINDS:
+        assert isinstance(weight, QuantizedMatrix)
+        return _pack_codes([weight], kind, offsets)
+    return _pack(_padded(plain(weight, torch.float32), PANEL_COLUMNS), kind)
+
+
+def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Packs two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
-    return _pack(_in_turn(_padded(gate, TILE_COLUMNS), _padded(up, TILE_COLUMNS)), kind)
+    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and kind == "int8":
+        gate, up = quantized(gate), quantized(up)
+    if kind in CODE_KINDS:
+        assert isinstance(gate, QuantizedMatrix)
+        assert isinstance(up, QuantizedMatrix)
+        return _pack_codes([gate, up], kind, offsets)
+    return _pack(_in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
+
+
+def quantized(weight: torch.Tensor) -> QuantizedMatrix:
+    """A plain matrix [N, K] in int8, with one scale for each output: its largest weight becomes +-127."""
+    wide = weight.float()
+    scales = wide.abs().amax(-1, keepdim=True) / _MAX_QUANTUM
+    # Any scale is right for an output of zeros.
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    quanta = (wide / scales).round().clamp(-_MAX_QUANTUM, _MAX_QUANTUM)
+    return QuantizedMatrix("int8", quanta.to(torch.int8).view(torch.uint8), scales, weight.shape[1])
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -81,10 +145,10 @@ def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """The columns of a packed matrix [pairs * 32, depth] in packed order, without scales: int8 weights as quanta."""
+    """The columns of a packed matrix [pairs * 32, depth] in packed order, in the kind's type; of codes, in float64."""
+    if packed.kind in CODE_KINDS:
+        return _unpack_codes(packed)
     steps = packed.data.view(packed.pairs, -1, PANEL_COLUMNS * (1 if packed.kind == "fp32" else 2))
-    if packed.kind == "int8":
-        steps = unpack_lines(steps)
     inputs = steps.reshape(packed.pairs, steps.shape[1], PANEL_COLUMNS, -1)
     return inputs.transpose(1, 2).reshape(packed.pairs * PANEL_COLUMNS, packed.depth)
 
@@ -92,15 +156,69 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
 def _pack(weight: torch.Tensor, kind: str) -> PackedWeight:
     columns, depth = weight.shape
     pairs = columns // PANEL_COLUMNS
-    scales = None
-    if kind == "int8":
-        weight, scales = quantize(weight)
-    else:
-        weight = weight.to(DTYPES[kind])
     # [pairs, steps, columns, inputs of a step]
-    steps = weight.view(pairs, PANEL_COLUMNS, -1, 1 if kind == "fp32" else 2).transpose(1, 2)
-    data = pack_lines(steps) if kind == "int8" else steps
-    return PackedWeight(kind, data.reshape(-1), scales, depth, pairs)
+    steps = weight.to(DTYPES[kind]).view(pairs, PANEL_COLUMNS, -1, 1 if kind == "fp32" else 2).transpose(1, 2)
+    return PackedWeight(kind, steps.reshape(-1), depth, pairs)
+
+
+def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bool) -> PackedWeight:
+    """Packs one matrix, or two with their tiles in turn."""
+    first, kind = matrices[0], CODE_KINDS[kind_name]
+    inputs = first.shape[1]
+    depth = inputs + -inputs % DEPTH_MULTIPLE
+    group = min(_packed_group(first), depth)
+    offsets = offsets or any(has_offsets(matrix) for matrix in matrices)
+    source = (torch.arange(0, depth, group) // first.group).clamp(max=first.scales.shape[1] - 1)
+
+    def panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[N, inputs or groups] -> [pairs, 32, the same]."""
+        tile = PANEL_COLUMNS if len(parts) == 1 else TILE_COLUMNS
+        wide = [pad(part, (0, 0, 0, -len(part) % tile)) for part in parts]
+        packed = wide[0] if len(wide) == 1 else _in_turn(*wide)
+        return packed.view(-1, PANEL_COLUMNS, packed.shape[1])
+
+    codes = panels([pad(kept_codes(first.coding, matrix.codes), (0, depth - inputs)) for matrix in matrices])
+    units = pack_codes(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind.bits)
+    constants = [panels([matrix.scales[:, source] * kind.scale for matrix in matrices])]
+    if offsets:
+        constants.append(panels([_offsets(matrix)[:, source] for matrix in matrices]))
+    before = torch.cat([part.transpose(1, 2).contiguous().view(torch.uint8) for part in constants], 2)
+    stream, step = units.flatten(1), group // UNIT_INPUTS * kind.unit_bytes
+    pieces = [piece for number in range(len(source))
+              for piece in (before[:, number], stream[:, number * step : (number + 1) * step])]  # fmt: skip
+    order = None
+    if first.order is not None:
+        order = torch.cat((first.order, torch.arange(inputs, depth))).to(torch.int32)
+    return PackedWeight(kind.name, torch.cat(pieces, 1).flatten(), depth, len(units), group, offsets, order)
+
+
+def _packed_group(matrix: QuantizedMatrix) -> int:
+    """The inputs of a packed group: as many of a group's as the kernels take. 0: they take no such group."""
+    if matrix.group >= matrix.shape[1]:
+        return MAX_GROUP_INPUTS
+    fitting = range(DEPTH_MULTIPLE, MAX_GROUP_INPUTS + 1, DEPTH_MULTIPLE)
+    return max((size for size in fitting if not matrix.group % size), default=0)
+
+
+def _offsets(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The offsets [N, groups] of kept codes."""
+    offsets = torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
+    return offsets + 8 * matrix.scales if matrix.coding == "uint4" else offsets
+
+
+def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
+    kind, parts = CODE_KINDS[packed.kind], 2 if packed.offsets else 1
+    rest = packed.data.view(packed.pairs, -1)
+    values, found = torch.tensor(kind.values).double(), []
+    for begin in range(0, packed.depth, packed.group):
+        inputs = min(packed.group, packed.depth - begin)
+        sizes = [parts * TOTALS_BYTES, inputs // UNIT_INPUTS * kind.unit_bytes]
+        before, codes, rest = torch.split(rest, [*sizes, rest.shape[1] - sum(sizes)], 1)
+        constants = before.contiguous().view(torch.float32).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
+        plain_codes = unpack_codes(codes.reshape(packed.pairs, -1, kind.unit_bytes), kind.bits).transpose(1, 2)
+        wide = values[plain_codes.flatten(2).long()] * constants[:, 0]
+        found.append(wide + constants[:, 1] if packed.offsets else wide)
+    return torch.cat(found, 2).flatten(0, 1)
 
 
 def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, StepCost, TokenBudget, features
+from pillion.engine.scheduling.step_cost import (
+    AUTO_TARGET_STEPS,
+    LEAST_THROUGHPUT,
+    MIN_TAIL_TOKENS,
+    StepCost,
+    TokenBudget,
+    features,
+)
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
@@ -188,3 +197,71 @@ def test_the_scheduler_keeps_to_it() -> None:
     assert 60 <= counts[3] <= 100
     harness.settle()
     harness.check_answers()
+
+
+COSTS = st.fixed_dictionaries(
+    {
+        "constant": st.floats(1e-3, 4e-2),
+        "per_token": st.floats(5e-5, 3e-3),
+        "per_read": st.floats(0, 1e-7),
+        "per_pair": st.floats(0, 2e-9),
+    }
+)
+
+
+def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int, ...]) -> None:
+    """Teaches a budget its machine: steps with and without prompt tails, of all sizes."""
+    for count, context, tokens in itertools.product((1, 4, 16), contexts, (0, 16, 64, 200)):
+        pieces = [*decodes(count, context), *([chunk(context, tokens)] if tokens else [])]
+        for _ in range(3):
+            budget.begin(pieces, 0.0)
+            budget.end(machine.seconds(pieces))
+
+
+@given(cost=COSTS, streams=st.integers(1, 32), context=st.sampled_from([100, 500, 2000]))
+@settings(max_examples=60, deadline=None)
+def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
+    """On fast and slow machines, where fewer prompts wait than streams run."""
+    machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
+    trained(machine, budget, (context,))
+    plain = decodes(streams, context)
+    count = budget.left(plain, context, streams // 2)
+    limit = AUTO_TARGET_STEPS * budget.cost.predict(features(plain))
+    found = budget.cost.predict(features([*plain, chunk(context, count)]))
+    assert found <= limit * 1.001 or count == min(MIN_TAIL_TOKENS, 256 - streams) or streams < 2
+    assert count == 256 - streams or budget.cost.predict(features([*plain, chunk(context, count + 1)])) > limit * 0.999
+
+
+@given(cost=COSTS, streams=st.integers(1, 8), start=st.sampled_from([0, 1000, 4000]))
+@settings(max_examples=60, deadline=None)
+def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float], streams: int, start: int) -> None:
+    """Where prompts limit the throughput: prompt tokens for each second of what is not spent on the decodes' tokens."""
+    machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
+    trained(machine, budget, (500, start))
+    plain = decodes(streams, 500)
+
+    def share_of_work(count: int) -> float:
+        """What of a step is spent neither on the step as such nor on reading the tail's own context again."""
+        step, _, sequences, reads, _ = budget.cost.weights_s()
+        return 1 - (step + sequences + reads * start) / budget.cost.predict(features([*plain, chunk(start, count)]))
+
+    count = budget.left(plain, start, streams + 1)
+    assert share_of_work(count) >= 0.99 * LEAST_THROUGHPUT * share_of_work(256 - streams)
+    assert count >= budget.left(plain, start, 1)
+
+
+def test_auto_holds_back_no_prompt_where_nobody_decodes_and_no_draft() -> None:
+    machine, budget = SimulatedMachine(), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
+    trained(machine, budget, (500,))
+    assert budget.left([], 0, 3) == 256
+    assert budget.left(decodes(8, 500), 0, 0, least_tokens=0) == 248
+    assert budget.left(decodes(8, 500), 0, 1) < 248
+
+
+def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
+    """Plain steps of 6 and of 58 ms: the gaps beside prompts are two and a half of each."""
+    for machine in (SimulatedMachine(), SimulatedMachine(slow=10.0)):
+        budget = TokenBudget(2048, target_steps=AUTO_TARGET_STEPS)
+        trained(machine, budget, (500,))
+        found = run(budget, machine, decodes(16, 500), 500, 40)
+        assert np.median(found[10:]) == pytest.approx(2.5 * machine.seconds(decodes(16, 500)), rel=0.1)

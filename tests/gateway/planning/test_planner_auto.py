@@ -261,6 +261,7 @@ parts_strategy = st.lists(
             step_cost_s=COSTS,
             largest_step_tokens=st.sampled_from([0, 30, 256]),
             target_itl_ms=st.sampled_from([0.0, 20.0, 200.0]),
+            target_itl_steps=st.sampled_from([0.0, 2.5]),
             free_seqs=st.integers(0, 64),
         ),
     ),
@@ -333,7 +334,7 @@ def test_properties(
     streams=st.integers(0, 40),
     further=st.integers(0, 20),
     waiting=st.integers(0, 20_000),
-    target=st.sampled_from([0.0, 30.0, 200.0]),
+    target=st.sampled_from([(0.0, 0.0), (30.0, 0.0), (200.0, 0.0), (0.0, 2.5)]),
     sticky_choice=st.sampled_from(["", ON_DECODE, ON_PREFILL]),
     hit=st.integers(0, 100),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
@@ -343,12 +344,13 @@ def test_monotone_in_load(
     prompt, cost, queue, more, streams, further, waiting, target, sticky_choice, hit, demand
 ) -> None:
     """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
+    targets = dict(zip(("target_itl_ms", "target_itl_steps"), target, strict=True))
 
     def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
         components = (
             node(0),
             *(prefill(n, queued_tokens=prefill_tokens, step_cost_s=cost) for n in range(2)),
-            decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, target_itl_ms=target),
+            decode(0, 0, decode_streams, queued_tokens=decode_tokens, step_cost_s=cost, **targets),
         )
         return make_plan(
             snapshot(prompt, components, sticky_choice=sticky_choice, hits={"kv-0": hit}, demand_per_s=demand)

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME
+from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
-from tests.support.cpu_references import reference_gemm
+from tests.support.cpu_references import reference_gemm, reference_group_sums
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
 
 # The kind of the weights, and the type of the rows.
-KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"), ("int8", "bf16"))
+KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
 EPILOGUES = ("store", "add", *GATED)
 # Every epilogue and every option, not every pair of them: tiles are shared, and what compiles is the time.
 PLAIN = [Gemm(*kind, epilogue, bias=epilogue in ("add", "gated_gelu")) for kind in KINDS for epilogue in EPILOGUES]
@@ -64,11 +65,11 @@ class GemmCase:
 
     def values(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
         first = self.packed[0]
-        scales = None if first.scales is None else torch.stack([one.scales for one in self.packed])
+        sums = reference_group_sums(x, first) if first.offsets else None
         return {
             "x": x,
             "weights": torch.stack([one.data for one in self.packed]),
-            "scales": scales,
+            "input_sums": sums,
             "bias": self.bias,
             "out": out,
             "group_starts": self.starts,
@@ -78,6 +79,8 @@ class GemmCase:
             "out_stride": stride(out),
             "num_groups": len(self.packed) if self.spec.grouped else 0,
             "group_bytes": first.nbytes,
+            "inputs": first.group,
+            "input_sums_stride": 0 if sums is None else stride(sums),
             "factor": FACTOR,
         }
 
@@ -185,38 +188,17 @@ def test_no_rows(runner, spec):
     assert one.run(runner).shape == (0, 64)
 
 
-def test_int8_weights_are_exactly_the_bfloat16_of_their_quanta(runner):
-    """Every quantum, in both ways to the same sums: a tile of few rows, and panels that meet many."""
-    packed = pack_linear(torch.arange(-127, 129).clamp(max=127).repeat(32, 1).float(), "int8")
-    packed.scales[:] = 1.0
-    quanta = torch.arange(-127, 129).clamp(max=127).bfloat16().float()
-    x = torch.eye(256).bfloat16()
-    spec = Gemm("int8", "bf16", "store")
-    found = GemmCase(spec, [packed], None, x).run(runner)
-    assert torch.equal(found, quanta[:, None].expand(256, 32))
-    for row in (0, 127, 255):
-        assert torch.equal(GemmCase(spec, [packed], None, x[row : row + 1]).run(runner)[0], found[row])
-
-
-def test_panels_deeper_than_scratch(runner):
-    """int8 panels that cannot be widened as a whole."""
-    one = case(Gemm("int8", "bf16", "store"), 20, 32, 16400)
-    found = one.run(runner, threads=1)
-    assert_close(found, one.expected())
-    assert torch.equal(one.run(runner, one.x[7:8], threads=1)[0], found[7])
-
-
-@pytest.mark.parametrize("short", ["x", "weights", "scales", "bias", "out"])
+@pytest.mark.parametrize("short", ["x", "weights", "bias", "out"])
 def test_strays_are_noted(runner, short):
     """A checked product whose memory is too small is reported, and touches no other memory."""
     if not runner.kernels.checked:
         pytest.skip("kernels that do not check")
-    one = case(Gemm("int8", "bf16", "add", bias=True), 17, 64, 48)
+    one = case(Gemm("bf16", "bf16", "add", bias=True), 17, 64, 48)
     out = one.new_out(17)
     values = one.values(padded(one.x), out)
     buffer = values[short].contiguous()
     values[short] = (buffer.data_ptr(), buffer.nbytes - 64)
-    with pytest.raises(Internal, match="gemm_int8_bf16_add"):
+    with pytest.raises(Internal, match="gemm_bf16_bf16_add"):
         runner.run(one.spec, values, rows_step(17))
 
 
@@ -233,12 +215,9 @@ def test_bfloat16_weights_have_the_bits_of_float32_weights(runner):
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2", "neon"])
 def test_sums_stay_in_registers(kind, name):
     """No tile spills a vector, in code for this processor if it has these instructions. Only the second input of a pair
-    of bfloat16 may wait on the stack, once in each of the two steps of AVX2's loop, while the first is multiplied. int8
-    weights are widened by several constants, for which few registers are too few."""
+    of bfloat16 may wait on the stack, once in each of the two steps of AVX2's loop, while the first is multiplied."""
     isa, limits = BY_NAME[name], TileKind(*kind).tiles(BY_NAME[name])
     texts, prefix = assembly([Gemm(kind[0], kind[1], "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
-    if kind[0] == "int8" and limits.most == 2:
-        pytest.skip("widening needs more registers than there are")
     heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
     allowed = 4 if (name, kind) == ("avx2", ("bf16", "fp32")) else 0
     assert {text for text in texts if text.startswith(prefix)} == {f"{prefix}{rows}x{width}" for rows, width in heights}
@@ -250,4 +229,4 @@ def test_sums_stay_in_registers(kind, name):
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     assert {spec.layout for spec in SPECS} == {LAYOUT}
-    assert set(DTYPES) == {weights for weights, _ in KINDS}
+    assert set(DTYPES) == {*(weights for weights, _ in KINDS), *CODE_KINDS}

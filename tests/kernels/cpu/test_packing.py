@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.products.int8 import MAX_QUANTUM, pack_lines, quantize, unpack_lines
-from pillion.kernels.cpu.products.packing import DTYPES, pack_bias, pack_gated, pack_gated_bias, pack_linear, unpack
+from pillion.kernels.cpu.products.codes import pack_codes, unpack_codes
+from pillion.kernels.cpu.products.packing import (
+    DTYPES,
+    has_offsets,
+    pack_bias,
+    pack_gated,
+    pack_gated_bias,
+    pack_linear,
+    packed_kind,
+    panel_bytes,
+    quantized,
+    unpack,
+)
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.kernel_runner import normal
 
 torch.set_num_threads(1)
@@ -18,8 +32,7 @@ KINDS = ("bf16", "fp32", "int8")
 
 def weights_of(packed):
     """float32 [pairs * 32, depth], in the packed order."""
-    wide = unpack(packed).float()
-    return wide if packed.scales is None else wide * packed.scales[:, None]
+    return unpack(packed).float()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,15 +47,14 @@ def test_what_is_packed_is_unpacked(kind, columns, depth, seed):
     assert packed.data.dtype == DTYPES[kind]
     assert packed.data.is_contiguous()
     assert packed.nbytes % 64 == 0
-    assert packed.data.numel() == packed.pairs * 32 * packed.depth
+    assert packed.nbytes == packed.pairs * panel_bytes(kind, packed.depth, packed.group, False)
     found = weights_of(packed)
     assert (found[columns:] == 0).all()
     assert (found[:, depth:] == 0).all()
     if kind == "int8":
         # Half a quantum, and what float32 rounds.
         error = (found[:columns, :depth] - weight).abs()
-        assert packed.scales is not None
-        assert (error <= packed.scales[:columns, None] * 0.5001).all()
+        assert (error <= quantized(weight).scales * 0.5001).all()
     else:
         assert torch.equal(found[:columns, :depth], weight.to(DTYPES[kind]).float())
 
@@ -85,18 +97,75 @@ def test_bias_follows_the_columns():
 
 
 def test_quanta_of_a_column():
-    weight = torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    quanta, scales = quantize(weight)
-    assert quanta.tolist() == [[64, -127, 32, 0], [0, 0, 0, 0]]
-    assert scales.tolist() == [pytest.approx(2 / 127), 1.0]
+    found = quantized(torch.tensor([[1.0, -2.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert found.codes.view(torch.int8).tolist() == [[64, -127, 32, 0], [0, 0, 0, 0]]
+    assert found.scales.tolist() == [[pytest.approx(2 / 127)], [1.0]]
 
 
-def test_lines_hold_every_quantum():
-    quanta = torch.arange(-MAX_QUANTUM, MAX_QUANTUM + 1).to(torch.int8)
-    quanta = torch.cat((quanta, quanta[:1])).view(4, 32, 2)
-    lines = pack_lines(quanta)
-    assert lines.shape == (4, 64)
-    assert lines.dtype == torch.uint8
-    assert torch.equal(unpack_lines(lines), quanta)
-    # [4 quarters][2 tiles][4 columns][2 inputs]: column 21 is of the second tile, in its second quarter.
-    assert lines.view(4, 4, 2, 4, 2)[3, 1, 1, 1, 0] == quanta[3, 21, 0]
+def random_matrix(columns: int, inputs: int, group: int, coding: str = "uint4", seed: int = 0) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(len(CODINGS[coding]), (columns, inputs), generator=generator).to(torch.uint8)
+    if coding == "fp8_e4m3":
+        codes[codes & 127 == 127] = 0
+    scales, offsets = (normal(columns, -(-inputs // group), seed=seed + part) for part in (1, 2))
+    return QuantizedMatrix(coding, codes, scales, group, offsets)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_units_hold_every_code(bits):
+    codes = torch.arange(32 * 4 * 3).view(3, 32, 4).remainder(2**bits).to(torch.uint8)
+    units = pack_codes(codes, bits)
+    assert units.shape == (3, 16 * bits)
+    assert torch.equal(unpack_codes(units, bits), codes)
+    if bits == 4:
+        # [16 lanes][2 inputs of a pair][2 pairs][2 tiles]: column 21 is lane 5 of the second tile.
+        assert units.view(3, 16, 4)[1, 5, 0] >> 4 == codes[1, 21, 0]
+        assert units.view(3, 16, 4)[1, 5, 3] & 15 == codes[1, 5, 3]
+    else:
+        # [2 pairs][4 quarters][2 tiles][4 columns][2 inputs]: column 21 is of the second tile, in its second quarter.
+        assert units.view(3, 2, 4, 2, 4, 2)[1, 1, 1, 1, 1, 0] == codes[1, 21, 2]
+
+
+@pytest.mark.parametrize("coding", list(CODINGS))
+@settings(max_examples=15, deadline=None)
+@given(
+    columns=st.integers(1, 70),
+    inputs=st.integers(1, 200),
+    group=st.sampled_from((16, 32, 96, 1024, 2048)),
+    seed=st.integers(0, 9),
+)
+def test_packed_codes_are_the_matrix(coding, columns, inputs, group, seed):
+    """Its value, from codes, scales and offsets, of one matrix and of two in turn."""
+    matrix, other = (random_matrix(columns, inputs, group, coding, seed + part) for part in (0, 5))
+    kind = packed_kind([matrix, other], "bf16")
+    packed = pack_linear(matrix, kind)
+    assert packed.nbytes == packed.pairs * panel_bytes(kind, packed.depth, packed.group, packed.offsets)
+    wanted = matrix.dequantize(torch.float32)
+    torch.testing.assert_close(weights_of(packed)[:columns, :inputs], wanted, rtol=1e-5, atol=1e-5)
+    pair = weights_of(pack_gated(matrix, other, kind)).view(-1, 2, 16, packed.depth)
+    for half, part in enumerate((matrix, other)):
+        found = pair[:, half].reshape(-1, packed.depth)[:columns, :inputs]
+        torch.testing.assert_close(found, part.dequantize(torch.float32), rtol=1e-5, atol=1e-5)
+
+
+def test_what_panels_cannot_hold_is_widened():
+    matrix = random_matrix(8, 100, 50)
+    assert packed_kind([matrix], "bf16") == "bf16"
+    assert torch.equal(weights_of(pack_linear(matrix, "fp32"))[:8, :100], matrix.dequantize(torch.float32))
+    fits = random_matrix(8, 96, 32)
+    assert packed_kind([fits], "bf16") == "int4"
+    assert packed_kind([fits, random_matrix(8, 96, 48)], "bf16") == "bf16"
+    assert packed_kind([fits, torch.zeros(8, 96)], "fp32") == "fp32"
+    ordered = replace(fits, order=torch.arange(96).flip(0))
+    assert packed_kind([fits, ordered], "bf16") == "bf16"
+    assert packed_kind([ordered, replace(fits, order=ordered.order.clone())], "bf16") == "int4"
+    assert pack_linear(ordered, "int4").order.tolist() == list(range(95, -1, -1))
+
+
+def test_symmetric_codes_need_no_offsets():
+    """The zero point 8 of uint4 is the value 0 of int4."""
+    plain = random_matrix(8, 64, 32)
+    assert has_offsets(plain)
+    assert not has_offsets(replace(plain, offsets=-8 * plain.scales))
+    assert has_offsets(replace(plain, offsets=None))
+    assert not has_offsets(replace(plain, coding="int4", offsets=None))

@@ -143,6 +143,8 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20), max_size=3).map(tuple)
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
+    if field.name == "target_itl_ms":
+        return st.one_of(st.just("auto"), st.floats(0, 1e9))
     if isinstance(field.default, str):
         return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
     if isinstance(field.default, bool):
@@ -162,6 +164,15 @@ def test_flags_survive_a_round_trip_through_argv(cls: Any) -> None:
         assert parse(cls, to_argv(flags), hostile) == flags
 
     check()
+
+
+def test_a_target_is_a_number_or_auto() -> None:
+    assert DecodeFlags().target_itl_ms == "auto"
+    for text, value in (("auto", "auto"), ("0", 0.0), ("12.5", 12.5)):
+        assert parse(DecodeFlags, [f"--target-itl-ms={text}"]).target_itl_ms == value
+    for text in ("", "-1", "nan", "inf", "fast"):
+        with pytest.raises(click.BadParameter, match="--target-itl-ms"):
+            parse(DecodeFlags, [f"--target-itl-ms={text}"])
 
 
 def test_every_flag_has_one_name_everywhere() -> None:

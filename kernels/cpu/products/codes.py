@@ -1,0 +1,320 @@
+"""Codes of 4 and 8 bits: their order in memory, and how kernels turn them into numbers in registers.
+
+A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, never rounded ones; scales are
+applied to finished sums (:mod:`pillion.kernels.cpu.products.quantized_tiles`):
+
+    4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:
+             [16 lanes][2 inputs of a pair][2 pairs][2 tiles], the first code in the lowest bits
+    8 bits   a line for each of its two pairs of inputs: [4 quarters][2 tiles][4 columns][2 inputs], a byte is a sign
+             and 7 bits
+
+Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. With AVX-512 both
+come from tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each
+bfloat16 are looked up and interleaved within each quarter of a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.torch.quantized_matrix import CODINGS
+
+UNIT_INPUTS = 4
+LINE_BYTES = 64
+_QUARTERS = 4
+_SIGN = 0x80
+_MAGNITUDES = 0x7F
+# fp8 numbers are 256 times smaller in registers, so that their bits are those of a float16 half; scales make up for it.
+_FP8_SHRINK = 256.0
+
+_BYTES = ir.VectorType(I8, LINE_BYTES)
+_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
+# What meets a pair of inputs: Pairs, two Pairs whose sum is the values, or the Vec of the first and of the second one.
+Parts = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeKind:
+    """How codes are kept in panels.
+
+    Attributes:
+        name: the kind of the packed weights.
+        bits: 4 or 8.
+        values: what kept codes stand for, float32 [16] or [256], before scales.
+        scale: what scales are multiplied by when they are packed, a power of two.
+    """
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+    scale: float = 1.0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit."""
+        return UNIT_INPUTS * 2 * LANES * self.bits // 8
+
+    @property
+    def parts(self) -> int:
+        """How many bfloat16 numbers add up to a value: one where bfloat16 holds them all."""
+        values = torch.tensor(self.values)
+        return 1 if torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()) else 2
+
+
+def _signed_bytes(lowest: float) -> tuple[float, ...]:
+    """Values of signs and magnitudes; ``lowest`` is what a sign without a magnitude stands for."""
+    return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
+
+
+CODE_KINDS = {
+    kind.name: kind
+    for kind in (
+        CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16))),
+        CodeKind("nf4", 4, tuple(CODINGS["nf4"].tolist())),
+        CodeKind("int8", 8, _signed_bytes(0.0)),
+        # int8 with -128, whose look-up costs two instructions more.
+        CodeKind("int8_whole", 8, _signed_bytes(-128.0)),
+        CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / _FP8_SHRINK).tolist()), _FP8_SHRINK),
+    )
+}
+
+
+def code_kind(coding: str, codes: Iterable[torch.Tensor]) -> str:
+    """The kind of panels that hold all these codes of a :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
+    if coding in ("uint4", "int4"):
+        return "int4"
+    if coding == "int8":
+        return "int8_whole" if any(bool((part == _SIGN).any()) for part in codes) else "int8"
+    return coding
+
+
+def kept_codes(coding: str, codes: torch.Tensor) -> torch.Tensor:
+    """Codes as panels keep them. Those of uint4 become int4, 8 below them: their offsets have to grow by 8 scales."""
+    if coding in ("uint4", "int4"):
+        return codes ^ 8
+    return (
+        (codes.view(torch.int8).abs().view(torch.uint8) & _MAGNITUDES) | (codes & _SIGN) if coding == "int8" else codes
+    )
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., 32 columns, 4 inputs], one kept code a byte -> units, uint8 [..., bytes]."""
+    lead = codes.shape[:-2]
+    if bits == 4:
+        split = codes.reshape(*lead, 2, LANES, 2, 2)  # [2 tiles][16 lanes][2 pairs][2 inputs of a pair]
+        nibbles = split.movedim((-3, -1, -2, -4), (-4, -3, -2, -1)).reshape(*lead, LINE_BYTES, 2)
+        return nibbles[..., 0] | nibbles[..., 1] << 4
+    split = codes.reshape(*lead, 2, _QUARTERS, LANES // _QUARTERS, 2, 2)  # [tiles][quarters][columns][pairs][inputs]
+    return split.movedim((-2, -4, -5, -3, -1), (-5, -4, -3, -2, -1)).reshape(*lead, 2 * LINE_BYTES)
+
+
+def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of :func:`pack_codes`."""
+    lead = units.shape[:-1]
+    if bits == 4:
+        nibbles = torch.stack((units & 15, units >> 4), -1).reshape(*lead, LANES, 2, 2, 2)
+        split = nibbles.movedim((-4, -3, -2, -1), (-3, -1, -2, -4))
+    else:
+        split = units.reshape(*lead, 2, _QUARTERS, 2, LANES // _QUARTERS, 2)
+        split = split.movedim((-5, -4, -3, -2, -1), (-2, -4, -5, -3, -1))
+    return split.reshape(*lead, 2 * LANES, UNIT_INPUTS)
+
+
+def in_pairs(k: Kernel, wide_rows: bool) -> bool:
+    """Whether products multiply bfloat16 pairs, not float32. ``wide_rows``: rows are float32."""
+    return k.isa.bf16_dot == "x86" and not wide_rows
+
+
+def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterator[tuple[Parts, Parts]]:
+    """Loads a unit and widens it: yields the parts of both tiles for one of its pairs of inputs after the other.
+
+    Instructions are appended when they are asked for: few registers hold what has not met its rows yet.
+    """
+    pairs = in_pairs(k, wide_rows)
+    if kind.bits == 4:
+        line, widen = k.read(unit, VI, 4), _nibble_pairs if pairs else _nibble_floats
+        for place in (0, 2):
+            yield widen(k, kind, line, place), widen(k, kind, line, place + 1)
+        return
+    for at in (0, LINE_BYTES):
+        if pairs:
+            codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
+            lowest = patterns[_SIGN] >> 8 if kind.name == "int8_whole" else None
+            first, second = looked_up(k, codes, codes, patterns[:_SIGN], lowest)
+            yield (first,), (second,)
+        else:
+            words = k.read(unit + at, _WORDS, 1)
+            yield _byte_floats(k, kind, words, 0), _byte_floats(k, kind, words, 1)
+
+
+def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
+    """Looks up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth has no effect."""
+    b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * place)), _WORDS)
+    function = k.function("llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
+    return tuple(
+        Pairs(k, b.bitcast(b.call(function, [ir.Constant(_WORDS, table * 2), words]), VI)) for table in _patterns(kind)
+    )
+
+
+def _nibble_floats(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
+    """The float32 of the first inputs and of the second ones."""
+    return _nibble_float(k, kind, line, place), _nibble_float(k, kind, line, 4 + place)
+
+
+def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+    b = k.builder
+    if "avx512f" in k.isa.needs:
+        function = k.function("llvm.x86.avx512.permvar.sf.512", VF, [VF, VI])
+        return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * place))]))
+    top = b.shl(line, int_lanes(28 - 4 * place))
+    if kind.name == "int4":
+        return Vec(k, b.sitofp(b.ashr(top, int_lanes(28)), VF))
+    if k.isa.machine == "aarch64":
+        return _arm_table(k, kind, b.lshr(top, int_lanes(28)))
+    eight = ir.VectorType(I32, LANES // 2)
+    floats = ir.VectorType(VF.element, LANES // 2)
+    function = k.function("llvm.x86.avx2.permps", floats, [floats, eight])
+    lower, upper = (ir.Constant(floats, list(kind.values[begin : begin + 8])) for begin in (0, 8))
+    found = []
+    for half in range(2):
+        order = ir.Constant(eight, list(range(8 * half, 8 * half + 8)))
+        sign, places = (b.shuffle_vector(part, part, order) for part in (top, b.lshr(line, int_lanes(4 * place))))
+        high = b.icmp_signed("<", sign, ir.Constant(eight, [0] * 8))
+        found.append(b.select(high, b.call(function, [upper, places]), b.call(function, [lower, places])))
+    return Vec(k, b.shuffle_vector(*found, ir.Constant(VI, list(range(LANES)))))
+
+
+def _arm_table(k: Kernel, kind: CodeKind, places: Any) -> Vec:
+    """Looks up the four bytes of each float32 in a table of 64 bytes."""
+    b, some = k.builder, ir.VectorType(I8, 16)
+    function = k.function("llvm.aarch64.neon.tbl4.v16i8", some, [some] * 5)
+    content = torch.tensor(kind.values).view(torch.uint8).tolist()
+    table = [ir.Constant(some, content[begin : begin + 16]) for begin in range(0, 64, 16)]
+    spread = b.add(b.mul(places, int_lanes(0x04040404)), int_lanes(0x03020100))
+    four = ir.VectorType(I32, 4)
+    found = []
+    for quarter in range(_QUARTERS):
+        order = ir.Constant(four, list(range(4 * quarter, 4 * quarter + 4)))
+        found.append(b.call(function, [*table, b.bitcast(b.shuffle_vector(spread, spread, order), some)]))
+    halves = [b.shuffle_vector(*found[at : at + 2], _counted(32)) for at in (0, 2)]
+    return Vec(k, b.bitcast(b.shuffle_vector(*halves, _counted(64)), VF))
+
+
+def _counted(count: int) -> Any:
+    return ir.Constant(ir.VectorType(I32, count), list(range(count)))
+
+
+def looked_up(
+    k: Kernel, places: Any, signs: Any, patterns: list[int], lowest: int | None = None
+) -> tuple[Pairs, Pairs]:
+    """Widens a line by the table ``patterns``, the bits of 128 bfloat16, in which the lower 7 bits of ``places`` count.
+
+    Looks up both bytes of each bfloat16, adds the top bits of ``signs`` to the upper byte, and interleaves lower and
+    upper bytes. ``lowest``: the upper byte that a sign alone stands for, where it is no zero.
+    """
+    b = k.builder
+    lower = _table(k, places, [pattern & 0xFF for pattern in patterns])
+    upper = _table(k, places, [pattern >> 8 for pattern in patterns])
+    top = ir.Constant(_BYTES, [_SIGN] * LINE_BYTES)
+    upper = b.or_(upper, b.and_(signs, top))
+    if lowest is not None:
+        upper = b.select(b.icmp_unsigned("==", signs, top), ir.Constant(_BYTES, [lowest] * LINE_BYTES), upper)
+    tiles = []
+    for tile in range(2):
+        first = [quarter * 16 + tile * 8 + byte for quarter in range(_QUARTERS) for byte in range(8)]
+        order = [at for byte in first for at in (byte, LINE_BYTES + byte)]
+        mixed = b.shuffle_vector(lower, upper, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
+        tiles.append(Pairs(k, b.bitcast(mixed, VI)))
+    return tiles[0], tiles[1]
+
+
+def _table(k: Kernel, places: Any, table: list[int]) -> Any:
+    """Looks up table[place] for the lower 7 bits of each byte."""
+    halves = [ir.Constant(_BYTES, table[begin : begin + LINE_BYTES]) for begin in (0, LINE_BYTES)]
+    function = k.function("llvm.x86.avx512.vpermi2var.qi.512", _BYTES, [_BYTES] * 3)
+    return k.builder.call(function, [halves[0], places, halves[1]])
+
+
+def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
+    """The float32 of both inputs of a column; a word of 16 bits holds their codes."""
+    b = k.builder
+    order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
+    mine = b.shuffle_vector(words, words, ir.Constant(VI, order))
+    if kind.name == "fp8_e4m3":
+        return tuple(_fp8_float(k, mine, place) for place in (0, 8))
+    word = b.zext(mine, VI)
+    found = []
+    for place in (0, 8):
+        code = b.lshr(word, int_lanes(place)) if place else word
+        size, sign = (
+            b.and_(code, int_lanes(_MAGNITUDES)),
+            b.and_(b.shl(word, int_lanes(24 - place)), int_lanes(-(2**31))),
+        )
+        if kind.name == "int8_whole":
+            alone = b.icmp_unsigned("==", b.and_(code, int_lanes(0xFF)), int_lanes(_SIGN))
+            size = b.select(alone, int_lanes(_SIGN), size)
+        found.append(Vec(k, b.bitcast(b.or_(b.bitcast(b.sitofp(size, VF), VI), sign), VF)))
+    return tuple(found)
+
+
+def _fp8_float(k: Kernel, words: Any, place: int) -> Vec:
+    """Moves sign, exponent and mantissa to where float16 has them, and converts that."""
+    b = k.builder
+    size, sign = (ir.Constant(_LANE_WORDS, [mask] * LANES) for mask in (0x3F80, 0x8000 - 0x10000))
+
+    def moved(by: int) -> Any:
+        amount = ir.Constant(_LANE_WORDS, [abs(by)] * LANES)
+        return words if not by else b.shl(words, amount) if by > 0 else b.lshr(words, amount)
+
+    half = b.or_(b.and_(moved(7 - place), size), b.and_(moved(8 - place), sign))
+    return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
+
+
+@cache
+def _patterns(kind: CodeKind) -> tuple[list[int], ...]:
+    """The bits of the bfloat16 numbers that add up to a kind's values: a table for each part."""
+    values = torch.tensor(kind.values)
+    found = []
+    for _ in range(kind.parts):
+        rounded = values.bfloat16()
+        found.append([pattern & 0xFFFF for pattern in rounded.view(torch.int16).tolist()])
+        values = values - rounded.float()
+    return tuple(found)
+
+
+def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
+    """The number of parts of :func:`unit_parts`."""
+    return kind.parts if in_pairs(k, wide_rows) else 2
+
+
+def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> Iterator[tuple[Parts, ...]]:
+    """What :func:`store_parts` stored, of both tiles, or of the one that begins at ``at``."""
+    read = k.load_pairs if in_pairs(k, wide_rows) else k.load
+
+    def tile(step: int, number: int) -> Any:
+        return tuple(read(at + _place(step, part, number, parts)) for part in range(parts))
+
+    for step in range(2):
+        yield tuple(tile(step, number) for number in range(width))
+
+
+def store_parts(k: Kernel, at: Ptr, unit: Iterator[tuple[Parts, Parts]]) -> None:
+    """Stores a widened unit [2 pairs of inputs][parts][2 tiles][64 bytes]."""
+    for step, tiles in enumerate(unit):
+        for tile, parts in enumerate(tiles):
+            for part, value in enumerate(parts):
+                k.write(at + _place(step, part, tile, len(parts)), value.ir, 4)
+
+
+def _place(step: int, part: int, tile: int, parts: int) -> int:
+    return ((step * parts + part) * 2 + tile) * VECTOR_BYTES
