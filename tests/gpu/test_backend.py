@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pillion.config import ModelFlags
+from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
+from pillion.engine.backends.gpu.gpu_loading import limits_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRows
+from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
 from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
@@ -141,6 +145,15 @@ def test_log_probabilities_of_prompts(tmp_path):
     for text, found in zip(texts, run_scored(driver.backend, texts, [7]), strict=True):
         with torch.inference_mode():
             check_scores(found, text, model(torch.tensor([text])).logits[0].float())
+
+
+def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
+    """The scheduler's most scored rows fit beside all sampled ones, so that a step allocates no logits."""
+    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, num_speculative_tokens=2)
+    limits = limits_of(flags, prepared)
+    assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
+    assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6
+    assert limits_of(PrefillFlags(model="m"), prepared).max_scored == 0
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):

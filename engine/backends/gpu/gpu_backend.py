@@ -55,6 +55,7 @@ class GpuLimits:
 
     Attributes:
         max_samples: sampled rows of a step; 0 for a worker that never samples. A step with more runs without a graph.
+        max_scored: rows beside these whose logits score the tokens of prompts.
         max_model_len: tokens of one sequence.
         num_speculative_tokens: draft tokens of a decode.
     """
@@ -63,6 +64,7 @@ class GpuLimits:
     max_seqs: int
     max_samples: int
     max_model_len: int
+    max_scored: int = 0
     num_speculative_tokens: int = 0
 
 

@@ -53,14 +53,12 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         progress=progress,
     )
     limits = limits_of(flags, prepared)
-    # Beside the rows that are sampled, a step may score the tokens of prompts.
-    scored = scored_rows(prepared.vocab_size) if limits.max_samples else 0
     model = GpuModel(
         weights,
         prepared.max_model_len,
         limits.max_tokens,
         MAX_ANSWERS * limits.max_tokens,
-        max_samples=limits.max_samples + scored,
+        max_samples=limits.max_samples + limits.max_scored,
     )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")
@@ -91,14 +89,16 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
         samples = min(tokens, seqs * (1 + guesses))
+        scored = min(tokens - samples, scored_rows(prepared.vocab_size))
     else:
         assert isinstance(flags, PrefillFlags)
-        tokens, guesses, samples = flags.max_num_batched_prefill_tokens, 0, 0
+        tokens, guesses, samples, scored = flags.max_num_batched_prefill_tokens, 0, 0, 0
         seqs = min(flags.max_waiting_spans, tokens)
     return GpuLimits(
         max_tokens=tokens,
         max_seqs=seqs,
         max_samples=samples,
+        max_scored=scored,
         max_model_len=prepared.max_model_len,
         num_speculative_tokens=guesses,
     )

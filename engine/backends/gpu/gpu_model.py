@@ -101,7 +101,9 @@ class GpuModel:
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         # Shared by all graphs, since logits of their own would need gigabytes. Made before the pool takes the rest.
         self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
-        self.head = self.logits if dtype == torch.float32 else torch.zeros_like(self.logits, dtype=dtype)
+        # Where a plain head writes, before its logits are widened.
+        narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
+        self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow else self.logits
         heads = config.num_heads + 2 * config.num_kv_heads
 
         def rows(width: int) -> torch.Tensor:
