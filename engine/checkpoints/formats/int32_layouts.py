@@ -54,8 +54,11 @@ class AwqLayout:
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N / 8] -> uint8 [N, R]."""
-    codes = unpack(words, 4).view(len(words), -1, 8)[:, :, list(_AWQ_ORDER)]
-    return codes.flatten(1).t().contiguous()
+    turned = words.t().contiguous()
+    codes = torch.empty(len(turned), 8, len(words), dtype=torch.uint8)
+    for output, place in enumerate(_AWQ_ORDER):
+        codes[:, output] = (turned >> (4 * place)) & 15
+    return codes.flatten(0, 1)
 
 
 class GptqLayout:

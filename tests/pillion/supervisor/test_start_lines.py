@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 from typing import Any
@@ -9,12 +10,23 @@ from typing import Any
 import pytest
 
 from pillion.config import ServeFlags
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.supervisor import start_lines
 from pillion.supervisor.local_cluster import prepared_model
 from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
 from testbed.tiny_model import save_model
+from tests.support import fake_backend
 from tests.support.notices import RecordedNotices
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 TLS = {"tls_cert": "c", "tls_key": "k"}
 
 
@@ -48,6 +60,15 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     assert chat in commands[1]
 
 
+def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
+    template = "{% if tools %}<tool_call>{% endif %}{{ messages }}<think></think>"
+    folder = save_model(tmp_path / "tiny", template=template)
+    flags = ServeFlags(model=str(folder), dtype="float32")
+    notices = RecordedNotices()
+    tell_model(notices, flags, prepare(flags), None, 1)
+    assert notices.lines[0].endswith("parsers of tool calls: hermes, of reasoning: qwen3")
+
+
 def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     model, tokens = str(save_model(tmp_path / "model", head_dim=64)), []
@@ -79,3 +100,11 @@ def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, mon
     assert own_command() == f"'{folder}/pillion'"
     monkeypatch.setattr(start_lines.shutil, "which", lambda _: str(folder / "pillion"))
     assert own_command() == "pillion"
+
+
+def test_the_format_of_quantized_weights_is_named(tmp_path: pathlib.Path) -> None:
+    config = {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    notices, flags = RecordedNotices(), ServeFlags(dtype="float32", device="cuda")
+    tell_model(notices, flags, fake_backend.prepared_model(folder=str(tmp_path)), None, 1)
+    assert notices.lines[1] == "type: float32, for --dtype float32; weights: awq, 4 bits in groups of 128"
