@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
+from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
 
@@ -42,12 +42,17 @@ class AnswerReader:
         thinking: whether the answer is within its reasoning, or may still begin with it.
     """
 
-    __slots__ = ("_reading", "_text", "parts", "thinking")
+    __slots__ = ("_marks", "_reading", "_text", "parts", "thinking")
 
     def __init__(self, form: AnswerForm, parts: AnswerParts) -> None:
         self.parts = parts
         self.thinking = form.reasoning is not None and form.opened is not False
         self._text = PendingText()
+        self._marks: tuple[str, ...] = ()
+        if form.reasoning is not None:
+            self._marks = (form.reasoning.begin, form.reasoning.end)
+        if form.tools is not None:
+            self._marks += (form.tools.begin, *filter(None, (form.tools.end,)))
         self._reading = self._read(form)
         # Up to where it needs text.
         next(self._reading, None)
@@ -57,9 +62,14 @@ class AnswerReader:
         self._text.rest += text
         next(self._reading, None)
 
-    def flush(self) -> None:
-        """Reads what was held back: no more text will come. Call once, at the end."""
-        self._text.ended = True
+    def flush(self, cut: bool = False) -> None:
+        """Reads what was held back: no more text will come. Call once, at the end. ``cut``: the answer has not ended by
+        itself, so that half a mark at its end, of two characters and more, is no text."""
+        text = self._text
+        half = held_back(text.rest, self._marks) if cut and self._marks else 0
+        if half > 1:
+            text.rest = text.rest[:-half]
+        text.ended = True
         next(self._reading, None)
         self.parts.end(self.thinking)
 

@@ -98,8 +98,7 @@ def choose_formats(
 ) -> ModelFormats:
     """The formats of a model. ``template`` is its chat template's text, "" where it has none; the names are "auto",
     "none" or a format's. Raises ConfigError for another name."""
-    tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
-    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template))
+    tools, reasoning = parser_names(template, tool_parser, reasoning_parser)
     marks: list[str] = []
     if tools != NONE:
         marks += TOOL_FORMATS[tools].marks
@@ -114,6 +113,14 @@ def choose_formats(
         # llguidance takes them for tokens without a text: they are named by their ids or not at all.
         {mark: number for mark, number, token in known if token.special or (mark[0] == "<" and mark[-1] == ">")},
         {number: mark for mark, number, token in known if token.special},
+    )
+
+
+def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
+    """The names of the formats of calls and of reasoning; see :func:`choose_formats`."""
+    return (
+        _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template)),
+        _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template)),
     )
 
 

@@ -208,7 +208,7 @@ class Generation:
 
     def _finish(self, index: int, reason: FinishReason) -> None:
         answer = self._answers[index]
-        last = answer.flush()
+        last = answer.flush(cut=reason is FinishReason.LENGTH)
         if answer.stopped:
             # The end of the stream made the held-back characters certain, and they completed a stop string.
             reason = FinishReason.STOP

@@ -89,15 +89,15 @@ class AnswerText:
                 texts.append(self._match_stops(self._detokenizer.push(token_id)))
         return AnswerDelta("".join(texts), tuple(token_ids[:used]), tuple(logprobs[:used]))
 
-    def flush(self) -> AnswerDelta:
-        """What is still held back; call once, when the stream has ended."""
+    def flush(self, cut: bool = False) -> AnswerDelta:
+        """What is still held back; call once, when the stream has ended. ``cut``: by max_tokens."""
         if self._ended or self.stopped:
             return AnswerDelta("", ())
         self._ended = True
-        last = self._last()
+        last = self._last(cut)
         return last if self.stopped else last._replace(text=last.text + self._stops.flush())
 
-    def _last(self) -> AnswerDelta:
+    def _last(self, cut: bool) -> AnswerDelta:
         return AnswerDelta(self._match_stops(self._detokenizer.flush()), ())
 
     def _match_stops(self, text: str) -> str:
@@ -143,9 +143,9 @@ class ReadAnswerText(AnswerText):
             texts.append(self._match_stops(reader.parts.take_content()))
         return self._delta(texts, tuple(token_ids[:used]), tuple(logprobs[:used]))
 
-    def _last(self) -> AnswerDelta:
+    def _last(self, cut: bool) -> AnswerDelta:
         self._reader.push(self._detokenizer.flush())
-        self._reader.flush()
+        self._reader.flush(cut)
         return self._delta([self._match_stops(self._reader.parts.take_content())], (), ())
 
     def _delta(self, texts: list[str], token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> AnswerDelta:

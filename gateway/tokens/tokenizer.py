@@ -80,7 +80,7 @@ class ModelTokenizer:
         writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
         configured = config.get("add_bos_token")
         adds = configured if isinstance(configured, bool) and bos_id is not None else writes
-        return cls(codec, specials, _template_of(folder, config), bos_id, adds, writes, Spellings(codec))
+        return cls(codec, specials, chat_template_of(folder), bos_id, adds, writes, Spellings(codec))
 
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS.
@@ -184,17 +184,18 @@ def _token_text(entry: Any) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> str:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        source = path.read_text(encoding="utf-8")
-    else:
-        configured = config.get("chat_template") or ""
-        if isinstance(configured, list):
-            # Several named templates: "default" is the one for plain conversations.
-            named = {entry.get("name"): entry.get("template") for entry in configured if isinstance(entry, dict)}
-            configured = named.get("default") or ""
-        source = configured if isinstance(configured, str) else ""
+def chat_template_of(folder: Path) -> str:
+    """A model's chat template, "" where it has none. Of several named ones, "tool_use" is for conversations with tools
+    and "default" for others. Raises ConfigError."""
+    configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    named: dict[Any, Any] = {"default": configured}
+    if isinstance(configured, list):
+        named = {one.get("name"): one.get("template") for one in configured if isinstance(one, dict)}
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        if (folder / file).is_file():
+            named[name] = (folder / file).read_text(encoding="utf-8")
+    plain, with_tools = (text if isinstance(text, str) else "" for text in map(named.get, ("default", "tool_use")))
+    source = f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}" if with_tools else plain
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"the chat template of {folder} is larger than {MAX_TEMPLATE_BYTES} bytes")
     return source

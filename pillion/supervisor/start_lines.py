@@ -24,9 +24,14 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.model_config import load_config
+    from pillion.gateway.formats.model_formats import parser_names
+    from pillion.gateway.tokens.tokenizer import chat_template_of
 
     called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
-    notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens")
+    template = chat_template_of(prepared.folder)
+    tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
+    parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
+    notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
     weights = f", linear layers' weights in {flags.quantization}" if flags.quantization != "none" else ""
     quantization = load_config(prepared.folder).quantization
     if quantization is not None:

@@ -197,7 +197,8 @@ def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype
         operations += _behind_attention(sampled if last else builder, index)
     operations.append(sampled.norm("final_norm"))
     head = weights.linear("lm_head")
-    logits = sampled.buffer("logits", head.pairs * 32, "float32")
+    # The sampler edits logits in place where rows follow one another without padding.
+    logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
     operations += sampled.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {

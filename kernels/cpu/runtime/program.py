@@ -30,19 +30,25 @@ _INT32 = np.dtype(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...)."""
+    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...).
+
+    ``dense`` rows have no more padding than their last cache line needs.
+    """
 
     name: str
     width: int
     dtype: str
     unit: str = "tokens"
     each: int = 1
+    dense: bool = False
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row: an odd number of cache lines. A tile of products reads one column of many rows, which
-        would meet in few sets of the first cache if rows were a power of two apart."""
-        return (-(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES) | 1) * LINE_BYTES
+        """Bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense. A tile of products
+        reads one column of many rows, which would meet in few sets of the first cache if rows were a power of two
+        apart."""
+        lines = -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES)
+        return (lines if self.dense else lines | 1) * LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,12 @@ def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
     assert len({row * stride // 64 % 64 for row in range(64)}) == 64
 
 
+def test_the_sampler_gets_logits_without_a_copy(llama):
+    """It edits them in place, for which rows must follow one another in memory."""
+    logits = cpu_backend(llama).model.plan.logits
+    assert logits.stride == logits.width * 4
+
+
 def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeypatch):
     """A matrix, and all experts of a layer, stay bfloat16 where no value is lost, and the logits keep their bits."""
     shutil.copytree(folder, tmp_path / "model")

@@ -29,9 +29,14 @@ Read = tuple[str, str, list[tuple[str, str]]]
 
 
 def read(
-    text: str, tools: str = "", reasoning: str = "", opened: bool | None = None, cuts: list[int] | None = None
+    text: str,
+    tools: str = "",
+    reasoning: str = "",
+    opened: bool | None = None,
+    cuts: list[int] | None = None,
+    ends: bool = True,
 ) -> Read:
-    """Content, reasoning and calls of an answer that comes in pieces."""
+    """Content, reasoning and calls of an answer that comes in pieces, and ends by itself or not."""
     form = AnswerForm(REASONING_FORMATS.get(reasoning), opened, TOOL_FORMATS.get(tools), SCHEMAS, {})
     reader = AnswerReader(form, AnswerParts("r", 0))
     content, thought = "", ""
@@ -54,9 +59,30 @@ def read(
         reader.push(text[at:cut])
         at = cut
         take()
-    reader.flush()
+    reader.flush(cut=not ends)
     take()
     return content, thought, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(
+    ("tools", "text", "content", "calls"),
+    [
+        ("hermes", "Hi <tool_ca", "Hi ", []),
+        ("hermes", "1 <", "1 <", []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", "{}")]),
+        ("mistral", "Hi [TOOL_", "Hi ", []),
+        ("llama3_json", "Hi <|pyth", "Hi ", []),
+        ("qwen3_coder", "Hi <tool", "Hi ", []),
+    ],
+)
+def test_half_a_mark_of_an_answer_that_was_cut_is_no_text(
+    tools: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    assert read(text, tools, ends=False) == (content, "", calls)
+
+
+def test_half_a_mark_of_reasoning_that_was_cut_is_no_text() -> None:
+    assert read("x</thi", reasoning="qwen3", opened=True, ends=False) == ("", "x", [])
 
 
 WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [

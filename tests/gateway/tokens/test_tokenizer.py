@@ -61,7 +61,13 @@ def test_where_templates_live(tmp_path: pathlib.Path) -> None:
     assert ModelTokenizer.load(inside).chat_template == "inside"
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     named = write_tokenizer(tmp_path / "c", byte_tokenizer(), template="", chat_template=several)
-    assert ModelTokenizer.load(named).chat_template == "d"
+    both = "{% if tools %}t{% else %}d{% endif %}"
+    assert ModelTokenizer.load(named).chat_template == both
+    # Since transformers 4.51 the further ones are files.
+    more = named / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("file")
+    assert ModelTokenizer.load(named).chat_template == both.replace("t{% else", "file{% else")
     none = write_tokenizer(tmp_path / "d", byte_tokenizer(), template="")
     assert ModelTokenizer.load(none).chat_template == ""
 

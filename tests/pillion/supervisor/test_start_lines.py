@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pillion.config import ServeFlags
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.supervisor import start_lines
 from pillion.supervisor.local_cluster import prepared_model
 from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
@@ -57,6 +58,15 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
     assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
     assert f"{own_command()} chat" in commands[1]
     assert chat in commands[1]
+
+
+def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
+    template = "{% if tools %}<tool_call>{% endif %}{{ messages }}<think></think>"
+    folder = save_model(tmp_path / "tiny", template=template)
+    flags = ServeFlags(model=str(folder), dtype="float32")
+    notices = RecordedNotices()
+    tell_model(notices, flags, prepare(flags), None, 1)
+    assert notices.lines[0].endswith("parsers of tool calls: hermes, of reasoning: qwen3")
 
 
 def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
