@@ -214,13 +214,15 @@ def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
 def core_board(flags: ServeFlags) -> CoreBoard | None:
     """The board on which workers lend each other cores; None where they have none to lend, or more threads than cores.
 
-    A core that no worker owns can be borrowed at any time.
+    A core that no worker owns can be borrowed at any time, but --cpu-threads says that workers use theirs alone.
     """
     threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
-    cores, owned = len(bound) or usable_cores(), max(first_cores(flags, threads)) + threads
-    if not flags.share_cores or flags.device != "cpu" or sys.platform != "linux" or not threads < cores >= owned:
+    cores, owned = min(len(bound) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
+    if not flags.share_cores or flags.device != "cpu" or sys.platform != "linux" or owned > cores:
         return None
-    cores = min(cores, MAX_CPU_THREADS)
+    cores = owned if flags.cpu_threads else cores
+    if threads == cores:
+        return None
     owners = [core // threads * threads if core < owned else core for core in range(cores)]
     return CoreBoard.create(owners, bound[:cores])
 

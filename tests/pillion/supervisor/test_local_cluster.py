@@ -113,7 +113,8 @@ def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (2, {}, [0, 1]),
         (5, {}, [0, 0, 2, 2, 4]),
-        (6, {"prefill_workers": 2, "cpu_threads": 1}, [0, 1, 2, 3, 4, 5]),
+        (6, {"prefill_workers": 2, "cpu_threads": 1}, [0, 1, 2]),
+        (8, {"split_policy": "colocated", "cpu_threads": 2}, None),
         (4, {"split_policy": "colocated", "decode_workers": 2}, [0, 0, 2, 2]),
         (2, {"split_policy": "colocated"}, None),
         (1, {}, None),
