@@ -1,7 +1,8 @@
-"""What int8 weights cost in accuracy: perplexity, and how often the likeliest token stays the likeliest.
+"""What 8-bit weights and 8-bit KV cost in accuracy: perplexity, and how often the likeliest token stays the likeliest.
 
 The texts are this project's LICENSE and docs/architecture.md, cut into windows; each token but the first of a window is
-predicted from those before it. bfloat16 and int8 on the CPU kernels are compared with float32 on torch.
+predicted from those before it. The CPU kernels with bfloat16 weights, with int8 weights, and with KV in 8 bits under
+bfloat16 weights are compared with float32 on torch.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def main() -> None:
         "float32, torch": torch_bench(prepared["float32"], 2),
         "bfloat16": kernels_bench(prepared["bfloat16"], 2),
         "int8": kernels_bench(prepared["bfloat16"], 2, quantization="int8"),
+        "bfloat16, KV fp8": kernels_bench(prepared["bfloat16"], 2, kv_cache_dtype="fp8"),
+        "bfloat16, KV int8": kernels_bench(prepared["bfloat16"], 2, kv_cache_dtype="int8"),
     }
     sums: dict[tuple[str, str], dict[str, float]] = {}
     for name, texts in windows(prepared["float32"], args.window).items():
