@@ -18,7 +18,7 @@ from testbed.tiny_model import save_model
 from tests.gpu.test_backend import TOLERANCE
 from tests.support.families import tokens_of
 from tests.support.gpu import DEVICE
-from tests.support.quantized_model import quantize_folder
+from tests.support.quantized import Producer, awq, fp8, gptq, nf4, own, quantize_folder
 
 # Coding and group of the tensors whose names end so; gate and up differ, so both are kept in int8, and q, k and v are
 # of one kind.
@@ -45,16 +45,12 @@ PACKED = {
 }
 
 
-def chosen(name: str) -> tuple[str, int] | None:
-    return next((CHOSEN[end] for end in CHOSEN if name.endswith(end)), None)
-
-
 @pytest.fixture(params=MODELS)
 def made(request, tmp_path, monkeypatch):
     """The model's name, its folder in few bits, and a plain folder with the same numbers."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     plain = save_model(tmp_path / "plain", **MODELS[request.param])
-    return request.param, quantize_folder(plain, tmp_path / "few", chosen), plain
+    return request.param, *quantize_folder(plain, tmp_path, own(CHOSEN), also=("embed_tokens",))
 
 
 def load(folder, memory, dtype="float32"):
@@ -112,6 +108,36 @@ def test_logits_are_those_of_the_widened_model(made):
     last = driver.step((two, text[39:]))
     for found, expected in ((every, torch.cat((beside[20:], wanted[:39]))), (last, wanted[39:])):
         torch.testing.assert_close(found.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+# A format's file, and what its matrices become.
+FORMATS: dict[str, tuple[Producer, str]] = {
+    "awq": (awq(), "uint4"),
+    "gptq in an order": (gptq(act_order=True), "int4"),
+    "fp8 in blocks": (fp8((32, 32)), "fp8_e4m3"),
+    "nf4": (nf4(), "nf4"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_of_checkpoints(name, tmp_path, monkeypatch):
+    """One layer of each format whose codings, offsets or orders differ; engine/checkpoints tests read all formats."""
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    producer, coding = FORMATS[name]
+    plain = save_model(tmp_path / "plain", num_hidden_layers=1)
+    folder, wide = quantize_folder(plain, tmp_path, producer)
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    text = tokens_of(20, 2)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    driver = GpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32")))
+    matrix = driver.backend._model.weights.matrix("layers.0.mlp.down")
+    assert isinstance(matrix, PackedMatrix)
+    assert matrix.kind.coding == coding
+    assert (matrix.order is not None) == (name == "gptq in an order")
+    (number,) = driver.sequences.add()
+    found = driver.step((number, text), sample=range(20)).cpu()
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_workers_compile_all_products_before_they_serve(made, monkeypatch):

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from pillion.kernels.torch.quantized_matrix import CODINGS
+from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
+from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 Tensors = dict[str, torch.Tensor]
 # A plain matrix [N, K], or [experts, N, K], by its name -> the tensors of the file, and the values that they stand for.
@@ -108,6 +106,20 @@ def affine(weight: torch.Tensor, bits: int, group: int, symmetric: bool, groups:
     return Affine(codes.to(torch.uint8), scales, zeros.to(torch.uint8), values)
 
 
+def own(chosen: Mapping[str, tuple[str, int]]) -> Producer:
+    """Pillion's own layout: coding ("int4", "int8", "uint4" with offsets) and group by the end of a matrix's name."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        coding, group = next(chosen[end] for end in chosen if name.endswith(end))
+        found = affine(weight, 8 if coding == "int8" else 4, group, coding != "uint4")
+        codes, scales = found.codes, found.scales.float()
+        offsets = -scales * found.zeros if coding == "uint4" else None
+        codes = codes ^ 0x80 if coding == "int8" else codes
+        return stored_tensors(name, QuantizedMatrix(coding, codes, scales, group, offsets)), found.values
+
+    return Producer({"quant_method": "pillion"}, quantize)
+
+
 def awq(group: int = 16) -> Producer:
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         found, module, order = affine(weight, 4, group, False), module_of(name), (0, 2, 4, 6, 1, 3, 5, 7)
@@ -152,6 +164,10 @@ FP8_ROWS = {**INT8_ROWS, "type": "float"}
 
 def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weights: Any) -> Producer:
     """compressed-tensors with the library's own compression; ``weights`` are its arguments."""
+    # Machines with a GPU need not have the library.
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
     arguments = {"type": "int", "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": arguments, "input_activations": rows and dict(rows)}
     config = {"config_groups": {"group_0": group}, "format": file_format, "quantization_status": "compressed"}
@@ -189,6 +205,8 @@ def _library_scales(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torc
 
 def compressed_act_order(group: int = 16) -> Producer:
     """compressed-tensors as it was written until 2026, with the group of each input."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
     base = compressed("pack-quantized", num_bits=4, strategy="group", group_size=group)
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
