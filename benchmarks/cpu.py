@@ -1,6 +1,6 @@
 """The CPU kernels beside their limits: decode and prefill steps, attention beside a streaming read, host overhead.
 
-Rounds alternate between bfloat16 weights, int8 weights and torch, so that a drift of the machine's speed meets all of
+Rounds alternate between bfloat16, int8 and int4 weights and torch, so that a drift of the machine's speed meets all of
 them; a figure is the median of its rounds' medians, with the least and the greatest one. The limits are measured in the
 same rounds: for attention a kernel that reads the same bytes in the same pieces and order, for a single stream's step
 the rate at which all threads read its weights, and for a chunk the rate of products in registers.
@@ -28,8 +28,9 @@ from benchmarks.report import save, show_table, spread
 from benchmarks.step import DecodeLoop
 from pillion.config import ModelFlags
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
-from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.types import SamplingParams
+from testbed.plain_model import plain_folder
 
 CONTEXT_TOKENS = 264
 CHUNK_TOKENS = 256
@@ -155,12 +156,15 @@ def _cell(found: dict[str, float]) -> str:
     return f"{found['median']:.4g} ({found['min']:.4g} .. {found['max']:.4g})"
 
 
-def load(prepared: PreparedModel, threads: int) -> dict[str, CpuStepBench]:
-    """Return the engines that are measured side by side."""
+def load(model: str, threads: int) -> dict[str, CpuStepBench]:
+    """Return the engines that are measured side by side: plain weights, quantized ones, and torch."""
+    folder = str(plain_folder(model))
+    prepared = {kind: prepare(ModelFlags(model=folder, quantization=kind), print) for kind in ("none", "int8", "int4")}
     return {
-        "bf16": kernels_bench(prepared, threads),
-        "int8": kernels_bench(prepared, threads, quantization="int8"),
-        "torch": torch_bench(prepared, threads),
+        "bf16": kernels_bench(prepared["none"], threads),
+        "int8": kernels_bench(prepared["int8"], threads),
+        "int4": kernels_bench(prepared["int4"], threads),
+        "torch": torch_bench(prepared["none"], threads),
     }
 
 
@@ -171,8 +175,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    prepared = prepare(ModelFlags(model=args.model), print)
-    engines = load(prepared, args.threads)
+    engines = load(args.model, args.threads)
     steps = measure_steps(engines, args.rounds)
     attention = measure_attention(engines["bf16"], args.rounds)
     host = measure_host(engines["bf16"], 16, 40)

@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    prepared = prepare(ModelFlags(model=args.model, dtype=args.dtype), print)
-    bench = kernels_bench(prepared, args.threads, args.kernels, args.quantization)
+    prepared = prepare(ModelFlags(model=args.model, dtype=args.dtype, quantization=args.quantization), print)
+    bench = kernels_bench(prepared, args.threads, args.kernels)
     batches = {f"decode {streams}": bench.decode(streams, CONTEXT_TOKENS) for streams in DECODES}
     batches |= {"prefill 256": bench.chunk(256, 0), "256 behind 768": bench.chunk(256, 768)}
     steps = {}

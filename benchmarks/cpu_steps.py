@@ -82,14 +82,13 @@ def kernels_bench(
     prepared: PreparedModel,
     threads: int,
     kernels: str = "auto",
-    quantization: str = "none",
     kv_cache_dtype: str = "auto",
 ) -> CpuStepBench:
     """Return a bench of the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
-    model = load_cpu_model(prepared, BLOCK_SIZE, isa, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+    model = load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype)
     specs = [operation.spec for operation in model.plan.operations]
     stream = AttentionRead(attention_shape(model.config, model.layout, model.dtype))
     limits: list[KernelSpec] = [stream, PeakDots(model.dtype == "bfloat16"), ReadAll()]

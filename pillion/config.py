@@ -35,7 +35,8 @@ MAX_WORKERS = 64
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
-QUANTIZATION_CHOICES = ("none", "int8")
+QUANTIZATION_CHOICES = ("none", "int8", "int4")
+QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # float16, alias half, computes in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
@@ -45,7 +46,7 @@ REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
-    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tool-call-parser=P]"
+    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,quantization=Q][,tool-call-parser=P]"
     "[,reasoning-parser=P]. Repeat it for more."
 )
 
@@ -183,6 +184,12 @@ class ModelFlags:
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
     dtype: str = flag("auto", "Type of weights and KV; float16 weights run in float32.", choices=DTYPE_CHOICES)
+    quantization: str = flag(
+        "none", "Linear layers' weights of a plain checkpoint in 8 or 4 bits.", choices=QUANTIZATION_CHOICES
+    )
+    quantization_group_size: str = flag(
+        "auto", "Weights that share a scale; auto: 32 in 4 bits, in 8 an output's.", choices=QUANTIZATION_GROUP_CHOICES
+    )
     max_model_len: int = size_flag(
         0,
         "Longest prompt plus answer, in tokens. 0: the model's own, at most 8192, its original one where"
@@ -221,7 +228,6 @@ class ComputeFlags(ModelFlags):
     )
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
-    quantization: str = flag("none", "int8: linear layers' weights in 8 bits.", choices=QUANTIZATION_CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)

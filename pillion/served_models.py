@@ -11,6 +11,8 @@ from typing import Any
 
 from pillion.config import (
     DTYPE_CHOICES,
+    QUANTIZATION_CHOICES,
+    QUANTIZATION_GROUP_CHOICES,
     REASONING_PARSER_CHOICES,
     TOOL_PARSER_CHOICES,
     GatewayFlags,
@@ -23,20 +25,24 @@ MAX_MODELS = 64
 _SETTINGS: dict[str, Callable[[str], Any]] = {
     "dtype": str,
     "max_model_len": parse_size,
+    "quantization": str,
+    "quantization_group_size": str,
     "revision": str,
     "tool_call_parser": str,
     "reasoning_parser": str,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": DTYPE_CHOICES,
+    "quantization": QUANTIZATION_CHOICES,
+    "quantization_group_size": QUANTIZATION_GROUP_CHOICES,
     "tool_call_parser": TOOL_PARSER_CHOICES,
     "reasoning_parser": REASONING_PARSER_CHOICES,
 }
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """The models of --also-model. Settings that an entry lacks are those of --model, except the length and the parsers,
-    which are the model's own. Raises ConfigError."""
+    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, the parsers and
+    the quantization, which are the model's own. Raises ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
     found = tuple(_read(text, flags) for text in flags.also_model)
@@ -52,8 +58,8 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
         raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
-    values: dict[str, Any] = {"dtype": flags.dtype, "block_size": flags.block_size}
-    values["enable_auto_tool_choice"] = flags.enable_auto_tool_choice
+    inherited = ("dtype", "block_size", "enable_auto_tool_choice")
+    values: dict[str, Any] = {name: getattr(flags, name) for name in inherited}
     for setting in settings:
         key, equals, value = setting.partition("=")
         field = key.strip().replace("-", "_")

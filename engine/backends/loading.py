@@ -129,7 +129,7 @@ def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
     if resolve_device(flags) == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
-    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, flags.quantization).exists():
+    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, "cpu").exists():
         _load_for_cpu(flags, prepared, isa, progress)
     return prepared
 
@@ -141,7 +141,6 @@ def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progre
         prepared,
         flags.block_size,
         isa,
-        quantization=flags.quantization,
         kv_cache_dtype=flags.kv_cache_dtype,
         progress=progress,
     )
@@ -150,8 +149,7 @@ def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progre
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
     """Returns the instruction set whose kernels run the model, or None and the reason why torch runs it.
 
-    Raises ConfigError for kernels that this processor cannot run, for KV in 8 bits without the CPU kernels, and for a
-    quantization without them or without bfloat16.
+    Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
@@ -160,11 +158,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     else:
         reason = unsupported(load_config(prepared.folder), flags.block_size)
     if isa is not None and not reason:
-        if flags.quantization != "none" and prepared.dtype != "bfloat16":
-            raise ConfigError(f"--quantization {flags.quantization} needs --dtype bfloat16, not {prepared.dtype}")
         return isa, ""
-    if flags.quantization != "none":
-        raise ConfigError(f"--quantization {flags.quantization} needs the CPU kernels: {reason}")
     if flags.kv_cache_dtype != "auto":
         raise ConfigError(f"--kv-cache-dtype {flags.kv_cache_dtype} needs a GPU or the CPU kernels: {reason}")
     return None, reason

@@ -5,6 +5,7 @@
     model_cache.py   the cache on disk of prepared models
     convert.py       GGUF files and foreign tokenizers -> a Hugging Face folder; shards.py writes its weights
     gguf_blocks.py   the blocks of GGUF's types -> matrices in few bits
+    quantizer.py     plain matrices and folders -> quantized ones, for --quantization
     checkpoint.py    names and shapes of tensors in safetensors files
     weight_format.py the contract of a format of matrices in few bits;  formats/ has all of them
     weights.py       checkpoint tensors -> the decoder's weights

@@ -203,6 +203,11 @@ class Checkpoint:
         found: torch.Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
         return found
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the plain tensors that the model has, by their names in the checkpoint and in the file's type."""
+        for name in dict.fromkeys(tensor.name for spelling in self._spellings.values() for tensor in spelling):
+            yield name, self._tensor(name, None)
+
     def has(self, key: str) -> bool:
         """Whether the model has a tensor of that name."""
         return key in self._spellings

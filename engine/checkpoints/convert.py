@@ -42,6 +42,7 @@ _ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # The tensor of one projection of all experts of a layer.
 _EXPERTS = re.compile(r"(?P<stem>blk\.\d+\.ffn_(?P<projection>gate|up|down)_exps)\.weight")
+_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 _PRIVATE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
@@ -90,6 +91,14 @@ def _blaming(source: Path) -> Iterator[None]:
         raise ConfigError(f"{source} cannot be read as GGUF: {_first_line(error)}") from None
 
 
+def quantized_types(source: Path) -> str:
+    """The types of a GGUF file's quantized tensors in words, or "". Raises ConfigError for a file that is damaged."""
+    from gguf import GGUFReader
+
+    with _blaming(source):
+        return ", ".join(sorted({one.tensor_type.name for one in GGUFReader(source).tensors} - _PLAIN_TYPES))
+
+
 def _few_bit_types() -> set[str]:
     from pillion.engine.checkpoints.gguf_blocks import BLOCK_LAYOUTS
 
@@ -102,9 +111,8 @@ def _convert_weights(source: Path, reader: Any, config: Any, folder: Path, dtype
     from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
     from pillion.engine.checkpoints.shards import write_shards
 
-    plain_types = {"F64", "F32", "F16", "BF16"} | _few_bit_types()
     widened = Counter(tensor.tensor_type.name for tensor in reader.tensors)
-    for kind in sorted(widened.keys() - plain_types):
+    for kind in sorted(widened.keys() - _PLAIN_TYPES - _few_bit_types()):
         progress(f"widening {widened[kind]} tensors of the type {kind} to {dtype}")
     progress("converting weights")
     with write_shards(folder) as writer:

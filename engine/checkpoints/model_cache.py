@@ -35,7 +35,7 @@ LOCK_POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """Facts about one source in one dtype. ``files``: (path, bytes, time of change in ns) of each file."""
+    """Facts about one source in one kind of weights. ``files``: (path, bytes, time of change in ns) of each file."""
 
     folder: str
     fingerprint: str
@@ -52,10 +52,10 @@ class ModelCache:
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or Path(os.environ.get("PILLION_CACHE") or "~/.cache/pillion").expanduser()
 
-    def read_record(self, source: Path, dtype: str) -> ModelRecord | None:
+    def read_record(self, source: Path, kind: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            fields = json.loads(self._record_path(source, dtype).read_text("utf-8"))
+            fields = json.loads(self._record_path(source, kind).read_text("utf-8"))
             files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
@@ -63,9 +63,9 @@ class ModelCache:
             return None  # Missing, from another version, or about missing files: prepared again.
         return record if now == files else None
 
-    def write_record(self, source: Path, dtype: str, record: ModelRecord) -> None:
+    def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
-        path = self._record_path(source, dtype)
+        path = self._record_path(source, kind)
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
@@ -76,8 +76,8 @@ class ModelCache:
                 f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
             ) from None
 
-    def _record_path(self, source: Path, dtype: str) -> Path:
-        key = hashlib.sha256(f"{CONVERSION_VERSION}\0{dtype}\0{source}".encode()).hexdigest()[:32]
+    def _record_path(self, source: Path, kind: str) -> Path:
+        key = hashlib.sha256(f"{CONVERSION_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None]) -> Path:
@@ -120,9 +120,9 @@ class ModelCache:
                 time.sleep(LOCK_POLL_S)
             yield
 
-    def packed_weights(self, fingerprint: str, quantization: str) -> Path:
-        """Returns the path of a model's weights in the layout of kernels, whether the file exists or not."""
-        return self.make("packed") / f"{fingerprint[:32]}-{quantization}-{PACKING_VERSION}.weights"
+    def packed_weights(self, fingerprint: str, kernels: str) -> Path:
+        """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
+        return self.make("packed") / f"{fingerprint[:32]}-{kernels}-{PACKING_VERSION}.weights"
 
     def make(self, name: str) -> Path:
         """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer
+from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer, quantized_types
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
 from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
@@ -67,7 +67,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     """
     dtype, _ = choose_dtype(flags.dtype)
     source = locate(flags.model, flags.revision, progress)
-    record = _record_of_dummy(source, dtype) if flags.load_format == "dummy" else _recorded(source, dtype, progress)
+    weights = WeightKind(dtype, flags.quantization, flags.quantization_group_size)
+    record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
     name = flags.served_model_name or source.name
     original = original_tokens(load_config(Path(record.folder)).ropes)
     return PreparedModel(
@@ -84,16 +85,34 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     )
 
 
-def _recorded(source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
+@dataclass(frozen=True, slots=True)
+class WeightKind:
+    """What is made of a checkpoint, by the flags of these names."""
+
+    dtype: str
+    quantization: str
+    quantization_group_size: str
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale; 0 for one scale for each output."""
+        chosen = {"int4": 32, "int8": 0}[self.quantization]
+        return chosen if self.quantization_group_size == "auto" else int(self.quantization_group_size)
+
+    def __str__(self) -> str:
+        return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}-{self.group}"
+
+
+def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> ModelRecord:
     """Reads the record of a model, which the first process makes under the cache's lock."""
     cache = ModelCache()
-    record = cache.read_record(source.path, dtype)
+    record = cache.read_record(source.path, str(weights))
     if record is None:
         with cache.lock(progress):
-            record = cache.read_record(source.path, dtype)
+            record = cache.read_record(source.path, str(weights))
             if record is None:
-                record = _examine(cache, source, dtype, progress)
-                cache.write_record(source.path, dtype, record)
+                record = _examine(cache, source, weights, progress)
+                cache.write_record(source.path, str(weights), record)
     return record
 
 
@@ -129,28 +148,65 @@ def _model_len(requested: int, longest: int, original: int) -> int:
     return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, original or longest)
 
 
-def _examine(cache: ModelCache, source: ModelSource, dtype: str, progress: Progress) -> ModelRecord:
+def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress: Progress) -> ModelRecord:
+    sources = []
     if source.is_gguf:
+        sources = [source.path]
+        if kind.quantization != "none":
+            _refuse_twice(source, kind, quantized_types(source.path))
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
-            f"{digest}-{dtype}-{CONVERSION_VERSION}", lambda into: convert_gguf(source.path, into, dtype, progress)
+            f"{digest}-{kind.dtype}-{CONVERSION_VERSION}",
+            lambda into: convert_gguf(source.path, into, kind.dtype, progress),
         )
     else:
         folder = _complete(cache, source.path, progress)
+    if kind.quantization != "none":
+        sources += _small_files(folder) + list(weight_files(folder))
+        folder = _quantized(cache, source, folder, kind, progress)
     config = load_config(folder)
     weights = weight_files(folder)
     progress("fingerprinting weights")
-    small = [folder / name for name in _SMALL_FILES if (folder / name).is_file()]
-    sources = [source.path] if source.is_gguf else []
-    return _record_of(folder, config, _fingerprint(weights, config, dtype), stamp([*sources, *small, *weights]))
+    small = _small_files(folder)
+    return _record_of(folder, config, _fingerprint(weights, config, kind.dtype), stamp([*sources, *small, *weights]))
 
 
-def _record_of_dummy(source: ModelSource, dtype: str) -> ModelRecord:
+def _small_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _SMALL_FILES if (folder / name).is_file()]
+
+
+def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
+    """Returns the folder of a plain model's quantized weights, which is made the first time."""
+    config = load_config(folder)
+    if config.quantization is not None:
+        _refuse_twice(source, kind, config.quantization.words)
+    progress("fingerprinting weights")
+    digest = _fingerprint(weight_files(folder), config, f"{kind}")[:32]
+
+    def fill(into: Path) -> None:
+        from pillion.engine.checkpoints.quantizer import quantize_folder
+
+        quantize_folder(folder, into, kind.quantization, kind.group, progress)
+
+    return cache.folder(digest, fill)
+
+
+def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
+    if found:
+        raise ConfigError(
+            f"--quantization {kind.quantization} is for plain weights, and {source.name} is quantized already"
+            f" ({found}); leave the flag out"
+        )
+
+
+def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
     """Makes the record of a folder without weights, for measurements with random ones. It is not written to disk."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
+    if kind.quantization != "none":
+        raise ConfigError(f"--quantization {kind.quantization} needs weights, which --load-format dummy does not read")
     config = load_config(source.path)
-    return _record_of(source.path, config, _fingerprint((), config, f"{dtype} dummy"), ())
+    return _record_of(source.path, config, _fingerprint((), config, f"{kind.dtype} dummy"), ())
 
 
 def _record_of(

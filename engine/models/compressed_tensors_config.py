@@ -93,7 +93,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     if layout is None:
         raise unsupported(f"{_WHERE} in the format {file_format or 'of an unnamed kind'}, {bits} bits")
     floats = kind == "float" and bits == 8 and layout == "codes" and weights.get("symmetric", True)
-    if not floats and not (kind == "int" and bits in (4, 8)):
+    if type(bits) is not int or not (floats or (kind == "int" and bits in (4, 8))):
         raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, and 8 of float are")
     rows, size = _shares(weights)
     return MatrixScheme(

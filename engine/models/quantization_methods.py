@@ -103,7 +103,7 @@ def _gptq(raw: Raw) -> Quantization:
 
 
 def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
-    if raw.get("bits") not in (4, 8):
+    if type(raw.get("bits")) is not int or raw["bits"] not in (4, 8):
         raise unsupported(f"gptq, {raw.get('bits')} bits", "only 4 and 8 bits are")
     return MatrixScheme(layout=layout, bits=raw["bits"], group=_group(raw), symmetric=raw.get("sym") is True)
 

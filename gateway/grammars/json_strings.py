@@ -13,9 +13,10 @@ _BLANKS = r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u30
 _OUTSIDE = {".": r"[^\n\r\u2028\u2029]", r"\s": f"[{_BLANKS}]", r"\S": f"[^{_BLANKS}]"}
 # Within a class, Rust has classes in classes, and what joins and subtracts them.
 _INSIDE = {r"\s": f"[{_BLANKS}]", r"\S": f"[^{_BLANKS}]", "[": r"\[", "&": r"\&", "~": r"\~"}
-_ESCAPE = r"\\(?:u\{[^}]*\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^}]*\}|c[a-zA-Z]|.)"
-_CLASS = re.compile(rf"\[(\^?)((?:{_ESCAPE}|[^\]\\])*)\]", re.DOTALL)
-_PART = re.compile(rf"{_CLASS.pattern}|{_ESCAPE}|.", re.DOTALL)
+# What clients wrote is read in one pass: nothing is tried twice, and nothing looks for its end far ahead.
+_ESCAPE = r"\\(?>u\{[0-9a-fA-F]{1,6}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^{}]{1,64}\}|c[a-zA-Z]|.)"
+_CLASS = rf"\[(\^?)((?>{_ESCAPE}|[^\]\\])*+)(\]?)"
+_PART = re.compile(rf"{_CLASS}|{_ESCAPE}|.", re.DOTALL)
 # One character of a class, or a range of them.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
@@ -44,6 +45,8 @@ def _part(found: re.Match[str]) -> str:
     inner = found[2]
     if inner is None:
         return _OUTSIDE.get(found[0], found[0])
+    if not found[3]:
+        return found[0]
     if not inner:
         # ECMA-262 has a class of nothing, and one of everything.
         return r"[\s\S]" if found[1] else r"[^\s\S]"

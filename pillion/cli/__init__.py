@@ -7,6 +7,7 @@
     talk.py, chat.py   generate, status; chat
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys
+    accuracy_table.py  the table of prepare --quantization
     models.py          models of the hub in this machine's cache
     console.py         what commands print on standard error
 

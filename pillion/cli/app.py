@@ -139,14 +139,25 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @cli.command()
 @takes_model
 @flag_options(ComputeFlags)
-def prepare(**values: Any) -> None:
+@click.option(
+    "--measure/--no-measure",
+    default=None,
+    help="Print what --quantization costs in accuracy, measured on the CPU. Default: on a terminal.",
+)
+def prepare(measure: bool | None, **values: Any) -> None:
     """Make MODEL ready in the cache, so that components start at once."""
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
     from pillion.engine.backends.loading import make_ready
 
-    prepared = make_ready(with_model(ComputeFlags, values), click.echo)
+    flags = with_model(ComputeFlags, values)
+    prepared = make_ready(flags, click.echo)
+    measure = sys.stdout.isatty() if measure is None else measure
+    if measure and flags.quantization != "none":
+        from pillion.cli.accuracy_table import show_accuracy
+
+        show_accuracy(flags)
     click.echo(f"{prepared.name} {PREPARED} {prepared.folder}")
 
 

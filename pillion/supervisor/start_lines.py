@@ -32,10 +32,8 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
-    weights = f", linear layers' weights in {flags.quantization}" if flags.quantization != "none" else ""
     quantization = load_config(prepared.folder).quantization
-    if quantization is not None:
-        weights = f"; weights: {quantization.words}"
+    weights = f"; weights: {quantization.words}" if quantization is not None else ""
     kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
     notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
@@ -60,7 +58,7 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         return f"torch, for {reason}", 0
-    packed = ModelCache().packed_weights(prepared.fingerprint, flags.quantization)
+    packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
     return f"{isa.name} on the CPU", packed.stat().st_size if packed.exists() else 0
 
 

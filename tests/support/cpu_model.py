@@ -18,16 +18,13 @@ def cpu_backend(
     block_size: int = 16,
     threads: int = 1,
     kernels: str = "auto",
-    quantization: str = "none",
     kv_cache_dtype: str = "auto",
     checked: bool | None = None,
 ) -> CpuBackend:
     """A backend of the kernels for this processor, or of another instruction set that it has."""
     isa = choose_isa(kernels, host_features())
     assert isa is not None
-    model = load_cpu_model(
-        prepared, block_size, isa, quantization=quantization, kv_cache_dtype=kv_cache_dtype, checked=checked
-    )
+    model = load_cpu_model(prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked)
     return CpuBackend(model, threads)
 
 

@@ -58,7 +58,6 @@ def load_cpu_model(
     block_size: int,
     isa: Isa,
     *,
-    quantization: str = "none",
     kv_cache_dtype: str = "auto",
     progress: Progress = lambda line: None,
     checked: bool | None = None,
@@ -73,9 +72,8 @@ def load_cpu_model(
     cache = cache or ModelCache()
     config = load_config(prepared.folder)
     version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
-    version = version if quantization == "none" else f"{version}/{quantization}"
     layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
-    weights = load_cpu_weights(prepared, config, quantization, progress, cache)
+    weights = load_cpu_weights(prepared, config, progress, cache)
     plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len)
     specs = [operation.spec for operation in plan.operations]
     kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)

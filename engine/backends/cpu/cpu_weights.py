@@ -107,7 +107,7 @@ class CpuWeights(PackedFile):
 
 
 def load_cpu_weights(
-    prepared: PreparedModel, config: ModelConfig, quantization: str, progress: Progress, cache: ModelCache | None = None
+    prepared: PreparedModel, config: ModelConfig, progress: Progress, cache: ModelCache | None = None
 ) -> CpuWeights:
     """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
     cache = cache or ModelCache()
@@ -115,19 +115,18 @@ def load_cpu_weights(
     def pack(writer: PackedWriter) -> None:
         progress("packing weights for the CPU kernels")
         wide = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
-        packer = _Packer(writer, config, "int8" if quantization == "int8" else wide, wide)
+        packer = _Packer(writer, config, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
-    return packed_once(cache.packed_weights(prepared.fingerprint, quantization), CpuWeights, pack, cache, progress)
+    return packed_once(cache.packed_weights(prepared.fingerprint, "cpu"), CpuWeights, pack, cache, progress)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packer:
-    """Packs a model. ``kind``: that of plain matrices; ``wide``: that of matrices in few bits that stay in none."""
+    """Packs a model. ``wide``: the kind of plain matrices, and of matrices in few bits that do not stay so."""
 
     writer: PackedWriter
     config: ModelConfig
-    kind: str
     wide: str
 
     def pack(self, folder: Path, dtype: torch.dtype) -> None:
@@ -183,7 +182,7 @@ class _Packer:
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
-            return exact_kind(plain, self.kind), False
+            return exact_kind(plain, self.wide), False
         if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
             # A step gathers the inputs of all rows in one order, but each expert has its own.
             return self.wide, False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pillion.engine.checkpoints.formats.layout import Get, Headers, Part, finite, stem, unpack_halves
+from pillion.engine.checkpoints.formats.layout import Get, Headers, Part, finite, one_matrix, stem, unpack_halves
 from pillion.engine.models.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
@@ -30,7 +30,7 @@ class Nf4Layout:
         return _state(name) in headers
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        count = math.prod(shape)
+        count = math.prod(one_matrix(name, shape))
         storage = [(count // (2 * size), 1) for size in (1, 2, 4)]
         return (
             Part(name, ("U8", "BF16", "F16", "F32"), storage),
@@ -111,7 +111,7 @@ class Int8Layout:
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         return (
             Part(name, ("I8",), [shape]),
-            Part(f"{stem(name)}.SCB", ("F32",), [shape[:1]]),
+            Part(f"{stem(name)}.SCB", ("F32",), [one_matrix(name, shape)[:1]]),
             Part(f"{stem(name)}.weight_format", ("U8",), [(), (1,)], optional=True),
         )
 

@@ -44,7 +44,7 @@ class PackedLayout:
         zeros = [(*experts, -(-rows * bits // 32), groups), (*experts, rows, groups)]
         parts = [
             Part(f"{name}_packed", ("I32",), [(*experts, rows, -(-columns * bits // 32))]),
-            Part(f"{name}_scale", FLOATS, _scale_shapes(shape, scheme)),
+            Part(f"{name}_scale", FLOATS, _scale_shapes(name, shape, scheme)),
             Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
             Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=True),
         ]
@@ -53,6 +53,9 @@ class PackedLayout:
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         (rows, columns), bits = shape, scheme.bits
+        said = _found(f"{name}_shape", get)
+        if said is not None and said.dim() == 1 and said.tolist()[-2:] != [rows, columns]:
+            raise ConfigError(f"{name}_shape says {said.tolist()}, not {[rows, columns]}")
         codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
         groups, zeros = _found(f"{name}_g_idx", get), _found(f"{name}_zero_point", get)
@@ -63,6 +66,10 @@ class PackedLayout:
             codes = codes if order is None else codes[:, order]
         if zeros is not None:
             old = zeros.dtype == torch.int8
+            if len(zeros) != (rows if old else -(-rows * bits // 32)):
+                raise ConfigError(
+                    f"{name}_zero_point is {zeros.dtype} {list(zeros.shape)}, which does not fit {rows} rows"
+                )
             zeros = _shifted(f"{name}_zero_point", zeros, bits) if old else unpack(zeros.t(), bits)[:, :rows].t()
             if scheme.symmetric:
                 even(f"{name}_zero_point", zeros, 2 ** (bits - 1))
@@ -80,7 +87,7 @@ class CodesLayout:
         return found is not None and scaled and found.dtype not in FLOATS
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        scales = _scale_shapes(shape, scheme)
+        scales = _scale_shapes(name, shape, scheme)
         zeros = Part(f"{name}_zero_point", ("I8",), scales, optional=scheme.symmetric)
         return (
             Part(name, _CODES[scheme.kind], [shape]),
@@ -132,13 +139,13 @@ def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers.to(torch.int16) + half).to(torch.uint8)
 
 
-def _scale_shapes(shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
+def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
     """The shapes that scales may have. One scale for a whole matrix may be a number, or a vector or matrix of one."""
     *experts, rows, columns = shape
     if not scheme.rows:
         return [(*experts, *ones) for ones in ((), (1,), (1, 1))]
     if scheme.rows == 1:
-        groups = groups_of(str(shape), columns, scheme.group)
+        groups = groups_of(name, columns, scheme.group)
         return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
     return [(*experts, -(-rows // scheme.rows), -(-columns // scheme.group))]
 

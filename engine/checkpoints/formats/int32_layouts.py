@@ -15,6 +15,7 @@ from pillion.engine.checkpoints.formats.layout import (
     finite,
     from_unsigned,
     groups_of,
+    one_matrix,
     stem,
     unpack,
     whole_words,
@@ -34,7 +35,7 @@ class AwqLayout:
         return f"{stem(name)}.qweight" in headers
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        (rows, columns), module = _matrix(name, shape), stem(name)
+        (rows, columns), module = one_matrix(name, shape), stem(name)
         groups, words = groups_of(name, columns, scheme.group), whole_words(name, "outputs", rows, 4)
         return (
             Part(f"{module}.qweight", ("I32",), [(columns, words)]),
@@ -73,7 +74,7 @@ class GptqLayout:
         return f"{stem(name)}.qweight" in headers
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        (rows, columns), module, bits = _matrix(name, shape), stem(name), scheme.bits
+        (rows, columns), module, bits = one_matrix(name, shape), stem(name), scheme.bits
         groups, words = groups_of(name, columns, scheme.group), whole_words(name, "inputs", columns, bits)
         return (
             Part(f"{module}.qweight", ("I32",), [(words, rows)]),
@@ -112,9 +113,3 @@ def input_order(name: str, groups: torch.Tensor, count: int) -> torch.Tensor | N
         raise ConfigError(f"{name} gives group {group} {int(sizes[group])} inputs, not {size}")
     order = torch.argsort(groups, stable=True)
     return None if torch.equal(order, torch.arange(len(order))) else order
-
-
-def _matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) != 2:
-        raise ConfigError(f"{name}: awq and gptq hold no stacked experts")
-    return shape[0], shape[1]

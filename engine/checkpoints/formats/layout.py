@@ -52,6 +52,13 @@ def stem(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def one_matrix(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape [N, K]. Raises ConfigError for stacked experts, which this layout does not have."""
+    if len(shape) != 2:
+        raise ConfigError(f"{name}: stacked experts are not read in this format")
+    return shape[0], shape[1]
+
+
 def groups_of(name: str, columns: int, group: int) -> int:
     """Groups of one output. Raises ConfigError where they are not equal in size."""
     if group and columns % group:

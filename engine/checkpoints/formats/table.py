@@ -64,7 +64,8 @@ class ConfiguredFormat:
         parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
         for part in parts:
             _check(part, headers, self._words)
-        names = [part.name for part in parts] + [f"{module}.{noted}" for noted in _OF_ROWS]
+        join = "_" if module == name else "."
+        names = [part.name for part in parts] + [f"{module}{join}{noted}" for noted in _OF_ROWS]
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:

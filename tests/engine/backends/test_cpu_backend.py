@@ -278,12 +278,12 @@ def test_bad_copies_are_refused_before_anything_is_copied(llama, sources, target
 
 def test_int8_weights_are_close(llama):
     text = text_of(120, 7)
-    exact, rounded = CpuDriver(llama), CpuDriver(llama, backend=cpu_backend(llama, quantization="int8"))
+    exact = CpuDriver(llama)
+    rounded = CpuDriver(prepare(ModelFlags(model=str(llama.folder), dtype="bfloat16", quantization="int8")))
     wanted = exact.run_all(exact.sequences.add()[0], text, [50])
     found = rounded.run_all(rounded.sequences.add()[0], text, [50])
     assert not torch.equal(found, wanted)
     assert (found - wanted).abs().mean() < 0.05 * wanted.std()
-    assert exact.backend.layout.version != rounded.backend.layout.version
 
 
 @pytest.mark.parametrize("kernels", ["avx512_bf16", "avx512", "avx2"])

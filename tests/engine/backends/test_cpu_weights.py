@@ -90,22 +90,22 @@ def test_a_packer_that_fails_leaves_nothing(tmp_path):
 def test_weights_are_packed_once(tmp_path):
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="bfloat16"))
     config, lines = load_config(prepared.folder), []
-    first = load_cpu_weights(prepared, config, "none", lines.append)
-    again = load_cpu_weights(prepared, config, "none", lines.append)
-    other = load_cpu_weights(prepared, config, "int8", lines.append)
+    first = load_cpu_weights(prepared, config, lines.append)
+    again = load_cpu_weights(prepared, config, lines.append)
+    quantized = prepare(ModelFlags(model=str(tmp_path / "model"), dtype="bfloat16", quantization="int8"))
+    other = load_cpu_weights(quantized, load_config(quantized.folder), lines.append)
     assert lines == ["packing weights for the CPU kernels"] * 2
     assert torch.equal(first.linear("lm_head").data, again.linear("lm_head").data)
     assert other.linear("lm_head").data.dtype == torch.uint8
-    files = list(ModelCache().make("packed").iterdir())
-    assert len(files) == 2
+    assert len(list(ModelCache().make("packed").iterdir())) == 2
     # What another version of the packer left is removed by the next one that packs.
-    old = files[0].with_name(files[0].name.replace(f"-{PACKING_VERSION}.", "-0."))
+    packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
+    old = packed.with_name(packed.name.replace(f"-{PACKING_VERSION}.", "-0."))
     old.write_bytes(b"old")
-    files[0].unlink()
-    kind = files[0].name.split("-")[1]
-    load_cpu_weights(prepared, config, kind, lines.append)
+    packed.unlink()
+    load_cpu_weights(prepared, config, lines.append)
     assert not old.exists()
-    assert files[0].exists()
+    assert packed.exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
@@ -156,9 +156,8 @@ def test_what_the_kernels_cannot_run_runs_on_torch_and_says_so(tmp_path, caplog,
     assert "all operators run on torch" in caplog.text
     # A processor without kernels is a reason of its own.
     assert why in caplog.text or "no kernels for this processor" in caplog.text
-    for asked in ({"quantization": "int8"}, {"kv_cache_dtype": "fp8"}):
-        with pytest.raises(ConfigError, match=r"--(quantization int8|kv-cache-dtype fp8) needs .*the CPU kernels"):
-            load_model(DecodeFlags(model=str(folder), dtype="float32", **asked, **flags), 1)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs .*the CPU kernels"):
+        load_model(DecodeFlags(model=str(folder), dtype="float32", kv_cache_dtype="fp8", **flags), 1)
 
 
 def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch):
@@ -182,17 +181,10 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
 def test_backends_share_no_blocks(tmp_path):
     """Backends with another layout of the pool or other weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
-    kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8"}]
-    kinds += [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8", "quantization": "int8"}]
+    kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"quantization": "int4"}]
+    kinds += [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int8", "quantization": "int8"}]
     loaded = [load_model(DecodeFlags(model=folder, dtype="bfloat16", **kind), 1) for kind in kinds]
     assert len({each.namespace() for each in loaded}) == len(kinds)
-
-
-@needs_kernels
-def test_int8_needs_rows_of_bfloat16(tmp_path):
-    folder = str(save_model(tmp_path / "model"))
-    with pytest.raises(ConfigError, match="needs --dtype bfloat16, not float32"):
-        load_model(DecodeFlags(model=folder, dtype="float32", quantization="int8"), 1)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
@@ -200,8 +192,8 @@ def test_int8_needs_rows_of_bfloat16(tmp_path):
 def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
     """Kernels trust these numbers and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
-    load_cpu_weights(prepared, load_config(prepared.folder), "none", lambda line: None)
-    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "none"))
+    load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
+    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
     weights.linear(name)
     for wrong in (0, -1, 100_000):
         weights.numbers[f"{name}.{number}"] = wrong

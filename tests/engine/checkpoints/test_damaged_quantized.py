@@ -16,6 +16,7 @@ from tests.support.families import FAMILIES, make_model
 from tests.support.quantized import PRODUCERS, compressed, quantize_folder
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+GROUPS_OF_48 = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 48}
 MAKERS = {
     **PRODUCERS,
     "w4a8-codes": lambda group: compressed("int-quantized", num_bits=4, strategy="channel"),
@@ -91,6 +92,12 @@ def state(**changes):
             replace(f"{Q}.weight_zero_point", lambda tensor: torch.full((64, 4), 8, dtype=torch.int8)),
             "q_proj.weight_zero_point holds numbers outside of -8 to 7",
         ),
+        (
+            "w4a16-asymmetric",
+            replace(f"{Q}.weight_zero_point", lambda tensor: torch.zeros(64, 4, dtype=torch.int32)),
+            r"q_proj.weight_zero_point is torch.int32 \[64, 4\], which does not fit 64 rows",
+        ),
+        ("w4a16", fill(f"{Q}.weight_shape", 32), r"q_proj.weight_shape says \[32, 64\], not \[64, 64\]"),
         ("w4a16-act-order", fill(f"{Q}.weight_g_idx", 9), "q_proj.weight_g_idx names groups outside"),
         ("w4a8-codes", fill(f"{Q}.weight", 8), "q_proj.weight holds numbers outside of -8 to 7"),
         ("w8a8", replace(f"{Q}.weight", lambda tensor: tensor.view(torch.uint8)), "q_proj.weight is U8, not I8"),
@@ -144,6 +151,11 @@ def test_what_does_not_fit_is_refused_by_name(name, change, words, quantized, tm
         ("awq", {"group_size": 48}, "groups of 48 do not divide its 64 inputs"),
         ("awq", {"group_size": 32}, "qzeros is"),
         ("gptq", {"bits": 8}, "qweight is"),
+        (
+            "w8a16",
+            {"config_groups": {"g": {"targets": ["Linear"], "weights": GROUPS_OF_48}}},
+            "weight: groups of 48 do",
+        ),
         ("gptq", {"checkpoint_format": "gptq_v2"}, "zero points other than 8"),
         ("awq", {"quant_method": "gptq", "version": None, "zero_point": None}, "qweight is"),
         ("w4a16", {"format": "int-quantized"}, "quantized, but not as its quantization_config says"),

@@ -64,6 +64,8 @@ def test_rounded_activations_are_noted():
         ({"quant_method": "awq", "group_size": 0}, "group_size must be a whole number above 0, not 0"),
         ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits"),
         ({"quant_method": "gptq", "bits": 2}, "gptq, 2 bits"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq, 4.0 bits"),
+        (with_group({"num_bits": 4.0, "group_size": 128}), "4.0 bits of type int"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),
         ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": 8}}, "dynamic must give an object"),

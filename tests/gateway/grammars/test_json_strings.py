@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from pillion.gateway.grammars.json_strings import rust_pattern
+from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
 from tests.support.random_answers import allows, matcher_of
 
 
@@ -38,6 +40,15 @@ def test_a_pattern_is_one_of_ecma_262(pattern: str, matching: str, other: str) -
     assert matcher is not None
     assert all(allows(matcher, json.dumps(one, ensure_ascii=False)) for one in matching)
     assert not any(allows(matcher, json.dumps(one, ensure_ascii=False)) for one in other)
+
+
+@pytest.mark.parametrize(
+    "hostile", ["[", r"[\u0061", r"\u{", r"[\p{", "[]", "[^", "\\\\", "[a-", "[\\", "[[a]"], ids=repr
+)
+def test_a_hostile_pattern_is_read_in_one_pass(hostile: str) -> None:
+    """These took minutes or for ever where a part was tried again at each place; the run's limit would end them."""
+    pattern = hostile * (MAX_SHAPE_BYTES // len(hostile))
+    assert len(rust_pattern(pattern)) >= len(pattern) // 2
 
 
 @pytest.mark.parametrize("year", [1, 4, 96, 100, 400, 1900, 1904, 2000, 2021, 2024, 2100, 9999])

@@ -1,0 +1,52 @@
+"""The demo model with its channels in a random order, which computes the same and lies on no grid of 4 bits.
+
+The demo model's weights are de-quantized ones, so that groups of 32 of its columns hold at most 16 different numbers,
+and quantizing these again would seem to cost nothing. Any order of the hidden channels, of an MLP's inner channels and
+of a head's values gives the same function, with other groups.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from pillion.engine.models.model_config import load_config
+
+
+def save_shuffled_model(source: pathlib.Path, folder: pathlib.Path, seed: int = 0) -> pathlib.Path:
+    """Write the Llama of ``source``, a plain Hugging Face folder, in another order to ``folder``; return that."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            shutil.copy(path, folder)
+    config = load_config(source)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randperm(config.hidden_size, generator=generator)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "norm.weight")):
+            tensors[name] = tensor[hidden]
+        else:
+            tensors[name] = tensor[:, hidden]
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        inner = torch.randperm(config.intermediate_size, generator=generator)
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"{prefix}mlp.{part}.weight"] = tensors[f"{prefix}mlp.{part}.weight"][inner]
+        tensors[f"{prefix}mlp.down_proj.weight"] = tensors[f"{prefix}mlp.down_proj.weight"][:, inner]
+        values = torch.stack([torch.randperm(config.head_dim, generator=generator) for _ in range(config.num_kv_heads)])
+        starts = torch.arange(config.num_kv_heads)[:, None] * config.head_dim
+        tensors[f"{prefix}self_attn.v_proj.weight"] = tensors[f"{prefix}self_attn.v_proj.weight"][
+            (values + starts).flatten()
+        ]
+        # Each KV head's values go to the query heads of its group.
+        of_heads = values.repeat_interleave(config.num_heads // config.num_kv_heads, 0)
+        columns = (of_heads + torch.arange(config.num_heads)[:, None] * config.head_dim).flatten()
+        tensors[f"{prefix}self_attn.o_proj.weight"] = tensors[f"{prefix}self_attn.o_proj.weight"][:, columns]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder

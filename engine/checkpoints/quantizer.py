@@ -1,0 +1,231 @@
+"""Quantizes plain matrices: finds, for each group of weights, the codes, scale and offset of the least squared error.
+
+For a group x of one output the error is |scale * code + offset - x|^2. Given scale and offset the best codes are the
+nearest ones, and given the codes the best scale and offset are those of a linear regression. Rounding and regression
+take turns from several starts, of which the best result wins; the first start is the range of the group itself, whose
+plain rounding is a candidate, too, so no group is worse than rounded to nearest. No text is needed for this, as in HQQ
+(half-quadratic quantization), and the arithmetic is that of llama.cpp's make_qkx2_quants.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.shards import write_shards
+from pillion.engine.models.config_json import read_json
+from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.quantization import OWN_METHOD
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# Weights that are quantized at once: few enough for a core's cache.
+_PIECE_WEIGHTS = 2**18
+# Starts: the part of a group's range that the codes span.
+_SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+# Tensors from one line of progress to the next.
+_TOLD_TENSORS = 100
+# Rounds of regression and rounding from each start, and from the best result.
+_FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRange:
+    """The codes of a coding: the numbers from ``least`` to ``most``; where groups have offsets, ``least`` is 0."""
+
+    coding: str
+    least: int
+    most: int
+    offsets: bool
+
+
+# The codes of each value of --quantization.
+CODE_RANGES = {
+    "int4": CodeRange("uint4", 0, 15, True),
+    # -128 is left out, so that the largest weights of both signs are alike.
+    "int8": CodeRange("int8", -127, 127, False),
+}
+
+
+def group_of(columns: int, wanted: int) -> int:
+    """The size of groups: ``wanted``, or its largest half, quarter and so on that divides the inputs; where not even 16
+    does, or ``wanted`` is 0, all inputs are one group."""
+    group = wanted
+    while group >= 16:
+        if columns % group == 0:
+            return group
+        group //= 2
+    return columns
+
+
+def quantize_matrix(
+    weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor | None = None
+) -> QuantizedMatrix:
+    """Quantizes a matrix [N, K] of finite numbers.
+
+    Args:
+        kind: a key of CODE_RANGES.
+        group: inputs that share a scale, which divide K.
+        pool: threads that do the work; None does it on this one.
+    """
+    rows, columns = weight.shape
+    levels = CODE_RANGES[kind]
+    codes = torch.empty(rows, columns, dtype=torch.uint8)
+    scales, offsets = torch.zeros(2, rows, columns // group)
+    step = max(1, _PIECE_WEIGHTS // columns)
+
+    def fill(begin: int) -> None:
+        piece = slice(begin, begin + step)
+        # Groups are columns here, because sums over the first dimension are those that a processor is quick at.
+        fit = _best_fit(weight[piece].float().reshape(-1, group).t().contiguous(), levels)
+        codes[piece] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
+        scales[piece] = fit.scale.view(-1, columns // group)
+        offsets[piece] = fit.offset.view(-1, columns // group)
+
+    pieces: Iterable[int] = range(0, rows, step)
+    for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
+        pass
+    return QuantizedMatrix(levels.coding, codes, scales, group, offsets if levels.offsets else None)
+
+
+@dataclass(slots=True)
+class GroupFit:
+    """Codes [group, G] as float32 numbers, and scale, offset and squared error [G], of groups."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    error: torch.Tensor
+
+    def keep_better(self, other: GroupFit) -> None:
+        """Takes over the groups in which ``other`` is better."""
+        better = other.error < self.error
+        for name in ("codes", "scale", "offset", "error"):
+            setattr(self, name, torch.where(better, getattr(other, name), getattr(self, name)))
+
+
+def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
+    best = None
+    for span in _SPANS:
+        fit = _rounded(groups, levels, *_start(groups, levels, span))
+        if best is None:
+            best = fit
+        else:
+            best.keep_better(fit)
+        for _ in range(_FIRST_ROUNDS):
+            fit = _rounded(groups, levels, *_regression(groups, levels, fit))
+            best.keep_better(fit)
+    assert best is not None
+    for _ in range(_LAST_ROUNDS):
+        best.keep_better(_rounded(groups, levels, *_regression(groups, levels, best)))
+    return best
+
+
+def _start(groups: torch.Tensor, levels: CodeRange, span: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and offset at which the codes span this part of each group's range."""
+    low, high = groups.amin(0), groups.amax(0)
+    if not levels.offsets:
+        return _not_zero(torch.maximum(-low, high) * (span / levels.most)), torch.zeros_like(low)
+    scale = _not_zero((high - low) * (span / levels.most))
+    return scale, (low + high - scale * levels.most) / 2 if span < 1 else low
+
+
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    """Any scale is right for a group whose weights are all alike."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _rounded(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
+    codes = ((groups - offset) / scale).round_().clamp_(levels.least, levels.most)
+    error = (codes * scale).add_(offset).sub_(groups).square_().sum(0)
+    return GroupFit(codes, scale, offset, error)
+
+
+def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and offset of the least error for these codes; those of the fit where codes say nothing about them."""
+    codes, count = fit.codes, groups.shape[0]
+    squares, products = codes.square().sum(0), (codes * groups).sum(0)
+    if not levels.offsets:
+        return torch.where(squares > 0, products / squares, fit.scale), fit.offset
+    total, sum_ = codes.sum(0), groups.sum(0)
+    spread = count * squares - total.square()
+    scale = (count * products - total * sum_) / spread
+    usable = (spread > 0) & (scale != 0)
+    scale = torch.where(usable, scale, fit.scale)
+    return scale, torch.where(usable, (sum_ - scale * total) / count, fit.offset)
+
+
+def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
+    """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
+
+    Norms, biases, routers of experts and the embedding stay as they are. The head becomes int8 with one scale for each
+    output. Tensors are read and written one by one, by as many threads as torch has. Raises ConfigError for weights
+    that do not fit the config or are not finite.
+    """
+    raw, config = read_json(source / "config.json"), load_config(source)
+    for name in _COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            open_checkpoint(source, config) as checkpoint,
+            write_shards(folder) as writer,
+        ):
+            linear = _linear_names(config)
+            for index, (name, tensor) in enumerate(checkpoint.tensors()):
+                if index % _TOLD_TENSORS == 0:
+                    progress(f"quantizing weights to {kind}: tensor {index}")
+                if name in linear:
+                    writer.add(_stored(name, tensor, kind, group, pool))
+                else:
+                    writer.add({name: tensor})
+                if name == _EMBEDDING and not checkpoint.has("lm_head"):
+                    writer.add(_stored(_HEAD, tensor, kind, group, pool))
+    finally:
+        torch.set_num_threads(threads)
+    words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
+    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
+
+
+def _linear_names(config: ModelConfig) -> set[str]:
+    """All names that checkpoints have for the matrices of linear layers."""
+    return {
+        tensor.name
+        for key, spellings in decoder_tensors(config).items()
+        for spelling in spellings
+        for tensor in spelling
+        if len(tensor.shape) > 1 and key != "embedding" and not key.endswith("router")
+    } | {_HEAD}
+
+
+def _stored(
+    name: str, weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor
+) -> dict[str, torch.Tensor]:
+    """Quantizes a matrix [N, K], or those of all experts [experts, N, K]."""
+    if not bool(weight.isfinite().all()):
+        raise ConfigError(f"{name} holds NaN or infinite numbers")
+    if name == _HEAD:
+        kind, group = "int8", 0
+    *lead, columns = weight.shape
+    matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
+    return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}
