@@ -27,7 +27,6 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.engine.grammars.answer_grammar import AnswerGrammar
-from pillion.engine.grammars.compiler import MAX_GRAMMAR_BYTES
 from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
@@ -45,6 +44,7 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
+from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations

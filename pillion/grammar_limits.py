@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# Most text of a grammar that one submit may carry.
+MAX_GRAMMAR_BYTES = 2**20
 # The arguments of llguidance's LLParserLimits. With its own defaults an ambiguous grammar can hold one mask up for
 # seconds; with these the worst that was found takes 0.15 s, and a lexer 100 MB.
 PARSER_LIMITS: dict[str, Any] = {

@@ -39,8 +39,6 @@ COMPILE_THREADS = 2
 # Threads that compile are this much nicer than those that compute steps: both use the same cores, and a step is as slow
 # as its slowest thread.
 COMPILE_NICENESS = 10
-# Most text of a grammar that one submit may carry.
-MAX_GRAMMAR_BYTES = 2**20
 # Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
 MAX_FORCED_BYTES = 2048
 # Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 
 # What an expression of Lark cannot hold as it is, escaped already or not.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
@@ -49,9 +50,15 @@ class JoinedGrammar:
 
 
 def join(pieces: Sequence[Piece]) -> JoinedGrammar:
-    """The grammar whose answers are the pieces, one behind the other."""
+    """The grammar whose answers are the pieces, one behind the other. Raises InvalidRequest for one that no worker
+    takes: what stands for a pattern is longer than the pattern."""
     sources = {name: source for piece in pieces for name, source in piece.sources.items()}
-    return JoinedGrammar(_text(pieces), sources)
+    text = _text(pieces)
+    size_bytes = len(text.encode())
+    if size_bytes > MAX_GRAMMAR_BYTES:
+        reason = f"a grammar of {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES}"
+        raise InvalidRequest.of(*(FieldViolation(field, reason) for field in sources))
+    return JoinedGrammar(text, sources)
 
 
 def _text(pieces: Sequence[Piece]) -> str:

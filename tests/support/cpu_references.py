@@ -138,10 +138,14 @@ def reference_gemm(
     return total
 
 
-def reference_group_sums(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-    """x [rows, depth or more] -> [rows, groups of inputs] float32."""
-    parts = x[:, : packed.depth].float().split(packed.group, 1)
-    return torch.stack([part.sum(1) for part in parts], 1)
+def reference_sum_inputs(x: torch.Tensor, depth: int, inputs: int) -> torch.Tensor:
+    """x [rows, depth or more] -> the sum of each group of ``inputs`` values, [rows, groups] float32."""
+    return torch.stack([part.sum(1) for part in x[:, :depth].float().split(inputs, 1)], 1)
+
+
+def reference_gather_inputs(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x [rows, ...], order [depth] -> [rows, depth]."""
+    return x[:, order.long()]
 
 
 def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

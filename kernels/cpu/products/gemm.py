@@ -148,7 +148,7 @@ class _Body:
 
     def _tiles(self, rows: Int) -> Int:
         """The number of tiles for so many rows."""
-        highest = self.kind.tiles(self.k.isa).most if self.coded is None else self.coded.most_rows(True)
+        highest = self.kind.tiles(self.k.isa).most if self.coded is None else self.coded.most_rows(self.coded.widens)
         return (rows + (highest - 1)) // highest
 
     @contextmanager

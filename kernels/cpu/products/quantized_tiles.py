@@ -5,7 +5,8 @@
 Sums of a group stay in registers, totals in memory. Every output is this one fold whatever the number of rows, and a
 group's sum is one chain over rising inputs, so a row's result has the same bits in every tile. Few rows unpack codes in
 registers, and work on several groups side by side, because one chain alone waits for each of its additions. More rows
-meet a panel that is widened into the scratch, some groups at a time, so that they need not unpack it again.
+do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is widened into the
+scratch, some groups at a time, so that they need not unpack it again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _WIDE_INPUTS = 256
 _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 # Tiles that unpack have so many rows less than tiles of widened weights: tables and temporaries need their registers.
 _TABLE_ROWS = 3
+# What the tables of these kinds need beyond that, where they give bfloat16.
+_MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
 # Groups that few rows work on side by side.
 _MOST_SIDES = 4
 
@@ -117,8 +120,15 @@ class CodedProduct:
     def most_rows(self, widened: bool) -> int:
         """The most rows of a tile."""
         if not widened:
-            return max(1, self._tile_rows.wide - _TABLE_ROWS)
+            more = _MORE_TABLE_ROWS.get(self.kind.name, 0) if in_pairs(self.k, self.wide_rows) else 0
+            return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
         return self._tile_rows.most
+
+    @property
+    def widens(self) -> bool:
+        """Whether many rows meet widened weights. Where one look-up gives the bfloat16 of 32 codes, tiles that unpack
+        are as fast, and read less memory."""
+        return not in_pairs(self.k, self.wide_rows) or self.kind.parts > 1
 
     @property
     def _tile_rows(self) -> TileRows:
@@ -156,17 +166,19 @@ class CodedProduct:
             mine = _rows_from(fused, first)
             with k.range(count * 2) as half:
                 k.store(scratch + half * VECTOR_BYTES, k.vector(0.0))
-            with k.when(count <= few):
-                self._tiles(count, mine, False)
-            with k.when(count > few):
-                self._multiply_widened(count, mine, scratch + SPAN_ROWS * TOTALS_BYTES)
+            if not self.widens:
+                self._multiply_tiles(count, mine, False)
+            else:
+                with k.when(count <= few):
+                    self._multiply_tiles(count, mine, False)
+                with k.when(count > few):
+                    self._multiply_widened(count, mine, scratch + SPAN_ROWS * TOTALS_BYTES)
             with k.range(count) as row:
                 finish(first + row, scratch + row * TOTALS_BYTES)
 
     def _multiply_widened(self, rows: Int, args: CodedRows, wide: Ptr) -> None:
-        k, highest = self.k, self.most_rows(True)
+        k = self.k
         chunk = k.most(k.int(_WIDE_INPUTS // UNIT_INPUTS) // args.group_units, 1)
-        tiles = (rows + (highest - 1)) // highest
         with k.range((args.groups + (chunk - 1)) // chunk) as number:
             group = number * chunk
             unit = group * args.group_units
@@ -181,14 +193,20 @@ class CodedProduct:
                 constants=args.constants + group * args.constants_stride,
                 input_sums=args.input_sums + group * 4,
                 units=units,
-                ahead_step=args.ahead_step // tiles,
+                ahead=args.ahead + group * args.weights_stride,
             )
-            behind = args.ahead + group * args.weights_stride
-            with k.range(tiles) as tile:
-                begin = rows * tile // tiles
-                ahead = behind + tile * units * groups.ahead_step
-                mine = replace(_rows_from(groups, begin), totals=args.totals + begin * TOTALS_BYTES, ahead=ahead)
-                self._tiles(rows * (tile + 1) // tiles - begin, mine, True)
+            self._multiply_tiles(rows, groups, True)
+
+    def _multiply_tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
+        """Cuts rows into tiles of even height, each of which prefetches its part."""
+        k, highest = self.k, self.most_rows(widened)
+        tiles = (rows + (highest - 1)) // highest
+        step = args.ahead_step // tiles
+        with k.range(tiles) as tile:
+            begin = rows * tile // tiles
+            ahead, totals = args.ahead + tile * args.units * step, args.totals + begin * TOTALS_BYTES
+            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_step=step)
+            self._tiles(rows * (tile + 1) // tiles - begin, mine, widened)
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
         """Widens the groups at ``codes``, of ``units`` units together."""

@@ -7,8 +7,11 @@ import json
 
 import pytest
 
+from pillion.errors import InvalidRequest
+from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.json_strings import rust_pattern
-from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
+from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES, shape_piece
+from pillion.types import StructuredOutputs
 from tests.support.random_answers import allows, matcher_of
 
 
@@ -49,6 +52,12 @@ def test_a_hostile_pattern_is_read_in_one_pass(hostile: str) -> None:
     """These took minutes or for ever where a part was tried again at each place; the run's limit would end them."""
     pattern = hostile * (MAX_SHAPE_BYTES // len(hostile))
     assert len(rust_pattern(pattern)) >= len(pattern) // 2
+
+
+def test_a_pattern_that_no_worker_takes_is_refused_by_name() -> None:
+    shape = StructuredOutputs(json=json.dumps({"pattern": "." * (MAX_SHAPE_BYTES - 100)}))
+    with pytest.raises(InvalidRequest, match=r"sampling\.structured_outputs\.json: a grammar of \d+ bytes; at most"):
+        join([shape_piece(shape)])
 
 
 @pytest.mark.parametrize("year", [1, 4, 96, 100, 400, 1900, 1904, 2000, 2021, 2024, 2100, 9999])

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.cpu import test_attention, test_gemm, test_moe, test_rotate, test_rows
+from tests.kernels.cpu import (
+    test_attention,
+    test_gemm,
+    test_input_rows,
+    test_moe,
+    test_quantized_products,
+    test_rotate,
+    test_rows,
+)
 from tests.support.emulated import EmulatedRunner, available
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")
@@ -38,6 +46,8 @@ def takes_long(test: Any) -> bool:
 
 TestAttention = emulated(test_attention)
 TestGemm = emulated(test_gemm)
+TestInputRows = emulated(test_input_rows)
 TestMoe = emulated(test_moe)
+TestQuantizedProducts = emulated(test_quantized_products)
 TestRotate = emulated(test_rotate)
 TestRows = emulated(test_rows)

@@ -19,7 +19,7 @@ from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
-from tests.support.cpu_references import reference_gemm, reference_group_sums
+from tests.support.cpu_references import reference_gemm, reference_sum_inputs
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 torch.set_num_threads(1)
@@ -65,7 +65,7 @@ class GemmCase:
 
     def values(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
         first = self.packed[0]
-        sums = reference_group_sums(x, first) if first.offsets else None
+        sums = reference_sum_inputs(x, first.depth, first.group) if first.offsets else None
         return {
             "x": x,
             "weights": torch.stack([one.data for one in self.packed]),

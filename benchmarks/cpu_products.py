@@ -1,0 +1,146 @@
+"""Products with weights in few bits beside bfloat16 and beside a streaming read of the same bytes.
+
+A program is the products of some layers of Llama-3.2-1B's shape, one matrix behind the other, as a step runs them: with
+one row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet
+machine:
+
+    python -m benchmarks.cpu_products --rows 1,4,16,32,256
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from benchmarks.cpu_limits import ReadAll
+from benchmarks.report import show_table
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.products.codes import CODE_KINDS
+from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, panel_bytes
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
+from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+
+# Outputs and inputs of a layer's products: queries, keys and values; attention's output; gate and up; down.
+SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
+# Kinds of weights, inputs of a group, and whether groups have offsets.
+CASES = (
+    ("bf16", 0, False),
+    ("int8", 512, False),
+    ("int8", 32, False),
+    ("fp8_e4m3", 128, False),
+    ("int4", 128, False),
+    ("int4", 128, True),
+    ("int4", 32, False),
+    ("int4", 32, True),
+    ("nf4", 64, False),
+)
+
+
+def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Operation:
+    """Return a product of random weights, whose scales are numbers that are neither 0 nor denormal."""
+    (columns, depth), rows = shape, len(x)
+    pairs = columns // PANEL_COLUMNS
+    size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
+    weights = aligned_bytes(size)
+    # Each byte is a code, and four of them are a float32 of about 1, whatever place they have.
+    weights[:] = np.random.default_rng(0).integers(0x3C, 0x3F, size, np.uint8)
+    groups = -(-depth // group) if group else 0
+    values = {
+        "x": x[:, :depth],
+        "weights": weights,
+        "input_sums": torch.ones(rows, max(1, groups)),
+        "bias": None,
+        "out": torch.zeros(rows, columns),
+        "group_starts": None,
+        "x_stride": x.stride(0) * x.element_size(),
+        "depth": depth,
+        "pairs": pairs,
+        "out_stride": columns * 4,
+        "num_groups": 1,
+        "group_bytes": size,
+        "inputs": group,
+        "input_sums_stride": 4 * max(1, groups),
+        "factor": 1.0,
+    }
+    return Operation(spec, values)
+
+
+def runner(operations: list[Operation], kernels: CompiledKernels, pool: ThreadPool, rows: int) -> Callable[[], None]:
+    """Return a call of a program for so many rows."""
+    program, step = Program(operations, kernels, Workspace()), CpuStepRecord()
+    step.count("num_tokens", rows)
+    return lambda: pool.run(program.entries, step.words)
+
+
+def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Return the milliseconds of each call's quickest run; the calls take turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            best[name] = min(best[name], (time.perf_counter() - begin) * 1000)
+    return best
+
+
+def main() -> None:
+    """Print a table for each number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", default="1,16,256")
+    parser.add_argument("--row-type", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    isa = choose_isa(args.kernels, host_features())
+    if isa is None:
+        raise ConfigError("there are no kernels for this processor")
+    specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
+    read = ReadAll()
+    kernels = compile_kernels([*specs.values(), read], isa)
+    pool = ThreadPool(kernels, args.threads)
+    assert {kind for kind, _, _ in CASES} <= {"bf16", *CODE_KINDS}
+    for rows in map(int, args.rows.split(",")):
+        dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
+        x = torch.randn(rows, max(depth for _, depth in SHAPES)).to(dtype)
+        calls, sizes = {}, {}
+        for case, spec in specs.items():
+            kind, group, offsets = case
+            name = f"{kind}{f', groups of {group}' * bool(group)}{', offsets' * offsets}"
+            products = [operation(spec, shape, group, x) for _ in range(args.layers) for shape in SHAPES]
+            calls[name] = runner(products, kernels, pool, rows)
+            sizes[name] = sum(product.values["group_bytes"] for product in products)
+            if kind == "bf16":
+                sink = np.ones(16 * 256, np.float32)
+                reads = [
+                    Operation(
+                        read, {"data": product.values["weights"], "sink": sink, "bytes": product.values["group_bytes"]}
+                    )
+                    for product in products
+                ]
+                calls["a streaming read"], sizes["a streaming read"] = runner(reads, kernels, pool, rows), sizes[name]
+        found = fastest_ms(calls, args.repeats)
+        rate = sizes["a streaming read"] / found["a streaming read"]
+        table = Table(title=f"{rows} rows of {args.row_type}, {isa.name}, {args.threads} threads, {args.layers} layers")
+        for heading in ("weights", "ms", "GB/s", "share of the read's rate", "bf16's time / this time"):
+            table.add_column(heading, justify="right")
+        for name, middle in found.items():
+            speed = sizes[name] / middle
+            cells = f"{middle:.3f}", f"{speed / 1e6:.1f}", f"{speed / rate:.2f}", f"{found['bf16'] / middle:.2f}"
+            table.add_row(name, *cells)
+        show_table(table)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
