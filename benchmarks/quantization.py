@@ -1,4 +1,4 @@
-"""What quantized weights cost in accuracy: perplexity, divergence, and how often the likeliest token stays likeliest.
+"""What quantized weights and KV cost in accuracy: perplexity, divergence, how often the likeliest token stays so.
 
 The text is Python's documentation of its language, cut into windows; each token but the first of a window is predicted
 from those before it. All weights run on the CPU kernels and are compared with float32 on torch. The demo model has its
@@ -27,22 +27,24 @@ from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from testbed.plain_model import plain_folder
 
 BLOCK_SIZE = 16
-# Weights by their names in the table: --quantization and --quantization-group-size.
+# Rows of the table by name: --quantization, --quantization-group-size and --kv-cache-dtype.
 KINDS = {
-    "bfloat16": ("none", "auto"),
-    "int8": ("int8", "auto"),
-    "int8, groups of 32": ("int8", "32"),
-    "int4, groups of 32": ("int4", "32"),
-    "int4, groups of 128": ("int4", "128"),
+    "bfloat16": ("none", "auto", "auto"),
+    "int8": ("int8", "auto", "auto"),
+    "int8, groups of 32": ("int8", "32", "auto"),
+    "int4, groups of 32": ("int4", "32", "auto"),
+    "int4, groups of 128": ("int4", "128", "auto"),
+    "bfloat16, KV fp8": ("none", "auto", "fp8"),
+    "bfloat16, KV int8": ("none", "auto", "int8"),
 }
 
 
-def scorer(prepared: PreparedModel, threads: int) -> TextScorer:
+def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str) -> TextScorer:
     """Return a scorer on the CPU kernels. Raises ConfigError where this processor has none."""
     isa = choose_isa("auto", host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
-    return TextScorer(CpuBackend(load_cpu_model(prepared, BLOCK_SIZE, isa), threads))
+    return TextScorer(CpuBackend(load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype), threads))
 
 
 def main() -> None:
@@ -59,11 +61,11 @@ def main() -> None:
             folder = save_shuffled_model(folder, pathlib.Path(name, "shuffled"))
         exact = prepare(ModelFlags(model=str(folder), dtype="float32"), print)
         scorers = {"float32, torch": TextScorer(TorchBackend(exact, BLOCK_SIZE, args.threads))}
-        for kind, (quantization, group) in KINDS.items():
+        for kind, (quantization, group, kv) in KINDS.items():
             flags = ModelFlags(
                 model=str(folder), dtype="bfloat16", quantization=quantization, quantization_group_size=group
             )
-            scorers[kind] = scorer(prepare(flags, print), args.threads)
+            scorers[kind] = scorer(prepare(flags, print), args.threads, kv)
         found = {kind: Accuracy() for kind in scorers}
         for ids in text_windows(Tokenizer.from_file(str(folder / "tokenizer.json")), args.windows):
             wanted = scorers["float32, torch"].score(ids)

@@ -91,7 +91,7 @@ def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype,
     # The same rows in other batches have the same bits.
     again = driver.run_all(driver.sequences.add()[0], text, [])
     assert torch.equal(found, again)
-    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "none"))
+    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
     kinds = {weights.numbers[name] for name in weights.numbers if name.endswith(".kind")}
     assert len(kinds) >= 3
     driver.backend.check_integrity()
@@ -103,7 +103,7 @@ def test_an_order_that_leaves_the_row_is_refused(few_bits, tmp_path):
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "m", num_hidden_layers=3)), dtype="bfloat16"))
     backend = cpu_backend(prepared)
     backend.close()
-    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "none"))
+    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
     name = next(name for name in weights.tensors if name.endswith(".order")).removesuffix(".order")
     assert weights.linear(name).order is not None
     for wrong in (-1, weights.linear(name).depth):
