@@ -30,7 +30,6 @@ DEPTH_MULTIPLE = 16
 TOTALS_BYTES = 4 * PANEL_COLUMNS
 # A thread's scratch has room for a widened group of so many inputs; larger groups are packed as several.
 MAX_GROUP_INPUTS = 512
-_MAX_QUANTUM = 127
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32} | dict.fromkeys(CODE_KINDS, torch.uint8)
 
 
@@ -100,13 +99,11 @@ def has_offsets(matrix: Matrix) -> bool:
 
 
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Packs a matrix [N, K]; bf16 rounds to nearest even, int8 in 127 steps up to the largest weight of an output.
+    """Packs a matrix [N, K]; bf16 rounds to nearest even.
 
     A matrix in few bits has the kind that :func:`packed_kind` names, or is widened to ``kind``. ``offsets``: groups get
     offsets even if they are all 0.
     """
-    if isinstance(weight, torch.Tensor) and kind == "int8":
-        weight = quantized(weight)
     if kind in CODE_KINDS:
         assert isinstance(weight, QuantizedMatrix)
         return _pack_codes([weight], kind, offsets)
@@ -115,23 +112,11 @@ def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeigh
 
 def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Packs two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
-    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and kind == "int8":
-        gate, up = quantized(gate), quantized(up)
     if kind in CODE_KINDS:
         assert isinstance(gate, QuantizedMatrix)
         assert isinstance(up, QuantizedMatrix)
         return _pack_codes([gate, up], kind, offsets)
     return _pack(_in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
-
-
-def quantized(weight: torch.Tensor) -> QuantizedMatrix:
-    """A plain matrix [N, K] in int8, with one scale for each output: its largest weight becomes +-127."""
-    wide = weight.float()
-    scales = wide.abs().amax(-1, keepdim=True) / _MAX_QUANTUM
-    # Any scale is right for an output of zeros.
-    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-    quanta = (wide / scales).round().clamp(-_MAX_QUANTUM, _MAX_QUANTUM)
-    return QuantizedMatrix("int8", quanta.to(torch.int8).view(torch.uint8), scales, weight.shape[1])
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
