@@ -356,7 +356,8 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
     target_itl_ms: float | str = flag(
         AUTO,
-        "Inter-token latency to aim at, within --max-num-batched-tokens; auto: 2.5 times that without prompts, 0: off.",
+        "Inter-token latency to aim at, within --max-num-batched-tokens. auto: 2.5 times that without prompts, more"
+        " where many wait; 0: off.",
         kind=parse_target_itl_ms,
     )
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)

@@ -207,7 +207,8 @@ class Scheduler:
             spare = self.budget.left(pieces, 0, 0, least_tokens=0) - self._owed(prompt_tails)
             pieces = speculate(self._drafter, pieces, spare)
         if prompt_tails:
-            left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails))
+            streams = sum(sequence.decoding for sequence in self.queues.running)
+            left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails), streams=streams)
             most = sum(piece.count for piece in pieces) + left
             pieces += self._tail_pieces(prompt_tails, left, now)
         self.budget.begin(pieces, now, len(self._in_flight))

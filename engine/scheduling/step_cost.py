@@ -154,26 +154,35 @@ class TokenBudget:
         self._running: deque[tuple[Float64, float]] = deque()
 
     def left(
-        self, decodes: Seq[SequencePiece], start: int, waiting: int = 1, *, least_tokens: int = MIN_TAIL_TOKENS
+        self,
+        decodes: Seq[SequencePiece],
+        start: int,
+        waiting: int = 1,
+        *,
+        streams: int = 0,
+        least_tokens: int = MIN_TAIL_TOKENS,
     ) -> int:
         """Tokens for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at position ``start``.
 
-        Where the tokens are for drafts, no tail waits. ``least_tokens`` are granted however late the decodes are.
+        Where the tokens are for drafts, no tail waits. ``streams``: how many run, where some have no piece in this
+        step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
         """
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
+        streams = max(streams, len(decodes))
         # A number of plain steps holds back nobody's tail where no stream runs, and no draft: those serve the streams.
-        if not self.target_s and not (self.target_steps and decodes and waiting):
+        if not self.target_s and not (self.target_steps and streams and waiting):
             return most
         fitting = max(FIRST_STEP_TOKENS, MAX_GROWTH * self.largest_step_tokens) - used
         if self.cost.steps:
-            seconds = self.target_s or self._seconds_beside(decodes, start, waiting, most)
+            crowded = waiting > WAITING_PER_DECODE * streams
+            seconds = self.target_s or self._seconds_beside(decodes, start, crowded, most)
             fitting = min(fitting, self.cost.tokens_within(seconds, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
-    def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, waiting: int, most: int) -> float:
+    def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, crowded: bool, most: int) -> float:
         seconds = self.target_steps * self.cost.predict(features(decodes))
-        if waiting <= WAITING_PER_DECODE * len(decodes):
+        if not crowded:
             return seconds
         return max(seconds, self.cost.seconds_for_throughput(LEAST_THROUGHPUT, decodes, start, most))
 

@@ -14,6 +14,7 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.step_cost import (
     AUTO_TARGET_STEPS,
+    FIRST_STEP_TOKENS,
     LEAST_THROUGHPUT,
     MIN_TAIL_TOKENS,
     StepCost,
@@ -256,6 +257,21 @@ def test_auto_holds_back_no_prompt_where_nobody_decodes_and_no_draft() -> None:
     assert budget.left([], 0, 3) == 256
     assert budget.left(decodes(8, 500), 0, 0, least_tokens=0) == 248
     assert budget.left(decodes(8, 500), 0, 1) < 248
+
+
+def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
+    """The stream has no piece in that step, and would wait for the whole of it."""
+    harness = SchedulerHarness(slots=200, budget=256)
+    harness.scheduler.budget.target_steps = AUTO_TARGET_STEPS
+    harness.submit(prompt(1, 4), 40, grammar=3)
+    while not any(sequence.decoding for sequence in harness.scheduler.queues.running):
+        harness.step()
+    harness.masks.punctual = 0.0
+    harness.step()
+    harness.submit(prompt(2, 250), 4)
+    plan = harness.scheduler.schedule(harness.now)
+    assert [piece.sequence.decoding for piece in plan.pieces] == [False]
+    assert plan.num_tokens <= FIRST_STEP_TOKENS
 
 
 def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
