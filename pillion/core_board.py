@@ -32,6 +32,8 @@ OWNED_UNTIL, LENT_UNTIL, OWNER, PROCESSOR = (8 * word for word in range(4))
 LEASE_NS = 200_000_000
 # How long an owner keeps its cores behind a run: longer than the host needs between two steps of a busy worker.
 LINGER_NS = 3_000_000
+# Numbers of processors that a board may name.
+MAX_PROCESSORS = 2**16
 
 
 class CoreBoard:
@@ -49,7 +51,8 @@ class CoreBoard:
 
     @classmethod
     def create(cls, owners: Sequence[int], processors: Sequence[int] = ()) -> CoreBoard:
-        """A board in memory that has no name and ends with its last user.
+        """A board in memory with no path of its own, which ends with its last user. Raises OSError where the system
+        gives none.
 
         Args:
             owners: for each core the first core of its owner. A core that nobody owns names itself.
@@ -71,7 +74,7 @@ class CoreBoard:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             size = os.fstat(descriptor).st_size
             if not 0 < size <= MAX_CORES * LINE_BYTES or size % LINE_BYTES:
-                raise ConfigError(f"--core-board {path} is no board of cores")
+                raise ValueError("it is no board of cores")
             board = cls(descriptor)
             board.check_integrity()
         except (OSError, ValueError, AssertionError) as error:
@@ -109,15 +112,24 @@ class CoreBoard:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
-        owners = [self.owner(core) for core in range(self.cores)]
-        assert owners == sorted(owners), "an owner's cores are not in one piece"
-        for core, owner in enumerate(owners):
-            assert 0 <= owner <= core, f"the owner of core {core} begins behind it"
-            assert owners[owner] == owner, f"the owner of core {core} does not own its first core"
+        self._check_owners()
         # They are read before the clock: others may write meanwhile.
         times, last = self._times(), time.monotonic_ns() + LEASE_NS
         for core, pair in enumerate(times):
             assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is held for longer than a lease lasts"
+
+    def _check_owners(self) -> None:
+        """Raises AssertionError for words that native code must not trust, also where Python leaves out its asserts."""
+        owners = [self.owner(core) for core in range(self.cores)]
+        if owners != sorted(owners):
+            raise AssertionError("an owner's cores are not in one piece")
+        for core, owner in enumerate(owners):
+            if not 0 <= owner <= core:
+                raise AssertionError(f"the owner of core {core} begins behind it")
+            if owners[owner] != owner:
+                raise AssertionError(f"the owner of core {core} does not own its first core")
+            if not -1 <= self.processor(core) < MAX_PROCESSORS:
+                raise AssertionError(f"core {core} is no processor")
 
     def _times(self) -> list[tuple[int, int]]:
         """OWNED_UNTIL and LENT_UNTIL of each core."""
@@ -128,10 +140,16 @@ class CoreBoard:
     def _place(core: int, word: int) -> int:
         return (core * LINE_BYTES + word) // 8
 
+    def pin(self) -> object:
+        """Returns what keeps the board mapped, beyond :meth:`close`, for as long as it lives: native threads look at
+        the memory and not at this object."""
+        return ctypes.c_char.from_buffer(self._memory)
+
     def close(self) -> None:
-        """Unmaps the board once nobody looks at it any more. Repeated calls do nothing."""
+        """Unmaps the board, at once or with its last pin. Repeated calls do nothing."""
         if self._descriptor >= 0:
             self._words.release()
+            # With a pin the memory cannot be closed; it goes with the last reference to it.
             with contextlib.suppress(BufferError):
                 self._memory.close()
             os.close(self._descriptor)

@@ -212,9 +212,10 @@ def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
 
 
 def core_board(flags: ServeFlags) -> CoreBoard | None:
-    """The board on which workers lend each other cores; None where they have none to lend, or more threads than cores.
+    """The board on which workers lend each other cores; None where they have none to lend, have more threads than
+    cores, or the system gives no memory for a board.
 
-    A core that no worker owns can be borrowed at any time, but --cpu-threads says that workers use theirs alone.
+    A core that no worker owns can be borrowed at any time; with --cpu-threads such cores are left alone.
     """
     threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
     cores, owned = min(len(bound) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
@@ -224,7 +225,10 @@ def core_board(flags: ServeFlags) -> CoreBoard | None:
     if threads == cores:
         return None
     owners = [core // threads * threads if core < owned else core for core in range(cores)]
-    return CoreBoard.create(owners, bound[:cores])
+    try:
+        return CoreBoard.create(owners, bound[:cores])
+    except OSError:
+        return None
 
 
 async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:

@@ -77,6 +77,8 @@ class ThreadPool:
             if len(owned) != threads:
                 raise ConfigError(f"--cpu-threads {threads}: the board of cores has {len(owned)} for this worker")
             lent = [core for core in range(share.board.cores) if core not in owned]
+            if share.board.cores > MAX_CPU_THREADS:
+                raise ConfigError(f"the board has {share.board.cores} cores, a thread pool {MAX_CPU_THREADS} at most")
         self.threads = threads + len(lent)
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
@@ -128,8 +130,9 @@ class _Native:
     ) -> None:
         self.lock = threading.Lock()
         threads = own + len(lent)
-        # The board stays mapped as long as threads look at it.
-        self._kernels, self._own, self._share = kernels, own, share
+        self._kernels, self._own = kernels, own
+        # The board stays mapped as long as threads look at it, whoever closes it.
+        self._board = None if share is None else share.board.pin()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES, LINE_BYTES)
@@ -188,6 +191,7 @@ class _Native:
             self.run(self.address, 0, -1, 0)
             for handle in self._handles:
                 _libc().pthread_join(handle, None)
+            self._board = None
 
     def _start(self, processors: Sequence[int]) -> None:
         """Starts a helper for each of ``processors``, bound to it unless it is -1."""

@@ -255,7 +255,7 @@ class _ThreadPoolCode:
         self._swap(k, line + ACTIVE, 0)
 
     def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable) -> None:
-        """Takes the core or renews the hold on it; where that is impossible, gives it back and sleeps until it may be.
+        """Takes the core or renews the hold on it; where that is impossible, lets it go and sleeps for a while.
 
         Sets ``held`` to the value of LENT_UNTIL, or to 0.
         """

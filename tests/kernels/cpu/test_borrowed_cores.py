@@ -220,23 +220,34 @@ def test_borrowed_cores_may_be_bound(kernels):
     board.close()
 
 
+def test_a_board_that_is_closed_too_early_stays_mapped_for_its_pool(kernels):
+    board = CoreBoard.create([0, 1])
+    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    board.close()
+    assert threads_of_runs(kernels, pool)
+    pool.close()
+
+
 def test_boards_that_are_none(tmp_path, board):
-    path = tmp_path / "board"
+    path, before = tmp_path / "board", len(os.listdir("/proc/self/fd"))
     for content in (b"", bytes(LINE_BYTES - 8), b"\xff" * LINE_BYTES, bytes(LINE_BYTES * (core_board.MAX_CORES + 1))):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="--core-board"):
             CoreBoard.open(str(path))
     with pytest.raises(ConfigError, match="No such file"):
         CoreBoard.open(str(tmp_path / "other"))
+    assert len(os.listdir("/proc/self/fd")) == before
     found = CoreBoard.open(board.path)
     assert (found.cores, list(found.owned(1)), found.owner(1), found.processor(0)) == (2, [1], 1, -1)
     found.close()
     found.close()
 
 
-@pytest.mark.parametrize("owners", [[1, 1], [0, 0, 1], [0, 2, 0], [-1]])
-def test_owners_must_make_sense(owners):
-    board = CoreBoard.create(owners)
+@pytest.mark.parametrize(
+    ("owners", "processors"), [([1, 1], ()), ([0, 0, 1], ()), ([0, 2, 0], ()), ([-1], ()), ([0], [2**45])]
+)
+def test_owners_must_make_sense(owners, processors):
+    board = CoreBoard.create(owners, processors)
     with pytest.raises(AssertionError):
         board.check_integrity()
     board.close()
