@@ -84,28 +84,41 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
     model = _load_for_cpu(flags, prepared, isa, log.info)
+    share = _core_share(flags)
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         isa.name,
         threads,
-        " and those of idle workers" if flags.core_board else "",
+        " and those of idle workers" if share else "",
         model.weights.nbytes / 2**20,
         model.layout.dtype,
     )
-    share = CoreShare(CoreBoard.open(flags.core_board), flags.first_core) if flags.core_board else None
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
     return LoadedModel(prepared, backend, f"cpu/{isa.name}")
 
 
+def _core_share(flags: WorkerFlags) -> CoreShare | None:
+    """The worker's cores on the board that it was told of. Only speed depends on the board, so a worker that cannot
+    open it computes on its own cores and says so."""
+    if not flags.core_board:
+        return None
+    try:
+        return CoreShare(CoreBoard.open(flags.core_board), flags.first_core)
+    except ConfigError as error:
+        log.warning("this worker borrows and lends no cores: %s", error)
+        return None
+
+
 def precision_notes(prepared: PreparedModel) -> Iterator[str]:
     """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
-    saved = read_json(prepared.folder / "config.json")
-    if prepared.dtype == "bfloat16" and (saved.get("dtype") or saved.get("torch_dtype")) == "float16":
+    saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
+    half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
+    # Codes and their scales stay what they are in each type.
+    if prepared.dtype == "bfloat16" and half and config.quantization is None:
         yield (
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
             " --dtype float32 computes with exactly its weights"
         )
-    config = load_config(prepared.folder)
     if config.quantization is not None and config.quantization.activations:
         yield (
             "the checkpoint's producer also rounds the inputs of quantized layers to"
