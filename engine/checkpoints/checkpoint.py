@@ -28,7 +28,7 @@ from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 # Tensors that are not read: leftovers in old checkpoints, and the vision part of models of text and images.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 # Scales for a KV cache in 8 bits. A cache here is in more bits, or has scales of its own.
-_OF_CACHES = tuple(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point"))
+_OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 # Prefixes of the language model in such a model, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")

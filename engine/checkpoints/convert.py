@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pillion.engine.checkpoints.model_files import SINGLE_NAME, Progress, weight_files
+from pillion.engine.checkpoints.model_files import SINGLE_NAME, TEXT_FILES, Progress, weight_files
 from pillion.engine.models.config_json import token_ids
 from pillion.engine.models.model_config import QUANTIZATION_FILES, parse_config
 from pillion.errors import ConfigError
@@ -250,10 +250,11 @@ def link_with_tokenizer(source: Path, folder: Path, progress: Progress) -> None:
         raise ConfigError(f"{source} has no tokenizer that can be read: {_first_line(error)}") from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} has no tokenizer that can be written as tokenizer.json")
-    others = ("config.json", "generation_config.json", "chat_template.jinja", *QUANTIZATION_FILES)
-    for path in (*weight_files(source), *(source / name for name in (*others, SINGLE_NAME + ".index.json"))):
-        link = folder / path.name
+    others = ("config.json", *TEXT_FILES, *QUANTIZATION_FILES, SINGLE_NAME + ".index.json")
+    for name in (*(path.name for path in weight_files(source)), *others):
+        path, link = source / name, folder / name
         if path.is_file() and not link.exists():
+            link.parent.mkdir(exist_ok=True)
             link.symlink_to(path.resolve())
 
 

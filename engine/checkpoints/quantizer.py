@@ -20,7 +20,7 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
-from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.checkpoints.model_files import TEXT_FILES, Progress
 from pillion.engine.checkpoints.shards import write_shards
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
@@ -33,12 +33,6 @@ _PIECE_WEIGHTS = 2**18
 # Starts: the part of a group's range that the codes span.
 _SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
 # Tensors from one line of progress to the next.
 _TOLD_TENSORS = 100
 # Rounds of regression and rounding from each start, and from the best result.
@@ -179,8 +173,9 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     that do not fit the config or are not finite.
     """
     raw, config = read_json(source / "config.json"), load_config(source)
-    for name in _COPIED:
+    for name in TEXT_FILES:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -122,7 +122,7 @@ def checked_pattern(pattern: str, key: str) -> str:
     """The pattern. Raises ConfigError where it is none."""
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"config.json: quantization_config: {key}: {pattern} is no regular expression: {error}"
         ) from None

@@ -67,6 +67,8 @@ _GPTQ_KEYS = """
     max_input_length method model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
     modules_in_block_to_quantize modules_to_not_convert mse offload_to_disk offload_to_disk_path pack_impl pad_token_id
     parallel_packing quantizer static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
+    amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps
+    iters low_gpu_mem_usage lr minmax_lr n_samples nsamples provider scale_dtype seqlen to_quant_block_names train_bs
     """
 
 

@@ -142,7 +142,7 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     """Whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
     first = parts[0]
     columns = first.shape[1]
-    least = min(part.group for part in parts)
+    least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
     orders = all(
@@ -156,7 +156,8 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
 def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
     """The parts in one coding (int8 where they differ) and in the smallest of their groups, with the same values."""
     coding = parts[0].coding if len({part.coding for part in parts}) == 1 else "int8"
-    group, shifted = min(part.group for part in parts), any(part.offsets is not None for part in parts)
+    group = min(parts[0].shape[1], *(part.group for part in parts))
+    shifted = any(part.offsets is not None for part in parts)
     found = []
     for part in parts:
         codes = part.codes

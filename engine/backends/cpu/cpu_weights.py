@@ -98,9 +98,8 @@ class CpuWeights(PackedFile):
         sound = sound and data.numel() * data.element_size() == linear.num_groups * linear.group_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_groups * linear.pairs * PANEL_COLUMNS)
         if order is not None:
-            sound = (
-                sound and order.shape == (linear.depth,) and 0 <= int(order.min()) <= int(order.max()) < linear.depth
-            )
+            sound = sound and linear.num_groups == 1 and order.shape == (linear.depth,)
+            sound = sound and 0 <= int(order.min()) <= int(order.max()) < linear.depth
         if not sound:
             raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
         return linear

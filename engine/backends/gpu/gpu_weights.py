@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors, open_checkpoint
-from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
@@ -220,7 +220,8 @@ def pack_folder(
 
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
     """Returns the hexadecimal key of a region with these weights: workers with equal keys share the region."""
-    return hashlib.sha256(f"pillion weights {fingerprint} {dtype} {plan.digest()}".encode()).hexdigest()
+    layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()}"
+    return hashlib.sha256(layout.encode()).hexdigest()
 
 
 def _named_tensors(

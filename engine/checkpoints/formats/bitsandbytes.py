@@ -16,6 +16,8 @@ from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 # Statistics of statistics are kept for so many of them at once, in codes of one byte.
 _NESTED_CODES = 256
+# The largest block of weights, or of blocks' scales, that shares a number.
+_MAX_BLOCK_WEIGHTS = 4096
 
 
 class Nf4Layout:
@@ -81,8 +83,8 @@ def _read_state(name: str, get: Get) -> dict[str, Any]:
 
 def _size(name: str, state: dict[str, Any], key: str) -> int:
     value = state.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{_state(name)}: {key} must be a whole number above 0, not {value!r}")
+    if type(value) is not int or not 1 <= value <= _MAX_BLOCK_WEIGHTS:
+        raise ConfigError(f"{_state(name)}: {key} must be 1 to {_MAX_BLOCK_WEIGHTS}, not {value!r}")
     return value
 
 

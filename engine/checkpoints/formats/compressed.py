@@ -156,6 +156,6 @@ def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, m
 
 def _spread(values: torch.Tensor, shape: tuple[int, int], scheme: MatrixScheme) -> torch.Tensor:
     """Scales or zero points as a file holds them -> [N, G]."""
-    rows = scheme.rows or shape[0]
+    rows = min(scheme.rows or shape[0], shape[0])
     matrix = values.reshape(-(-shape[0] // rows), -1)
     return matrix.repeat_interleave(rows, 0)[: shape[0]].contiguous()

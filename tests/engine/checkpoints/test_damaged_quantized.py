@@ -122,7 +122,10 @@ def state(**changes):
         ),
         ("nf4", state(shape=[32, 128]), r"says nf4 of \[32, 128\]"),
         ("nf4", state(quant_type="fp4"), "says fp4"),
-        ("nf4", state(blocksize=0), "blocksize must be a whole number above 0, not 0"),
+        ("nf4", state(blocksize=0), "blocksize must be 1 to 4096, not 0"),
+        # Nothing of such a size is allocated.
+        ("nf4", state(blocksize=2**52), "blocksize must be 1 to 4096"),
+        ("nf4-nested", state(nested_blocksize=2**50), "nested_blocksize must be 1 to 4096"),
         ("nf4", state(blocksize=32), "absmax holds 64 numbers, not 128"),
         ("nf4", fill(f"{Q}.weight.quant_state.bitsandbytes__nf4", 0), "is not JSON"),
         ("nf4", fill(f"{Q}.weight.quant_map", 0.5), "quant_map holds other values"),

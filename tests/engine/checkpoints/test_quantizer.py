@@ -135,6 +135,21 @@ def test_it_is_made_once_and_again_when_the_source_changes(folder, monkeypatch):
     assert prepare(flags).fingerprint != first.fingerprint
 
 
+def test_texts_of_the_source_are_those_of_the_quantized_model(folder):
+    """A chat template or tokens that end a text may change, or come, without the weights."""
+    first = quantized(folder, "int4")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    again = quantized(folder, "int4")
+    assert again.folder != first.folder
+    assert 7 in again.eos_token_ids
+    assert (again.folder / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (again.folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert again.fingerprint == first.fingerprint, "their KV is the same"
+
+
 def test_what_cannot_be_quantized_is_refused_by_name(folder):
     few = quantized(folder, "int8")
     with pytest.raises(

@@ -70,6 +70,8 @@ def test_rounded_activations_are_noted():
         ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": 8}}, "dynamic must give an object"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, r"dynamic: \( is no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a{4294967295}": {}}}, "is no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(" * 5000: {}}}, "is no regular expression"),
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
         ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
