@@ -22,6 +22,8 @@ GROUPS = {
     "Logs and metrics": "log metrics vllm_metric_names",
 }
 OTHERS = "Others"
+# Options that are no flags of :mod:`pillion.config`: they have no field there.
+_NO_FLAGS = ("help", "measure")
 OPTIONS = "Options"
 
 
@@ -42,8 +44,8 @@ def write_options(params: list[click.Parameter], ctx: click.Context, formatter: 
     for param in params:
         row = param.get_help_record(ctx)
         if row is not None and isinstance(param, click.Option):
-            # --config and --help are no flags: they have no field.
-            is_flag = param.expose_value and param.name != "help"
+            # --config has no field either.
+            is_flag = param.expose_value and param.name not in _NO_FLAGS
             rows[group_of(param.name or "") if is_flag else OPTIONS].append(row)
     for title, listed in rows.items():
         if listed:

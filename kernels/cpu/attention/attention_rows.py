@@ -7,9 +7,9 @@
 
 A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
-its key's scale, and a weight by its value's, once the sum of weights has it. Both products walk over lines and multiply
-each with the values of a row that belong to it (a *step*). Every sum is one
-chain of additions in rising order, so a row's bits do not depend on the rows beside it.
+its key's scale, and a weight by its value's scale after it was added to l. Both products walk over lines and multiply
+each with the values of a row that belong to it (a *step*). Every sum is one chain of additions in rising order, so a
+row's bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A row is one token's key or value of one KV head. Its scale is its largest value by size over the largest code, at least
 MIN_SCALE, in float32; a value is its code's times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
-of mantissa, no infinities) or "int8" (-127 .. 127), and equal those of the GPU kernels for the same row
-(``kernels/gpu/attention/fp8.py``). A row with NaN gets the scale NaN.
+of mantissa, no infinities), the GPU kernels' for the same row (``kernels/gpu/fp8.py``), or "int8" (-127 .. 127). A row
+with NaN gets the scale NaN.
 
 A line of 64 codes is 4 values of each of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). Codes are exact in bfloat16. Products of bfloat16 pairs take both

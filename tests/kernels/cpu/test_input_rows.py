@@ -19,10 +19,7 @@ SPECS = [GatherInputs(True), GatherInputs(False), SumInputs(True), SumInputs(Fal
 runner = runner_of(SPECS)
 
 
-@pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
-@settings(max_examples=10, deadline=None)
-@given(rows=st.integers(1, 9), vectors=st.integers(1, 9), seed=st.integers(0, 99), threads=st.sampled_from((1, 3)))
-def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
+def check_order(runner, spec, rows, vectors, seed, threads):
     depth = 16 * vectors
     x = normal(rows, depth + 32, seed=seed).to(TYPES[spec.bf16])
     order = torch.randperm(depth, generator=torch.Generator().manual_seed(seed)).int()
@@ -33,15 +30,7 @@ def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
     assert (out[rows] == 7).all()
 
 
-@pytest.mark.parametrize("spec", SPECS[2:], ids=lambda spec: spec.name)
-@settings(max_examples=10, deadline=None)
-@given(
-    rows=st.integers(1, 9),
-    vectors=st.integers(1, 20),
-    inputs=st.sampled_from((16, 48, 128)),
-    threads=st.sampled_from((1, 3)),
-)
-def test_sums_of_groups(runner, spec, rows, vectors, inputs, threads):
+def check_sums(runner, spec, rows, vectors, inputs, threads):
     """The last group may be shorter; a row's sums have the same bits alone."""
     depth, count = 16 * vectors, rows * spec.each
     x = normal(count, depth + 32, seed=rows).to(TYPES[spec.bf16])
@@ -57,6 +46,33 @@ def test_sums_of_groups(runner, spec, rows, vectors, inputs, threads):
         alone = torch.zeros_like(sums[:1])
         runner.run(spec, values | {"x": x[rows - 1 :].clone(), "sums": alone}, rows_step(1), threads)
         assert torch.equal(alone[0, : expected.shape[1]], sums[rows - 1, : expected.shape[1]])
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 9), vectors=st.integers(1, 9), seed=st.integers(0, 99), threads=st.sampled_from((1, 3)))
+def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
+    check_order(runner, spec, rows, vectors, seed, threads)
+
+
+@pytest.mark.parametrize("spec", SPECS[2:], ids=lambda spec: spec.name)
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    vectors=st.integers(1, 20),
+    inputs=st.sampled_from((16, 48, 128)),
+    threads=st.sampled_from((1, 3)),
+)
+def test_sums_of_groups(runner, spec, rows, vectors, inputs, threads):
+    check_sums(runner, spec, rows, vectors, inputs, threads)
+
+
+def test_one_size_of_each(runner):
+    """A size for runners on which many would take long."""
+    for spec in SPECS[:2]:
+        check_order(runner, spec, 5, 7, 1, 3)
+    for spec in SPECS[2:]:
+        check_sums(runner, spec, 5, 7, 48, 3)
 
 
 def test_specs_have_names_of_their_own():

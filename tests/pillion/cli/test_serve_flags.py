@@ -41,6 +41,7 @@ GIVEN = {
     "load_format": "auto",
     "kv_cache_dtype": "auto",
     "allowed_origins": "https://chat.example.org",
+    "target_itl_ms": "75.5",
 }
 # What a process gets where it is not what was given: shares of cores, ports one after the other, one process of
 # several, and the gateway drains for all.
