@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="threads of the worker; 0: all cores")
     parser.add_argument("--flags", default="", help="more flags of `pillion serve`, such as those of a slow machine")
-    parser.add_argument("--name", default="budget", help="of the result's file and the picture")
+    parser.add_argument("--name", default="budget", help="name of the result's file and of the picture")
     args = parser.parse_args()
     rows = measure(args)
     show(rows)

@@ -200,11 +200,15 @@ def arguments() -> argparse.Namespace:
         "--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: pillion, without flags"
     )
     parser.add_argument(
-        "--pillion-alone", action="append", default=[], metavar="NAME=FLAGS", help="repeatable; for one stream alone"
+        "--pillion-alone",
+        action="append",
+        default=[],
+        metavar="NAME=FLAGS",
+        help="a Pillion that is measured with one stream alone; repeatable",
     )
     parser.add_argument("--model", default="", help="what Pillion serves; default: vLLM's folder")
-    parser.add_argument("--dtype", default="", help="of both; default: the model's")
-    parser.add_argument("--name", default="cpu_service", help="of the result's file")
+    parser.add_argument("--dtype", default="", help="the type that both systems serve; default: the model's")
+    parser.add_argument("--name", default="cpu_service", help="name of the result's file")
     environ = os.environ.get
     parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")

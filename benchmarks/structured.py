@@ -218,8 +218,8 @@ def forced(engine: Engine, rounds: int, seconds: float) -> dict[str, Any]:
 
 
 async def gaps_beside(target: str, seconds: float, seed: int, beside: str) -> list[float]:
-    """Return the seconds between two tokens of 15 streams beside one client, whose every request has a schema, which
-    nobody knows or everybody, or who sends the same requests without."""
+    """Return the seconds between two tokens of 15 streams beside one client. As ``beside`` says, each of
+    its requests has a schema that is new, a schema that is known, or none."""
     gaps: list[float] = []
     async with AsyncClient(target) as client:
 

@@ -46,8 +46,8 @@ REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
-    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,quantization=Q][,tool-call-parser=P]"
-    "[,reasoning-parser=P]. Repeat it for more."
+    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,quantization=Q]"
+    "[,quantization-group-size=G][,tool-call-parser=P][,reasoning-parser=P]. Repeat it for more."
 )
 
 ALLOWED_ORIGINS = (
@@ -183,12 +183,16 @@ class ModelFlags:
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
-    dtype: str = flag("auto", "Type of weights and KV; float16 weights run in float32.", choices=DTYPE_CHOICES)
+    dtype: str = flag(
+        "auto", "Type of plain weights, arithmetic and KV; float16 is run in float32.", choices=DTYPE_CHOICES
+    )
     quantization: str = flag(
         "none", "Linear layers' weights of a plain checkpoint in 8 or 4 bits.", choices=QUANTIZATION_CHOICES
     )
     quantization_group_size: str = flag(
-        "auto", "Weights that share a scale; auto: 32 in 4 bits, in 8 an output's.", choices=QUANTIZATION_GROUP_CHOICES
+        "auto",
+        "Weights that share a scale; auto: 32 in int4, all of an output in int8.",
+        choices=QUANTIZATION_GROUP_CHOICES,
     )
     max_model_len: int = size_flag(
         0,
@@ -224,7 +228,7 @@ class ComputeFlags(ModelFlags):
 
     device: str = flag("auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=DEVICE_CHOICES)
     kv_cache_dtype: str = flag(
-        "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: the weights' type.", choices=("auto", "fp8", "int8")
+        "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: that of --dtype.", choices=("auto", "fp8", "int8")
     )
     enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)

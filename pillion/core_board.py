@@ -68,7 +68,7 @@ class CoreBoard:
 
     @classmethod
     def open(cls, path: str) -> CoreBoard:
-        """The board at ``path``. Raises ConfigError where there is none."""
+        """Maps the board at ``path``. Raises ConfigError where there is none, or one whose words cannot be trusted."""
         descriptor = -1
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -110,14 +110,14 @@ def compare(exact: TextScorer, other: TextScorer, texts: Iterable[list[int]], se
     return found
 
 
-def text_windows(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_TOKENS) -> list[list[int]]:
     """At most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise ConfigError(f"this installation of Python lacks {TEXT}, on which weights are compared") from None
     ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
-    whole = list(windows(ids))
+    whole = list(windows(ids, window_tokens))
     return whole[:: max(1, len(whole) // count)][:count]
 
 
@@ -130,6 +130,7 @@ def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy
             loaded = load_model(flags, thread_count(flags))
             stack.callback(loaded.backend.close)
             assert isinstance(loaded.backend, HostBackend)
-            scorers.append(TextScorer(loaded.backend))
+            window_tokens = min(WINDOW_TOKENS, loaded.prepared.max_model_len)
+            scorers.append(TextScorer(loaded.backend, window_tokens))
         tokenizer = Tokenizer.from_file(str(loaded.prepared.folder / "tokenizer.json"))
-        return compare(scorers[0], scorers[1], text_windows(tokenizer, MAX_WINDOWS), MEASURE_S)
+        return compare(scorers[0], scorers[1], text_windows(tokenizer, MAX_WINDOWS, window_tokens), MEASURE_S)

@@ -162,7 +162,7 @@ class Checkpoint:
         self._family = config.family
         self._handles = handles
         self._format: WeightFormat | None = choose_format(config)
-        self._headers = {plain: _header(handle, name) for plain, (handle, name) in handles.items()}
+        self._headers = {plain_name: _header(handle, name) for plain_name, (handle, name) in handles.items()}
         # The names of the tensors in few bits that stand for a plain name.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
@@ -182,7 +182,8 @@ class Checkpoint:
         return plain(self.take_matrix(key, dtype), dtype)
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Returns a matrix as the checkpoint has it: in few bits, or like :meth:`take`."""
+        """Returns a matrix in few bits where the checkpoint has all of it so, in parts that fit together; else like
+        :meth:`take`."""
         return stack_rows([self._read(wanted, dtype) for wanted in self._spellings[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:

@@ -169,7 +169,7 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
 
     Norms, biases, routers of experts and the embedding stay as they are. The head becomes int8 with one scale for each
-    output. Tensors are read and written one by one, by as many threads as torch has. Raises ConfigError for weights
+    output. Tensors are read one by one, and as many threads as torch has quantize each. Raises ConfigError for weights
     that do not fit the config or are not finite.
     """
     raw, config = read_json(source / "config.json"), load_config(source)

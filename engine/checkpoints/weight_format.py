@@ -25,7 +25,8 @@ class TensorHeader:
 
 
 class WeightFormat(Protocol):
-    """A layout of matrices in few bits. Raises ConfigError, which names the tensor, for what it cannot read."""
+    """Finds and reads a checkpoint's matrices in few bits. Raises ConfigError, which names the tensor, where it
+    cannot."""
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
         """Names of the tensors that stand for the matrix ``name`` ("...q_proj.weight"), or () where it is plain or

@@ -61,7 +61,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of a step.
         max_num_seqs: most sequences of a step.
         target_itl_s: duration of a step to aim at; 0 leaves the budget constant.
-        target_itl_steps: the same as a number of plain steps, which only decode.
+        target_itl_steps: that duration as a number of plain steps, which only decode; 0 where it is in seconds or off.
         max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
         drafter: guesses tokens of decodes; None guesses nothing.
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also

@@ -57,7 +57,7 @@ class QuantizedMatrix:
         coding: a key of ``CODINGS``.
         codes: uint8 [N, K], one code a byte.
         scales: float32 [N, ceil(K / group)].
-        offsets: the same shape, or None where all are 0.
+        offsets: float32, of the shape of ``scales``, or None where all are 0.
         group: inputs that share a scale; K or more for one scale for each output.
         order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
     """

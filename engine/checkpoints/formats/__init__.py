@@ -1,4 +1,4 @@
-"""Matrices in few bits as files hold them -> QuantizedMatrix.
+"""Turns matrices in few bits, as the files of checkpoints hold them, into QuantizedMatrix.
 
     table.py          the layouts by name, and the choice of one for each matrix by the model's config
     layout.py         the contract of a layout, and what all of them check and unpack

@@ -14,7 +14,7 @@ from pillion.engine.models.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-# Statistics of statistics are kept for so many of them at once, in codes of one byte.
+# Entries of the table of largest values, where these are stored as codes of one byte.
 _NESTED_CODES = 256
 # The largest block of weights, or of blocks' scales, that shares a number.
 _MAX_BLOCK_WEIGHTS = 4096
@@ -24,8 +24,8 @@ class Nf4Layout:
     """``weight`` uint8 [N * K / 2, 1], the first of two codes in the upper half, and its statistics.
 
     A block is a run of codes across the ends of rows. Its largest absolute value is in ``absmax``: in float32, or as
-    an index of ``nested_quant_map`` to be scaled by ``nested_absmax`` of its own block. The sizes of blocks and one
-    number more are JSON in the bytes of ``quant_state.bitsandbytes__nf4``.
+    an index of ``nested_quant_map`` to be scaled by ``nested_absmax`` of its own block. The sizes of blocks, and
+    the ``nested_offset`` that is then added, are JSON in the bytes of ``quant_state.bitsandbytes__nf4``.
     """
 
     def marks(self, name: str, headers: Headers) -> bool:

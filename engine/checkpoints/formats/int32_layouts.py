@@ -67,7 +67,7 @@ class GptqLayout:
     act-order, ``g_idx`` int32 [K], the group of each input."""
 
     def __init__(self, zeros_less_by: int) -> None:
-        """``zeros_less_by``: what the first version subtracts from zero points before it packs them."""
+        """``zeros_less_by``: what this version of the format subtracts from zero points before it packs them."""
         self._zeros_less_by = zeros_less_by
 
     def marks(self, name: str, headers: Headers) -> bool:

@@ -2,7 +2,7 @@
 
     gemm.py             products of rows with packed weights, plain or grouped by expert, with their epilogues
     gemm_tiles.py       the innermost products: a few rows with one panel of weights, in registers
-    quantized_tiles.py  the same for weights in few bits: products of rows with a panel of codes, group by group
+    quantized_tiles.py  the innermost products with weights in few bits: rows with a panel of codes, group by group
     codes.py            codes of 4 and 8 bits: their order in memory, and how kernels widen them in registers
     input_rows.py       rows in another order of inputs, and sums of a row's groups of inputs
     packing.py          the layout of packed weights

@@ -45,7 +45,7 @@ class ThreadPool:
     """Threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
 
     Attributes:
-        threads: all of them, those on borrowed cores included: as many work items has each kernel.
+        threads: the number of all threads, those on borrowed cores included. Each kernel has as many work items.
 
     Args:
         kernels: machine code, kept alive as long as the pool.

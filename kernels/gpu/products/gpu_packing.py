@@ -68,7 +68,7 @@ class PackedMatrix:
     Attributes:
         words: int32 [units, padded outputs, COLUMNS].
         scales: float32 [groups, padded outputs].
-        offsets: the same shape, or None.
+        offsets: float32, of the shape of ``scales``, or None where all are 0.
         order: int32 [inputs], the input of each column, or None where columns are in order.
     """
 
