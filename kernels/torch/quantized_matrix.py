@@ -138,6 +138,13 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     return torch.cat([plain(part, dtype) for part in parts])
 
 
+def same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    """Whether the columns of both matrices belong to the same inputs."""
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
+
+
 def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     """Whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
     first = parts[0]
@@ -145,12 +152,7 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
-    orders = all(
-        part.order is first.order
-        or (part.order is not None and first.order is not None and torch.equal(part.order, first.order))
-        for part in parts
-    )
-    return groups and codings and orders
+    return groups and codings and all(same_order(part, first) for part in parts)
 
 
 def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:

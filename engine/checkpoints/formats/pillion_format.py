@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from pillion.engine.checkpoints.formats.layout import finite, stem, unpack_halves
 from pillion.engine.checkpoints.weight_format import TensorHeader
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
@@ -53,14 +54,12 @@ class PillionFormat:
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         codes_name, scales_name, offsets_name = _names(name)
         codes, scales, columns = get(codes_name), get(scales_name), shape[1]
-        offsets = get(offsets_name) if name in self._shifted else None
-        for part, numbers in ((scales_name, scales), (offsets_name, offsets)):
-            if numbers is not None and not bool(numbers.isfinite().all()):
-                raise ConfigError(f"{part} holds NaN or infinite numbers")
+        scales = finite(scales_name, scales)
+        offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
         group = columns // scales.shape[1]
         if codes.dtype == torch.int8:
             return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets)
-        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[..., :columns]
+        halves = unpack_halves(codes)[..., :columns]
         return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
 
 
@@ -80,5 +79,5 @@ def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor
 
 
 def _names(name: str) -> tuple[str, str, str]:
-    stem = name.removesuffix(".weight")
-    return f"{stem}.codes", f"{stem}.scales", f"{stem}.offsets"
+    module = stem(name)
+    return f"{module}.codes", f"{module}.scales", f"{module}.offsets"

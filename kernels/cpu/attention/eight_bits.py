@@ -42,7 +42,7 @@ _WORDS, _LINE_WORDS = ir.VectorType(_WORD, LANES), ir.VectorType(_WORD, LINE_BYT
 def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
     """The scale of a row, in all lanes."""
     b = k.builder
-    # As integers, so that NaN is larger than any number.
+    # The bits are compared as integers, of which those of a NaN are larger than those of any number.
     sizes = [b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF)) for value in row]
     largest = sizes[0]
     for size in sizes[1:]:

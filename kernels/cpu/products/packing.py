@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS, code_kind, kept_codes, pack_codes, unpack_codes
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, same_order
 
 TILE_COLUMNS = 16
 PANEL_COLUMNS = 2 * TILE_COLUMNS
@@ -86,9 +86,7 @@ def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
             return wide
         if (matrix.coding, matrix.group) != (first.coding, first.group) or not _packed_group(matrix):
             return wide
-        if matrix.order is not first.order and not (
-            matrix.order is not None and first.order is not None and torch.equal(matrix.order, first.order)
-        ):
+        if not same_order(matrix, first):
             return wide
     return code_kind(first.coding, (matrix.codes for matrix in matrices))  # type: ignore[union-attr]
 

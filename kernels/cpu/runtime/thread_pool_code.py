@@ -78,7 +78,7 @@ _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 # The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line), or in
 # pool_borrow(its line) on a borrowed core.
 THREAD_POOL_FUNCTIONS = RUN, MAIN, BORROW = "pool_run", "pool_main", "pool_borrow"
-# Who works: work() returns at another point for each of them.
+# The three kinds of threads that call work(), which returns at another point for each kind.
 _LEADER, _HELPER, _BORROWER = 1, 0, -1
 
 

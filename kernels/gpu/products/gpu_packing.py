@@ -99,7 +99,7 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
     kind = PackedKind(matrix.coding, outputs, inputs, group)
     codes = matrix.codes
     if matrix.coding == "int8":
-        # As a number from 0 on, like all whole numbers here: the kernel subtracts 128.
+        # An int8 code is stored as a number from 0 on, as all whole numbers are here; the kernel subtracts 128.
         codes = codes ^ 0x80
     codes = pad(codes, (0, kind.units * kind.unit - inputs, 0, kind.padded - outputs))
     places = codes.view(kind.padded, kind.units, kind.per_word, COLUMNS)

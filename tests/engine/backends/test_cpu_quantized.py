@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype,
     else:
         plain = widened.run_all(widened.sequences.add()[0], text, [])
         assert (found - wanted).abs().mean() <= (plain - wanted).abs().mean()
-    # The same rows in other batches have the same bits.
+    # A prompt that was cut into other batches has logits with the same bits.
     again = driver.run_all(driver.sequences.add()[0], text, [])
     assert torch.equal(found, again)
     weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))

@@ -200,7 +200,8 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatc
     ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
 )
 def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
-    """The same numbers bit by bit, with llama's rows in another order, Gemma's norms less 1 and experts one by one."""
+    """Weights equal those of transformers bit by bit, where llama's rows have another order, Gemma's norms are stored
+    with 1 added, and experts stand one by one."""
     wide = kinds != MADE  # Blocks of the K types have 256 inputs.
     sizes_of = {"hidden_size": 256, "intermediate_size": 512} if wide else {}
     if name == "qwen3moe":
