@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import distinct_rows, kv_layout
+from pillion.engine.backends.backend import adapter_shapes, distinct_rows, kv_layout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -32,6 +33,9 @@ class TorchBackend(HostBackend):
         self._dtype = DTYPES[prepared.dtype]
         self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
+
+    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return adapter_shapes(self._config)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config, layout = self._config, self.layout
