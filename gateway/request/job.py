@@ -32,8 +32,8 @@ class Job:
 
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
-    is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of the
-    adapter that answers are computed with; "" for the model alone.
+    is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of
+    the adapter that answers are computed with; "" for the model alone.
     """
 
     request_id: str
