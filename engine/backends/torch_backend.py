@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.step_adapters import step_adapters
 from pillion.engine.backends.backend import distinct_rows, kv_layout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
@@ -32,6 +34,15 @@ class TorchBackend(HostBackend):
         self._dtype = DTYPES[prepared.dtype]
         self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
+        self._adapters: dict[int, AdapterWeights] = {}
+
+    def pack_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+        """Torch multiplies by the matrices as they are."""
+        return weights
+
+    def place_adapter(self, place: int, packed: AdapterWeights) -> None:
+        """Puts an adapter in a place, where steps that begin after it find it."""
+        self._adapters[place] = packed
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config, layout = self._config, self.layout
@@ -54,6 +65,7 @@ class TorchBackend(HostBackend):
                 _indices(batch.token_ids),
                 _indices(batch.table_rows),
                 _indices(rows),
+                step_adapters(batch, self._adapters),
             )
             return logits if places is None else logits[_indices(places)]
 
