@@ -23,19 +23,25 @@ MAX_CONFIG_BYTES = 2**20
 MAX_PATTERN_CHARS = 4096
 
 ALL_LINEAR = "all-linear"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # What trains an adapter or says where it comes from.
-_BOOKKEEPING = frozenset(
+_BOOKKEEPING = _words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
     fan_in_fan_out megatron_core megatron_config eva_config corda_config lora_ga_config loftq_config runtime_config
     qalora_group_size ensure_weight_tying velora_config
-    """.split()
+    """
 )
-_READ = frozenset(
+_READ = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
     init_lora_weights bias
-    """.split()
+    """
 )
 # Ways to begin the training that leave the base model's weights alone. The others move a part of them into the
 # adapter, which then fits changed weights only.
