@@ -187,7 +187,7 @@ class AdapterFiles:
             header = json.dumps([name, tensor.kind, tensor.shape]).encode()
             digest.update(len(header).to_bytes(8, "little") + header)
             for part in self._parts(tensor):
-                digest.update(part)
+                digest.update(part.data)
         return digest.hexdigest()
 
     def _error(self, message: str) -> ConfigError:

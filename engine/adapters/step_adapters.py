@@ -17,9 +17,8 @@ class StepAdapters:
         """``row_places``: [T] the place of each row's adapter, -1 for none. ``adapters``: by place."""
         self._row_places = row_places
         self._adapters = adapters
-        self._rows = {
-            int(place): (row_places == place).nonzero()[:, 0] for place in row_places.unique().tolist() if place >= 0
-        }
+        places = set(row_places.tolist()) - {-1}
+        self._rows = {place: (row_places == place).nonzero()[:, 0] for place in sorted(places)}
 
     def of_rows(self, rows: torch.Tensor) -> StepAdapters:
         """The adapters of some of the rows, by their numbers [R]."""
