@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.batch import StepBatch
+
+Int32 = npt.NDArray[np.int32]
 
 
 class StepAdapters:
@@ -34,9 +37,7 @@ class StepAdapters:
                 outputs[rows[:, None], columns] += added
 
 
-def step_adapters(batch: StepBatch, adapters: Mapping[int, AdapterWeights]) -> StepAdapters | None:
-    """The adapters of a batch's rows; None where it has none."""
-    if batch.adapters is None:
-        return None
-    lengths = torch.from_numpy(batch.query_starts).long().diff()
-    return StepAdapters(torch.from_numpy(batch.adapters).long().repeat_interleave(lengths), adapters)
+def step_adapters(places: Int32, query_starts: Int32, adapters: Mapping[int, AdapterWeights]) -> StepAdapters:
+    """The adapters of a batch's rows: ``places`` and ``query_starts`` are those of its StepBatch."""
+    lengths = torch.from_numpy(query_starts).long().diff()
+    return StepAdapters(torch.from_numpy(places).long().repeat_interleave(lengths), adapters)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from pillion.core_board import CoreShare
-from pillion.engine.backends.backend import KVLayout, distinct_rows, kv_layout
+from pillion.engine.backends.backend import KVLayout, adapter_shapes, distinct_rows, kv_layout
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
@@ -132,6 +132,9 @@ class CpuBackend(HostBackend):
 
     def check_integrity(self) -> None:
         self._workspace.check_integrity()
+
+    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return adapter_shapes(self.model.config)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if self._bounds.num_slots != len(pool):
