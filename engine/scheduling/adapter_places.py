@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 
@@ -52,7 +53,7 @@ class AdapterPlace:
     closed: bool = False
     last_held: int = 0
     read_until: int = 0
-    packed: object = None
+    packed: PackedAdapter | None = None
 
 
 class AdapterPlaces:
@@ -77,7 +78,7 @@ class AdapterPlaces:
         self._changed = False
         self._check_s = 0.0
         self._orders: list[str] = []
-        self._placements: dict[int, object] = {}
+        self._placements: dict[int, PackedAdapter] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -115,7 +116,7 @@ class AdapterPlaces:
 
     # What loading brings.
 
-    def loaded(self, digest: str, packed: object) -> None:
+    def loaded(self, digest: str, packed: PackedAdapter) -> None:
         """An adapter that was ordered has been read and packed."""
         place = self._of[digest]
         assert place.state is PlaceState.LOADING, f"{digest} was not ordered"
@@ -125,7 +126,7 @@ class AdapterPlaces:
         """An adapter that was ordered could not be loaded. Returns those that hold its place, which has none now."""
         return self._clear(self._of[digest])
 
-    def not_placed(self, placements: Iterable[tuple[int, object]]) -> tuple[Sequence, ...]:
+    def not_placed(self, placements: Iterable[tuple[int, PackedAdapter]]) -> tuple[Sequence, ...]:
         """The step that was to place these adapters has failed. Returns all that hold their places."""
         places = [self._places[index] for index, _ in placements]
         holders = tuple(sequence for place in places for sequence in self._clear(place))
@@ -137,7 +138,7 @@ class AdapterPlaces:
     def assign(self, now: float) -> None:
         """Give places to those that wait, by rank, and let those run whose adapter is there."""
         for place in self._places if self._of else ():
-            if place.state is PlaceState.PACKED and self._in_flight.has_landed(place.read_until):
+            if place.packed is not None and self._in_flight.has_landed(place.read_until):
                 place.state = PlaceState.READY
                 self._placements[place.index], place.packed = place.packed, None
                 for sequence in place.holders.values():
@@ -158,7 +159,7 @@ class AdapterPlaces:
         orders, self._orders = self._orders, []
         return orders
 
-    def take_placements(self) -> tuple[tuple[int, object], ...]:
+    def take_placements(self) -> tuple[tuple[int, PackedAdapter], ...]:
         """(place, packed adapter) pairs that the backend has to be given before the next step that is launched."""
         if not self._placements:
             return ()
@@ -236,18 +237,19 @@ class AdapterPlaces:
         for place in self._places:
             assert (place.digest == "") == (place.state is PlaceState.EMPTY), "a place lost its adapter's name"
             assert not place.digest or self._of[place.digest] is place, "two places have one adapter"
-            assert (place.packed is not None) <= (place.state is PlaceState.PACKED), "a packed adapter was left over"
+            assert (place.packed is not None) == (place.state is PlaceState.PACKED), "a packed adapter was left over"
             for seq_id, sequence in place.holders.items():
-                assert self._held[seq_id] is place and users[seq_id] is sequence, "a holder that is gone"
+                assert self._held[seq_id] is place, "a holder of two places"
+                assert users[seq_id] is sequence, "a holder that is gone"
                 assert sequence.spec.adapter == place.digest, "a sequence holds another adapter's place"
         assert len(self._of) == sum(place.digest != "" for place in self._places), "an adapter without a place"
         assert sum(len(place.holders) for place in self._places) == len(self._held), "holders do not add up"
         for seq_id, sequence in users.items():
             held = self._held.get(seq_id)
-            there = held is not None and held.state is PlaceState.READY
-            assert sequence.awaits_adapter != there, "a sequence does not know of its adapter"
-            assert sequence.adapter_place == (held.index if there and held is not None else -1), "a wrong place"
-            assert there or sequence.state is not SequenceState.RUNNING, "a sequence runs without its adapter"
+            index = held.index if held is not None and held.state is PlaceState.READY else -1
+            assert sequence.awaits_adapter == (index < 0), "a sequence does not know of its adapter"
+            assert sequence.adapter_place == index, "a sequence names a wrong place"
+            assert index >= 0 or sequence.state is not SequenceState.RUNNING, "a sequence runs without its adapter"
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:

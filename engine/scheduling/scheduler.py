@@ -7,9 +7,10 @@ One class serves both services: a decode worker's streams sample, a prefill work
     outcome = scheduler.commit(plan, sampled, now)
 
 and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, the node's answers, :meth:`committed`,
-:meth:`granted`, :meth:`resumed`, and those of the loader, :meth:`adapter_loaded`, :meth:`adapter_failed`. What they cause is in the next Outcome; without a step,
-:meth:`flush` gives it. For a backend that runs ahead the next step is scheduled before this one is committed:
-:meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the rules.
+:meth:`granted`, :meth:`resumed`, and the loader's, :meth:`adapter_loaded`, :meth:`adapter_failed`. What they cause is
+in the next Outcome; without a step, :meth:`flush` gives it. For a backend that runs ahead the next step is scheduled
+before this one is committed: :meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the
+rules.
 
 Order. :mod:`pillion.engine.scheduling.queues` decides which sequence is served first and which is preempted;
 :mod:`pillion.engine.scheduling.step_cost` how many tokens a step has.
@@ -32,6 +33,7 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from math import isnan
 
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_places import AdapterPlaces
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -195,7 +197,7 @@ class Scheduler:
         """Give up an adopted ticket that no sequence holds."""
         self._block_manager.let_go(holding)
 
-    def adapter_loaded(self, digest: str, packed: object, now: float) -> None:
+    def adapter_loaded(self, digest: str, packed: PackedAdapter, now: float) -> None:
         """An adapter of Outcome.adapters is ``packed`` for the backend."""
         self.adapters.loaded(digest, packed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
@@ -51,7 +52,7 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()
     budget_tokens: int = 0
     unknown: tuple[tuple[int, int], ...] = ()
-    placements: tuple[tuple[int, object], ...] = ()
+    placements: tuple[tuple[int, PackedAdapter], ...] = ()
 
     @property
     def awaits_tokens(self) -> bool:

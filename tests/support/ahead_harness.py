@@ -112,9 +112,7 @@ class AheadHarness(SchedulerHarness):
         punctual: float = 1.0,
         max_loras: int = 0,
     ) -> None:
-        super().__init__(
-            slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual, max_loras=max_loras
-        )
+        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual, max_loras=max_loras)
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
         self.rival = self.ledger.attach("rival", "decode")

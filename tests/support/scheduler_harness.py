@@ -42,6 +42,14 @@ BAD_ADAPTER = "no such adapter"
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
+@dataclass(frozen=True)
+class NumberedAdapter:
+    """A packed adapter, of which only its number matters."""
+
+    number: int
+    nbytes: int = 0
+
+
 @dataclass
 class SequenceRecord:
     """What a test recorded of one sequence."""
@@ -218,7 +226,9 @@ class SchedulerHarness:
 
     def place(self, plan: StepPlan, batch: StepBatch) -> None:
         """The backend takes the plan's adapters; the batch then names those of its sequences."""
-        self.placed.update((place, int(str(packed))) for place, packed in plan.placements)
+        for place, packed in plan.placements:
+            assert isinstance(packed, NumberedAdapter)
+            self.placed[place] = packed.number
         assert len(self.placed) <= self.max_loras
         wanted = [int(piece.sequence.spec.adapter or 0) for piece in plan.pieces]
         named = [-1] * len(wanted) if batch.adapters is None else batch.adapters.tolist()
@@ -295,7 +305,7 @@ class SchedulerHarness:
             if int(digest) in self.broken_adapters:
                 self.scheduler.adapter_failed(digest, NotFound(BAD_ADAPTER), self.now)
             else:
-                self.scheduler.adapter_loaded(digest, digest, self.now)
+                self.scheduler.adapter_loaded(digest, NumberedAdapter(int(digest)), self.now)
             self.scheduler.check_integrity()
 
     # The node's side.

@@ -174,5 +174,5 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
         harness.scheduler.adapters.leave(sequence)
     else:
         sequence.use_adapter(5)
-    with pytest.raises(AssertionError, match="sequence|place"):
+    with pytest.raises(AssertionError, match=r"sequence|place"):
         harness.scheduler.check_integrity()

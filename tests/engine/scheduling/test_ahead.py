@@ -297,9 +297,7 @@ ARRIVE = st.tuples(
 SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
 TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
 SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
-EVENTS = st.lists(
-    st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, LOAD, CANCEL, TROUBLE), max_size=60
-)
+EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, LOAD, CANCEL, TROUBLE), max_size=60)
 
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
