@@ -65,7 +65,7 @@ class TorchBackend(HostBackend):
                 _indices(batch.token_ids),
                 _indices(batch.table_rows),
                 _indices(rows),
-                self._step_adapters(batch),
+                adapters=self._step_adapters(batch),
             )
             return logits if places is None else logits[_indices(places)]
 

@@ -105,8 +105,6 @@ def test_a_model_of_each_family(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     # PEFT counts experts among the linear layers.
     targets = list(ATTENTION) if FAMILIES[family].get("stacked_experts") or "mix" in family else "all-linear"
-    if "some-dense" in family:
-        targets += ["gate_proj", "up_proj", "down_proj"]
     adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets)
     oracle, driver = check_adapter(folder, flags, adapter)
     prompt = tokens_of(20, 5)
