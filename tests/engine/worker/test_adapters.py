@@ -47,7 +47,7 @@ def store(root: pathlib.Path, number: int) -> str:
     return digest
 
 
-class Line:
+class AdapterLine:
     """A connection to running workers; the tickets of its requests are held until all is over."""
 
     def __init__(self, workers: Workers, connection: Connection) -> None:
@@ -66,9 +66,9 @@ class Line:
 
 
 @contextlib.asynccontextmanager
-async def line(flags: dict[str, Any] = LORA) -> AsyncIterator[Line]:
+async def line(flags: dict[str, Any] = LORA) -> AsyncIterator[AdapterLine]:
     async with running_workers(decode=flags, prefill=flags) as workers, connected(workers) as connection:
-        yield Line(workers, connection)
+        yield AdapterLine(workers, connection)
 
 
 async def check(answer: Answer, adapter: str) -> None:
