@@ -121,7 +121,8 @@ def _ends(pattern: str, module: str) -> bool:
 
 
 def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
-    """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key, for one that is not served."""
+    """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
+    for one that is not served."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
