@@ -149,10 +149,13 @@ def check_adapter(weights: AdapterWeights, shapes: Mapping[str, tuple[int, int]]
 def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of each fused layer that adapters may change. Experts have no adapters."""
     heads, hidden, inner = config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size
-    parts = {"qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden), "o": (hidden, heads)}
-    if config.moe is None:
-        parts |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
-    return {f"layers.{index}.{name}": shape for index in range(config.num_layers) for name, shape in parts.items()}
+    attention = {"qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden), "o": (hidden, heads)}
+    mlp = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    return {
+        f"layers.{index}.{name}": shape
+        for index in range(config.num_layers)
+        for name, shape in (attention if config.moe and config.moe.layers[index] else attention | mlp).items()
+    }
 
 
 def check_place(place: int, max_adapters: int) -> None:
