@@ -53,8 +53,8 @@ _ROW_STEP_BYTES = 4
 
 
 def run_rows(isa: Isa) -> int:
-    """The most rows of a run."""
-    return isa.fp32_tiles.narrow or 8
+    """The most rows of a run, so many that their sums stay in registers."""
+    return 3 if isa.fp32_tiles.narrow else min(isa.bf16_tiles.wide, 8)
 
 
 def pack_tiles(weight: torch.Tensor, kind: str) -> torch.Tensor:
