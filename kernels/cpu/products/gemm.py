@@ -230,6 +230,7 @@ class _Body:
             group_units=self.group_units,
             units=self.units,
             ahead=ahead,
+            ahead_stride=zero,
             ahead_step=zero,
             totals=self.call.scratch,
         )
