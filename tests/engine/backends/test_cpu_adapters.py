@@ -134,7 +134,11 @@ def test_a_place_takes_another_adapter_and_can_be_empty(llama):
 
 def test_steps_with_places_that_do_not_exist_are_refused(llama):
     bare, driver = CpuDriver(llama), with_adapters(CpuDriver(llama))
-    for drive, place, words in ((bare, 0, "before bind_adapters"), (driver, 3, "adapter places"), (driver, -2, "places")):
+    for drive, place, words in (
+        (bare, 0, "before bind_adapters"),
+        (driver, 3, "adapter places"),
+        (driver, -2, "places"),
+    ):
         batch = drive.sequences.step([(drive.sequences.add()[0], [1, 2])])
         object.__setattr__(batch, "adapters", np.array([place], np.int32))
         with pytest.raises(Internal, match=words):

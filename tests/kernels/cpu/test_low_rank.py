@@ -92,9 +92,7 @@ class LayerCase:
         wanted = self.dtype if self.epilogue == "gated_silu" else torch.float32
         return torch.stack([normal(width, seed=100 + number) for number in numbers]).to(wanted)
 
-    def run(
-        self, runner: Any, x: torch.Tensor, places: list[int], out: torch.Tensor, threads: int = 3
-    ) -> torch.Tensor:
+    def run(self, runner: Any, x: torch.Tensor, places: list[int], out: torch.Tensor, threads: int = 3) -> torch.Tensor:
         rows = len(x)
         step = rows_step(0, rows) if self.rows_of == "samples" else rows_step(rows)
         sequences = Sequences(2 * rows + 1, 16)
