@@ -27,7 +27,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.adapters.adapter_names import AdapterNames
-from pillion.gateway.adapters.adapter_table import NamedAdapter
+from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas

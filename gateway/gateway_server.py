@@ -24,7 +24,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
-from pillion.gateway.adapters.adapter_table import FORGET_MS, MAX_NAMES
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_NAMES
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.batches.batch_folder import BatchFolder

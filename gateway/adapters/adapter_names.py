@@ -26,7 +26,7 @@ from pillion.errors import (
     PermissionDenied,
     Unavailable,
 )
-from pillion.gateway.adapters.adapter_table import MAX_NAMES, AdapterTable, NamedAdapter
+from pillion.gateway.adapters.name_table import MAX_NAMES, NamedAdapter, NameTable
 from pillion.gateway.links.defects import Defects
 from pillion.kvstore.index.shared_names import SharedNames
 
@@ -111,7 +111,7 @@ class AdapterNames:
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
         self._store = store or AdapterStore()
-        self.table = AdapterTable()
+        self.table = NameTable()
         self._version = b""
         self._loading = asyncio.Lock()
         self._sharing = asyncio.Lock()
@@ -125,7 +125,7 @@ class AdapterNames:
                 found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
             except (InvalidRequest, Conflict) as error:
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
-        self.table = AdapterTable(found)
+        self.table = NameTable(found)
 
     def find(self, name: str) -> NamedAdapter | None:
         """What a name means now; None where it means no adapter of a model that is served here."""

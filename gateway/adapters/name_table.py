@@ -34,7 +34,7 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-class AdapterTable:
+class NameTable:
     """Adapters by name. ``fixed`` are those that no change touches."""
 
     def __init__(self, fixed: Iterable[NamedAdapter] = ()) -> None:
