@@ -142,7 +142,7 @@ class AdapterPlaces:
                 place.state = PlaceState.READY
                 self._placements[place.index], place.packed = place.packed, None
                 for sequence in place.holders.values():
-                    sequence.use_adapter(place.index)
+                    sequence.use_adapter(place.index, now)
                 self._changed = True
                 self._count_ready()
         if not self._waiting or not (self._changed or now >= self._check_s):
@@ -152,7 +152,7 @@ class AdapterPlaces:
         for sequence in tuple(self._waiting):
             place_of = self._place_for(sequence.spec.adapter)
             if place_of is not None:
-                self._hold(place_of, sequence)
+                self._hold(place_of, sequence, now)
 
     def take_orders(self) -> list[str]:
         """Digests of the adapters to be loaded from now on; each is answered by :meth:`loaded` or :meth:`failed`."""
@@ -200,14 +200,14 @@ class AdapterPlaces:
         self._count_ready()
         return place
 
-    def _hold(self, place: AdapterPlace, sequence: Sequence) -> None:
+    def _hold(self, place: AdapterPlace, sequence: Sequence, now: float) -> None:
         self._waiting.remove(sequence)
         del self._since_s[sequence.seq_id]
         place.holders[sequence.seq_id] = sequence
         self._held[sequence.seq_id] = place
         self._use(place)
         if place.state is PlaceState.READY:
-            sequence.use_adapter(place.index)
+            sequence.use_adapter(place.index, now)
 
     def _use(self, place: AdapterPlace) -> None:
         self._uses += 1

@@ -212,7 +212,7 @@ class ComponentCalls:
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
-        components = cluster.candidates(served, job.text_tokens, blocks, job.spread)
+        components: Sequence[ComponentRecord] = cluster.candidates(served, job.text_tokens, blocks, job.spread)
         if job.adapter:
             components = _with_adapters(components, job.model)
         snapshot = ClusterSnapshot(

@@ -173,6 +173,6 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
     if state == "holders":
         harness.scheduler.adapters.leave(sequence)
     else:
-        sequence.use_adapter(5)
+        sequence.use_adapter(5, harness.now)
     with pytest.raises(AssertionError, match=r"sequence|place"):
         harness.scheduler.check_integrity()
