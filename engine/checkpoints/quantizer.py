@@ -104,7 +104,9 @@ def quantize_matrix(
     for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
         pass
     found = int(errors[1].sum() <= errors[0].sum() * (1 + _FLOAT16_COST))
-    return QuantizedMatrix(levels.coding, codes[found], scales[found], group, offsets[found] if levels.offsets else None)
+    return QuantizedMatrix(
+        levels.coding, codes[found], scales[found], group, offsets[found] if levels.offsets else None
+    )
 
 
 @dataclass(slots=True)
