@@ -11,7 +11,6 @@ the store is full; gateways use theirs again and again.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 import time
@@ -20,20 +19,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.engine.adapters.adapter_config import CONFIG_NAME
-from pillion.engine.adapters.adapter_files import TENSORS_NAME, AdapterFiles
+from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, is_adapter_digest
+from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, NotFound
 
-FILE_NAMES = (CONFIG_NAME, TENSORS_NAME)
 MAX_STORE_BYTES = 64 * 2**30
 # A copy that was not used for so long may be removed.
 KEEP_S = 24 * 3600.0
 # A draft this old has lost its writer.
 MAX_DRAFT_AGE_S = 3600.0
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class AdapterStore:
         rank = max(pair.rank for pair in files.pairs(model, max_rank))
         with self._draft(files.size_bytes) as draft:
             try:
-                for name in FILE_NAMES:
+                for name in ADAPTER_FILES:
                     shutil.copyfile(source / name, draft / name)
             except OSError as error:
                 raise ConfigError(f"{source} cannot be copied: {error.strerror or error}") from None
@@ -100,13 +96,13 @@ class AdapterStore:
         shutil.rmtree(self._folder(digest), ignore_errors=True)
 
     def _folder(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):
+        if not is_adapter_digest(digest):
             raise NotFound(f"{digest[:80]!r} is no digest of an adapter")
-        return self._cache.make("adapters") / digest
+        return self._cache.make(ADAPTERS) / digest
 
     @contextmanager
     def _draft(self, size_bytes: int) -> Iterator[Path]:
-        root = self._cache.make("adapters")
+        root = self._cache.make(ADAPTERS)
         self._make_room(root, size_bytes)
         draft = root / f"{secrets.token_hex(8)}.tmp"
         try:

@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 
+from pillion.adapter_folders import ADAPTER_FILES
 from pillion.engine.adapters import adapter_store
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_store import FILE_NAMES, AdapterStore
+from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError, NotFound
 from tests.support.adapters import edit_tensors, make_adapter
@@ -79,10 +80,10 @@ def test_a_source_that_changes_while_it_is_copied(store, sources, model, tmp_pat
 
 def test_a_damaged_copy_is_made_again(store, sources, model):
     kept = store.add(sources[0], model)
-    tensors = kept.folder / FILE_NAMES[1]
+    tensors = kept.folder / ADAPTER_FILES[1]
     tensors.write_bytes(tensors.read_bytes()[:-4] + b"\0\0\0\0")
     assert AdapterFiles(store.add(sources[0], model).folder).digest() == kept.digest
-    (kept.folder / FILE_NAMES[0]).unlink()
+    (kept.folder / ADAPTER_FILES[0]).unlink()
     assert AdapterFiles(store.add(sources[0], model).folder).digest() == kept.digest
 
 
@@ -97,7 +98,7 @@ def test_files_of_another_machine(store, sources, tmp_path):
 
     def receive(source):
         with store.receive(digest, 1000) as draft:
-            for name in FILE_NAMES:
+            for name in ADAPTER_FILES:
                 shutil.copyfile(source / name, draft / name)
 
     with pytest.raises(ConfigError, match="have another content"):
@@ -108,7 +109,7 @@ def test_files_of_another_machine(store, sources, tmp_path):
 
 
 def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
-    size = sum((sources[0] / name).stat().st_size for name in FILE_NAMES)
+    size = sum((sources[0] / name).stat().st_size for name in ADAPTER_FILES)
     store = AdapterStore(tmp_path / "cache", max_bytes=2 * size + size // 2)
     first, second = (store.add(source, model) for source in sources[:2])
     with pytest.raises(ConfigError, match=r"would take .* bytes, and may take"):
