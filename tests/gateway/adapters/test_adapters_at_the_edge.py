@@ -271,7 +271,10 @@ async def test_names_are_fixed_without_the_flag(made):
             {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",), "host": "0.0.0.0"},
             "needs --api-keys",
         ),
-        ({"enable_lora": True, "lora_modules": ("a=nowhere",)}, "--lora-modules a: lora_path: nowhere holds no adapter"),
+        (
+            {"enable_lora": True, "lora_modules": ("a=nowhere",)},
+            "--lora-modules a: lora_path: nowhere holds no adapter",
+        ),
         ({"enable_lora": True, "lora_modules": ("toy=nowhere",)}, "'toy' is the name of a model"),
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "two adapters are called 'a'"),
         ({"enable_lora": True, "lora_modules": ("nothing",)}, "write NAME=PATH"),
