@@ -18,8 +18,8 @@ SHARE_DEADLINE_MS = 500
 
 @dataclass(frozen=True, slots=True, order=True)
 class StampedValue:
-    """A value and when it was given, in ms. An empty value says that the name means nothing any more. Of two values, the
-    greater one stays."""
+    """A value and when it was given, in ms. An empty value says that the name means nothing any more. Of two values,
+    the greater one stays."""
 
     stamp_ms: int
     value: bytes
@@ -34,8 +34,8 @@ class SharedAnswer:
 
 
 class SharedNames:
-    """At most ``max_names`` names of adapters, those with empty values included; an empty value is forgotten after ``forget_ms``. Raises ConfigError for
-    a bad URL."""
+    """At most ``max_names`` names of adapters, those with empty values included; an empty value is forgotten after
+    ``forget_ms``. Raises ConfigError for a bad URL."""
 
     def __init__(self, redis_url: str, max_names: int, forget_ms: int) -> None:
         self._link = RedisLink(redis_url, "share_names")
