@@ -206,8 +206,8 @@ class NodeClient:
         return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
 
     async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
-        """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node does
-        not take them; Internal if it refused them while they were sent."""
+        """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
+        does not take them; Internal if it refused them while they were sent."""
         async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
             await call_unary(self._stub.KeepAdapter, pieces, ADAPTER_TIMEOUT_S)
 

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from pillion.adapter_folders import ADAPTERS
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import InvalidRequest, NotFound, PillionError, Unavailable
-from pillion.kvstore.transfer.adapter_pieces import open_files
-from pillion.v1.kvnode_pb2 import OpenTicketReply
+from pillion.kvstore.client.node_client import call_unary
+from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
+from pillion.v1 import kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -208,7 +210,14 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
                 await node.keep_adapter(wrong, open_files(folder / other))
             with pytest.raises(InvalidRequest):
                 await node.missing_adapters([wrong])
-        with pytest.raises(InvalidRequest):
-            await node.keep_adapter(other, open_files(folder / other)[:1])
+
+        async def broken_off() -> AsyncIterator[AdapterPiece]:
+            async for piece in pieces_of(open_files(folder / other), other):
+                yield piece
+                if piece.data:
+                    return
+
+        with pytest.raises(InvalidRequest, match="too early"):
+            await call_unary(kvnode_pb2_grpc.KVNodeStub(node.channel).KeepAdapter, broken_off())
         assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
         await here.quiet()
