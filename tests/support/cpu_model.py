@@ -28,13 +28,20 @@ class KernelUse:
     block_size: int = 16
     kv: str = "auto"
     checked: bool = False
+    kernels: str = "auto"
+
+    @property
+    def isa(self) -> Isa:
+        """Raises ConfigError where this processor has no such instructions."""
+        found = choose_isa(self.kernels, host_features())
+        assert found is not None
+        return found
 
     def planned(self) -> dict[str, KernelSpec]:
         """The model's kernels by name, which are not compiled."""
-        assert ISA is not None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "compile_kernels", lambda *specs, **options: None)
-            model = load_cpu_model(self.prepared, self.block_size, ISA, kv_cache_dtype=self.kv)
+            model = load_cpu_model(self.prepared, self.block_size, self.isa, kv_cache_dtype=self.kv)
         return {operation.spec.name: operation.spec for operation in model.plan.operations}
 
 
@@ -47,13 +54,13 @@ class KernelShelf:
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[Isa, bool], list[CompiledKernels]] = {}
-        self._expected: dict[bool, dict[str, KernelSpec]] = {}
+        self._expected: dict[tuple[Isa, bool], dict[str, KernelSpec]] = {}
 
     def expect(self, uses: Iterable[KernelUse]) -> None:
         """Plans what models will be used; forgets what was expected before."""
         self._expected = {}
         for use in uses:
-            self._expected.setdefault(use.checked, {}).update(use.planned())
+            self._expected.setdefault((use.isa, use.checked), {}).update(use.planned())
 
     def compile(
         self, specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False, **unused: Any
@@ -63,7 +70,7 @@ class KernelShelf:
         for kernels in shelf:
             if wanted.keys() <= set(kernels.names):
                 return kernels
-        expected = self._expected.get(checked, {})
+        expected = self._expected.get((isa, checked), {})
         together = expected if wanted.keys() <= expected.keys() else wanted
         shelf.append(compile_kernels(list(together.values()), isa, checked=checked))
         return shelf[-1]
