@@ -85,7 +85,8 @@ TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or ""."""
+    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
+    ``weights`` says how its weights are kept."""
 
     limits: ModelLimits
     fingerprint: str
@@ -95,6 +96,7 @@ class ModelEntry:
     grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
+    weights: str = ""
 
 
 class Gateway:
@@ -292,6 +294,7 @@ class Gateway:
                 entry.fingerprint,
                 entry.formats.tool_parser,
                 entry.formats.reasoning_parser,
+                entry.weights,
             )
             for name, entry in sorted(self._models.items())
             if not self.missing(name)

@@ -318,13 +318,18 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve. The parsers are the formats in which it calls tools and reasons, or "none"."""
+    """A model that live workers serve.
+
+    The parsers are the formats in which it calls tools and reasons, or "none". ``weights`` says how its weights are
+    kept, such as "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
+    """
 
     name: str
     max_model_len_tokens: int
     fingerprint: str
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

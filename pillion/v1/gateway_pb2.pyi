@@ -499,6 +499,7 @@ class Model(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
@@ -506,6 +507,8 @@ class Model(_message.Message):
     tool_call_parser: _builtins.str
     """The formats in which it calls tools and reasons, by their parsers' names; "none" where it does not."""
     reasoning_parser: _builtins.str
+    weights: _builtins.str
+    """How its weights are kept, such as "awq, 4 bits in groups of 128"; where they are plain, the type of arithmetic."""
     def __init__(
         self,
         *,
@@ -514,10 +517,11 @@ class Model(_message.Message):
         fingerprint: _builtins.str = ...,
         tool_call_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
