@@ -112,7 +112,8 @@ def main() -> None:
     assert {kind for kind, _, _ in CASES} <= {"bf16", *CODE_KINDS}
     for rows in map(int, args.rows.split(",")):
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
-        x = torch.randn(rows, max(depth for _, depth in SHAPES)).to(dtype)
+        # A row has an odd number of cache lines, as in a worker's buffers, so that rows do not share places in a cache.
+        x = torch.randn(rows, max(depth for _, depth in SHAPES) + 64 // dtype.itemsize).to(dtype)
         calls, sizes = {}, {}
         for case, spec in specs.items():
             kind, group, offsets = case

@@ -320,8 +320,9 @@ class Delta:
 class ModelInfo:
     """A model that live workers serve.
 
-    The parsers are the formats in which it calls tools and reasons, or "none". ``weights`` says how its weights are
-    kept, such as "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
+    The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
+    ``parent``, and the digest of its content as ``adapter``. ``weights`` says how the model's weights are kept, such as
+    "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
     """
 
     name: str
@@ -329,6 +330,8 @@ class ModelInfo:
     fingerprint: str
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    parent: str = ""
+    adapter: str = ""
     weights: str = ""
 
 

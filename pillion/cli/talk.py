@@ -126,6 +126,8 @@ def status_table(status: ClusterStatus) -> Table:
 
 def model_line(model: ModelInfo) -> str:
     """What is served under a name, in one line."""
+    if model.parent:
+        return f"{model.name}: adapter of {model.parent}"
     return f"{model.name}: texts of up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
 
 

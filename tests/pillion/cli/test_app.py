@@ -302,6 +302,7 @@ def test_status_as_a_table() -> None:
     assert "Redis does not answer" in summary(status)
     model = ModelInfo("m", 4096, "", weights="awq, 4 bits in groups of 128")
     assert model_line(model) == "m: texts of up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
+    assert model_line(ModelInfo("french", 4096, "", parent="m", adapter="00")) == "french: adapter of m"
 
 
 def test_a_component_command_is_made_of_its_flags() -> None:
