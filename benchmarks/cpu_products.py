@@ -35,11 +35,12 @@ SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 CASES = (
     ("bf16", 0, False),
     ("int8", 512, False),
-    ("int8", 32, False),
+    ("int8_half", 32, False),
     ("fp8_e4m3", 128, False),
     ("int4", 128, False),
     ("int4", 128, True),
-    ("int4", 32, False),
+    ("int4_half", 32, False),
+    ("uint4_half", 32, True),
     ("int4", 32, True),
     ("nf4", 64, False),
 )

@@ -93,7 +93,8 @@ TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
     """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
-    ``folder`` has its config.json; ``adapter`` is the one that a client's name meant."""
+    ``weights`` says how its weights are kept. ``folder`` has its config.json; ``adapter`` is the one that a client's
+    name meant."""
 
     limits: ModelLimits
     fingerprint: str
@@ -103,6 +104,7 @@ class ModelEntry:
     grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
+    weights: str = ""
     folder: Path | None = None
     adapter: NamedAdapter | None = None
 
@@ -278,12 +280,21 @@ class Gateway:
     def entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
         """The model, perhaps with an adapter, that ``name`` means for a tenant, for the gateway itself without one; ""
         means the only one. Raises NotFound and InvalidRequest."""
-        found = self._by_name.get(name)
-        if found is None and self.adapters is not None and (adapter := self.adapters.find(name)) is not None:
-            found = replace(self._models[adapter.parent], adapter=adapter)
+        found = self._named(name)
         if found is not None and (tenant is None or tenant.may_use(found.name)):
             return found
-        return self._models[check_model(name, [one for one in self._models if tenant is None or tenant.may_use(one)])]
+        known = [one for one in self._models if tenant is None or tenant.may_use(one)]
+        if not known and tenant is not None:
+            known = [one for one in tenant.models if self._named(one) is not None]
+        found = self._named(check_model(name, known))
+        assert found is not None
+        return found
+
+    def _named(self, name: str) -> ModelEntry | None:
+        entry = self._by_name.get(name)
+        if entry is None and self.adapters is not None and (adapter := self.adapters.find(name)) is not None:
+            return replace(self._models[adapter.parent], adapter=adapter)
+        return entry
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
@@ -596,6 +607,7 @@ def _described(entry: ModelEntry) -> ModelInfo:
         entry.formats.reasoning_parser,
         "" if adapter is None else adapter.parent,
         "" if adapter is None else adapter.digest,
+        entry.weights,
     )
 
 

@@ -24,7 +24,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
-from pillion.gateway.adapters.name_table import FORGET_MS, MAX_NAMES
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.batches.batch_folder import BatchFolder
@@ -257,7 +257,7 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> Adapter
         AdapterOptions(
             max_rank=flags.max_lora_rank, folders=flags.lora_path, updating=flags.allow_runtime_lora_updating
         ),
-        SharedNames(flags.redis_url, MAX_NAMES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
+        SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
     )
     names.load_fixed(parse_lora_modules(flags.lora_modules))
     return names
@@ -344,5 +344,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
+        weights=model.weights,
         folder=model.folder,
     )

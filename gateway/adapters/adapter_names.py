@@ -164,7 +164,7 @@ class AdapterNames:
             self._check_free(name, in_place)
             folder = await asyncio.to_thread(self._allowed, path)
             adapter = await asyncio.to_thread(self._load, name, folder, model)
-            self.table.put(adapter, time.time_ns() // 10**6)
+            self.table.put(adapter, _now_ms())
         await self._share_quietly()
         log.info("adapter %s of model %s is %s from %s", name, adapter.parent, adapter.digest[:12], folder)
         return adapter
@@ -180,7 +180,7 @@ class AdapterNames:
                 raise NotFound(f"The lora adapter {name[:100]!r} cannot be found.")
             if name in self.table.fixed:
                 raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
-            self.table.remove(name, time.time_ns() // 10**6)
+            self.table.remove(name, _now_ms())
         await self._share_quietly()
         log.info("adapter %s is unloaded", name)
         return adapter
@@ -193,7 +193,7 @@ class AdapterNames:
             while True:
                 sent = self.table.unsent()
                 answer = await self._shared.share(self._version, sent)
-                self.table.merge(sent, answer.values)
+                self.table.merge(sent, answer.values, _now_ms())
                 self._version = answer.version
                 # What the registry turned out to lack is brought at once.
                 if not self.table.unsent() or answer.values is None:
@@ -273,6 +273,10 @@ class AdapterNames:
                 self._store.find(adapter.digest)
             except NotFound:
                 log.debug("adapter %s was loaded on another machine", adapter.name)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 10**6
 
 
 def _wrong(field: str, message: str) -> InvalidRequest:

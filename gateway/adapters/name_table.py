@@ -13,6 +13,8 @@ import msgspec
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
+# Names that mean something, and those that do not any more.
+MAX_CHANGES = 4 * MAX_NAMES
 # How long a gateway that nobody reaches may come back without bringing again what was unloaded meanwhile.
 FORGET_MS = 24 * 3600 * 1000
 
@@ -64,7 +66,9 @@ class NameTable:
         """The changes that the registry may not have."""
         return [(name, self._changes[name]) for name in sorted(self._unsent)]
 
-    def merge(self, sent: Iterable[tuple[str, StampedValue]], found: Mapping[str, StampedValue] | None) -> None:
+    def merge(
+        self, sent: Iterable[tuple[str, StampedValue]], found: Mapping[str, StampedValue] | None, now_ms: int
+    ) -> None:
         """Takes the registry's answer to changes that were ``sent``: ``found`` is all that it has, None where that is
         what it had before."""
         for name, change in sent:
@@ -74,18 +78,18 @@ class NameTable:
             return
         for name, change in found.items():
             mine = self._changes.get(name)
-            if mine is None or mine.stamp_ms < change.stamp_ms:
+            if mine is None or mine < change:
                 self._take(name, change)
                 self._unsent.discard(name)
         for name, change in list(self._changes.items()):
             theirs = found.get(name)
-            if theirs is not None and theirs.stamp_ms >= change.stamp_ms:
+            if theirs is not None and theirs >= change:
                 continue
-            if change.value:
+            if change.value or change.stamp_ms > now_ms - FORGET_MS:
                 self._unsent.add(name)
-            elif theirs is None:
-                # It is forgotten there, too.
-                self._forget(name)
+            else:
+                del self._changes[name]
+                self._unsent.discard(name)
 
     def _change(self, name: str, value: bytes, now_ms: int) -> None:
         before = self._changes.get(name)
@@ -107,14 +111,9 @@ class NameTable:
             if adapter.name == name:
                 self._adapters[name] = adapter
 
-    def _forget(self, name: str) -> None:
-        if name not in self._unsent:
-            del self._changes[name]
-
     def check_integrity(self) -> None:
         """Raises AssertionError where the adapters are not what the changes and the fixed names say."""
         assert self._unsent <= self._changes.keys()
         assert self._adapters.keys() <= self._changes.keys() | self.fixed.keys()
         assert all(self._adapters[name] == adapter for name, adapter in self.fixed.items())
         assert all(adapter.name == name for name, adapter in self._adapters.items())
-        assert not any(name in self._adapters for name, one in self._changes.items() if not one.value) or self.fixed

@@ -16,9 +16,10 @@ from pillion.kvstore.index.redis_link import Argument, RedisLink, ScriptCall
 SHARE_DEADLINE_MS = 500
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class StampedValue:
-    """A value and when it was given, in ms. An empty value says that the name means nothing any more."""
+    """A value and when it was given, in ms. An empty value says that the name means nothing any more. Of two values,
+    the greater one stays."""
 
     stamp_ms: int
     value: bytes
@@ -33,8 +34,8 @@ class SharedAnswer:
 
 
 class SharedNames:
-    """At most ``max_names`` names of adapters; an empty value is forgotten after ``forget_ms``. Raises ConfigError for
-    a bad URL."""
+    """At most ``max_names`` names of adapters, those with empty values included; an empty value is forgotten after
+    ``forget_ms``. Raises ConfigError for a bad URL."""
 
     def __init__(self, redis_url: str, max_names: int, forget_ms: int) -> None:
         self._link = RedisLink(redis_url, "share_names")
@@ -47,18 +48,18 @@ class SharedNames:
         for name, given in brought:
             args += [name, given.stamp_ms, given.value]
         call = ScriptCall([keys.ADAPTERS], args)
-        return await self._link.call("share_names", call, _read, deadline_ms=SHARE_DEADLINE_MS)
+        version, values = await self._link.call("share_names", call, _read, deadline_ms=SHARE_DEADLINE_MS)
+        return SharedAnswer(version, None if version == known else values)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
         await self._link.aclose()
 
 
-def _read(raw: Sequence[Any]) -> SharedAnswer:
+def _read(raw: Sequence[Any]) -> tuple[bytes, dict[str, StampedValue]]:
     version, *rows = raw
     values: dict[str, StampedValue] = {}
     for name, row in zip(rows[::2], rows[1::2], strict=True):
         stamp, _, value = row.partition(b" ")
         values[name.decode(errors="replace")] = StampedValue(int(stamp), value)
-    # Without any names there is no row, and nothing to take over.
-    return SharedAnswer(version, values if rows else None)
+    return version, values

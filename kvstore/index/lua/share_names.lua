@@ -1,4 +1,5 @@
--- Shares small values by name: of two values of a name, the one with the later stamp stays. KEYS: the names. ARGV: the version
+-- Shares small values by name: of two values of a name, the one with the later stamp stays, of those with one stamp the greater
+-- one. KEYS: the names. ARGV: the version
 -- that the caller knows, the most names, the age in ms at which an empty value is forgotten; then name, stamp in ms, value of
 -- each that the caller brings. Returns the version, and if it is another one than the caller's all names and values, each value
 -- behind its stamp and a space.
@@ -9,9 +10,11 @@ local changed = not version
 for at = 4, #ARGV, 3 do
   local name, stamp, value = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local old = redis.call('HGET', names, name)
-  local before = old and tonumber(string.match(old, '^%d+'))
+  local before, value_before = string.match(old or '', '^(%d+) (.*)$')
+  before = tonumber(before)
+  local newer = not before or before < tonumber(stamp) or (before == tonumber(stamp) and value_before < value)
   local fits = old or redis.call('HLEN', names) <= tonumber(ARGV[2])
-  if fits and not (before and before >= tonumber(stamp)) then
+  if fits and newer then
     redis.call('HSET', names, name, stamp .. ' ' .. value)
     changed = true
   end
