@@ -110,10 +110,12 @@ def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster
     tasks = [(model, prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
         found = list(pool.map(lambda task: answer(client, *task, 16), tasks))
-        workers = [c for c in client.status().components if c.role == "decode"]
+        digests = {info.adapter for info in client.models() if info.parent}
+        workers = [set(one.adapters) for one in client.status().components if one.role == "decode"]
     for (model, ids), tokens in zip(tasks, found, strict=True):
         assert first_difference(expected(model, ids, 16), tokens, EPSILON) == "", model
     assert len(workers) == 2
+    assert all(len(ready) <= 2 and ready <= digests for ready in workers)
     settled(cluster)
 
 
