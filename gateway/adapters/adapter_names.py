@@ -159,8 +159,9 @@ class AdapterNames:
             model: the name of the adapter's model; "" for that of --model.
 
         Raises:
-            Overloaded: too many adapters are being loaded. PermissionDenied: names are fixed here, or the folder is in none of --lora-path. NotFound: no such folder.
-            InvalidRequest: the adapter cannot be served. Conflict: the name is taken.
+            Overloaded: too many adapters are being loaded. PermissionDenied: names are fixed here, or the folder is in
+                none of --lora-path. NotFound: no such folder. InvalidRequest: the adapter cannot be served. Conflict:
+                the name is taken.
         """
         self._check_updating()
         if not _NAME.fullmatch(name):

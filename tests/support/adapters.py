@@ -39,7 +39,7 @@ def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
 
 
 def write_adapter(model: ModelConfig, into: pathlib.Path, *, rank: int = 4, seed: int = 0) -> pathlib.Path:
-    """Writes a random adapter of the query projections, as PEFT would, without loading the model. Returns the folder."""
+    """Writes a random adapter of the query projections as PEFT would; the model is not loaded. Returns the folder."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (rank, model.hidden_size), "B": (model.num_heads * model.head_dim, rank)}
     into.mkdir(parents=True)
