@@ -127,7 +127,9 @@ def main() -> None:
         peaks = PeakRates(*limits_of(bench.backend, args.threads), dots_rate(bench.backend, args.threads, "int8"))
         steps[name] = profile(bench, batch, args.repeats, peaks)
         show(f"{name}; {bench.backend.model.isa.name}, {prepared.dtype}, {args.threads} threads", steps[name])
-        print(f"registers allow {peaks.operations / 1e9:.0f} G operations/s ({peaks.int8_operations / 1e9:.0f} of int8), memory {peaks.read_bytes / 1e9:.1f} GB/s")
+        print(
+            f"registers allow {peaks.operations / 1e9:.0f} G operations/s ({peaks.int8_operations / 1e9:.0f} of int8), memory {peaks.read_bytes / 1e9:.1f} GB/s"
+        )
     save(f"cpu_profile-{bench.backend.model.isa.name}", {"dtype": prepared.dtype, "steps": steps})
 
 

@@ -32,6 +32,9 @@ MAX_PORT = 65535
 # The value of a flag that leaves a choice to what is measured or found.
 AUTO = "auto"
 MAX_WORKERS = 64
+# A worker reads its adapters into memory and names them in every heartbeat.
+MAX_LORAS = 256
+MAX_LORA_RANK = 512
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = (
@@ -290,6 +293,17 @@ class ChunkedPrefillFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraFlags:
+    """Adapters (LoRA): what workers have room for, and whether requests may name any."""
+
+    enable_lora: bool = flag(False, "Serve LoRA adapters.")
+    max_loras: int = flag(
+        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
+    )
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
     """Flags of workers and gateways."""
 
@@ -339,7 +353,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
+class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
     """Flags of both kinds of workers."""
 
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
@@ -372,7 +386,7 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
+class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     """``pillion gateway``: the public edge."""
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)

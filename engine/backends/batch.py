@@ -24,6 +24,8 @@ class StepBatch:
         sample_rows: [R + Q] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row may
             occur several times among them. The last Q are only scored (SamplingRows.scored). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
+        adapters: [S] the place among the backend's adapters of each sequence's adapter, -1 for none; None where no
+            sequence has one.
     """
 
     token_ids: Int32
@@ -33,6 +35,7 @@ class StepBatch:
     block_tables: Int32
     sample_rows: Int32
     rope_rows: Int32 | None = None
+    adapters: Int32 | None = None
 
     @property
     def table_rows(self) -> Int32:

@@ -76,6 +76,7 @@ class SequenceSpec:
         priority: smaller is more urgent (:mod:`pillion.priority`).
         forks: further answers to the prompt, which begin with this sequence's first token. Empty for a span.
         scored_tokens: with ``sampling.prompt_logprobs``: tokens behind the prompt's first one that are not scored.
+        adapter: digest of the adapter that the sequence runs with; "" for the model alone.
     """
 
     seq_id: int
@@ -92,6 +93,7 @@ class SequenceSpec:
     priority: int = 0
     forks: tuple[ForkSpec, ...] = ()
     scored_tokens: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ class ComponentCalls:
             awaited_blocks=action.awaited_blocks,
             scored_tokens=action.scored_tokens,
             grammar=job.grammar,
+            adapter=job.adapter,
         )
         streams = (self, *followers)
         for stream in streams:
@@ -199,7 +200,7 @@ class ComponentCalls:
         # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         whole = last // served.block_size * served.block_size
-        root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
+        root = request_root(served.namespace, job.adapter, job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)

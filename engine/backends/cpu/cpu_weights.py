@@ -172,6 +172,10 @@ class _Packer:
             self._mlps(prefix + "experts.", layer.mlp.experts)
             return
         self._mlps(prefix, [layer.mlp])
+        order = _inner_order(layer.mlp)
+        if isinstance(order, torch.Tensor):
+            # Adapters need it: their matrices are in the order of the checkpoint.
+            self.writer.tensor(prefix + "inner_order", order.to(torch.int32))
         if layer.mlp.gate_up.bias is not None:
             bias = pack_gated_bias(*(half[_inner_order(layer.mlp)] for half in layer.mlp.gate_up.bias.chunk(2)))
             self.writer.tensor(prefix + "gate_up.bias", bias)

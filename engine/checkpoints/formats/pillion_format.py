@@ -62,9 +62,7 @@ class PillionFormat:
         offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
         group = columns // scales.shape[1]
         if codes.dtype == torch.int8:
-            return QuantizedMatrix(
-                "int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes
-            )
+            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes)
         halves = unpack_halves(codes)[..., :columns]
         return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
 

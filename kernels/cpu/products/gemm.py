@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
@@ -91,12 +92,26 @@ class Gemm(KernelSpec):
     offsets: bool = False
     zeros: bool = False
 
+    def expand(self, call: KernelCall) -> Addition | None:
+        """What a kind of product adds to the sums before the epilogue, or None."""
+        return None
+
     def emit(self, call: KernelCall) -> None:
         body = _Body(self, call)
         if self.grouped:
             body.emit_groups()
         else:
             body.emit_blocks()
+
+
+class Addition(Protocol):
+    """Emits what is added to the sums of rows."""
+
+    def prefetch(self, panel: Int) -> None:
+        """Runs before the sums of a panel are computed."""
+
+    def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
+        """The sums of both tiles of a row and a panel, with what is added to them."""
 
 
 class _Body:
@@ -120,6 +135,7 @@ class _Body:
             self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
+        self.addition = spec.expand(call)
 
     def emit_blocks(self) -> None:
         """The plain product. A work item is a panel with a block of the rows: with all rows where panels are enough."""
@@ -180,8 +196,10 @@ class _Body:
         """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in the bias."""
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
         constants = self._constants(column * TOTALS_BYTES)
+        if self.addition is not None:
+            self.addition.prefetch(panel)
         if self.coded is not None:
-            self._coded_panel(self.coded, cut, out, weights, ahead, constants)
+            self._coded_panel(self.coded, cut, panel, out, weights, ahead, constants)
             return
         k = self.k
         step_bytes = k.int(PANEL_STEP_BYTES) // (cut.last - cut.first)
@@ -194,10 +212,17 @@ class _Body:
             with k.range(rows) as row:
                 mine = sums + row * TOTALS_BYTES
                 totals = self._scaled(mine, weights, begin + row) if self.dots else _loaded(k, mine)
-                self._finish(totals, out + (begin + row) * self.out_stride, constants)
+                self._finish(begin + row, panel, totals, out, constants)
 
     def _coded_panel(
-        self, coded: CodedProduct, cut: _Cut, out: Ptr, weights: Ptr, ahead: Ptr, bias: tuple[Vec, Vec] | None
+        self,
+        coded: CodedProduct,
+        cut: _Cut,
+        panel: Int,
+        out: Ptr,
+        weights: Ptr,
+        ahead: Ptr,
+        bias: tuple[Vec, Vec] | None,
     ) -> None:
         args, zero = self.call.args, self.k.int(0)
         begin = cut.begin(cut.first)
@@ -214,12 +239,13 @@ class _Body:
             group_units=self.group_units,
             units=self.units,
             ahead=ahead,
+            ahead_stride=zero,
             ahead_step=zero,
             totals=self.call.scratch,
         )
 
         def finish(row: Int, totals: Ptr) -> None:
-            self._finish(_loaded(self.k, totals), out + (begin + row) * self.out_stride, bias)
+            self._finish(begin + row, panel, _loaded(self.k, totals), out, bias)
 
         coded.multiply(cut.begin(cut.last) - begin, rows, weights, self.call.scratch, finish)
 
@@ -247,11 +273,13 @@ class _Body:
             found.append(value)
         return found
 
-    def _finish(self, totals: list[Vec], out: Ptr, bias: tuple[Vec, Vec] | None) -> None:
-        """The epilogue for one row of a tile."""
-        k, spec = self.k, self.spec
+    def _finish(self, row: Int, panel: Int, totals: list[Vec], outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
+        """The epilogue for one row of a panel; ``outs`` is the panel's place in the first row."""
+        k, spec, out = self.k, self.spec, outs + row * self.out_stride
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
+        if self.addition is not None:
+            totals = self.addition.added(row, panel, totals)
         if spec.epilogue in GATED:
             k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
             return

@@ -137,7 +137,7 @@ def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> Pa
         assert isinstance(gate, QuantizedMatrix)
         assert isinstance(up, QuantizedMatrix)
         return _pack_few_bits([gate, up], kind, offsets)
-    return _pack(_in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
+    return _pack(in_turn(*(_padded(plain(matrix, torch.float32), TILE_COLUMNS) for matrix in (gate, up))), kind)
 
 
 def pack_bias(bias: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def pack_bias(bias: torch.Tensor) -> torch.Tensor:
 
 def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Packs two biases [N] as float32, in the order of :func:`pack_gated`."""
-    return _in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
+    return in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
@@ -185,7 +185,7 @@ def _panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """[N, inputs or groups], of one matrix, or of two with their tiles in turn -> [pairs, 32, the same]."""
     tile = PANEL_COLUMNS if len(parts) == 1 else TILE_COLUMNS
     wide = [pad(part, (0, 0, 0, -len(part) % tile)) for part in parts]
-    packed = wide[0] if len(wide) == 1 else _in_turn(*wide)
+    packed = wide[0] if len(wide) == 1 else in_turn(*wide)
     return packed.view(-1, PANEL_COLUMNS, packed.shape[1])
 
 
@@ -262,7 +262,7 @@ def _padded(weight: torch.Tensor, multiple: int) -> torch.Tensor:
     return pad(weight, (0, -depth % DEPTH_MULTIPLE, 0, -columns % multiple))
 
 
-def _in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """16 columns of ``gate``, 16 of ``up``, and so on."""
     tiles = [matrix.view(-1, TILE_COLUMNS, *matrix.shape[1:]) for matrix in (gate, up)]
     return torch.stack(tiles, 1).flatten(0, 2)

@@ -4,9 +4,13 @@
 
 Sums of a group stay in registers, totals in memory. Every output is this one fold whatever the number of rows, and a
 group's sum is one chain over rising inputs, so a row's result has the same bits in every tile. Few rows unpack codes in
-registers, and work on several groups side by side, because one chain alone waits for each of its additions. More rows
-do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is widened into the
-scratch, some groups at a time, so that they need not unpack it again.
+registers. More rows do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is
+widened into the scratch, some groups at a time, so that they need not unpack it again.
+
+One row waits for memory. It reads groups one after the other where their chains are short: a processor begins the next
+group while the last additions of this one are under way. Long chains of 4-bit codes would be slower than memory, so
+several groups go side by side. Each tile prefetches its part of the next panel, constants and codes, except that a
+processor's own prefetcher is quicker at one row of 8-bit codes.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 _TABLE_ROWS = 3
 # What the tables of these kinds need beyond that, where they give bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# Groups that few rows work on side by side.
+# Units of a group whose chains end soon enough: a processor has the next group at hand before these end.
+_SHORT_CHAIN_UNITS = 8
+# Longer groups that few rows work on side by side.
 _MOST_SIDES = 4
 
 
@@ -59,6 +65,7 @@ class CodedRows:
         group_units: units of a group; the last group may have fewer.
         units: units of all groups.
         ahead: memory to prefetch, for instance the next panel.
+        ahead_stride: bytes to prefetch for each group, with its constants.
         ahead_step: bytes to prefetch for each unit.
         totals: float32 [rows, 32], which the product is added to.
     """
@@ -74,6 +81,7 @@ class CodedRows:
     group_units: Int
     units: Int
     ahead: Ptr
+    ahead_stride: Int
     ahead_step: Int
     totals: Ptr
 
@@ -147,8 +155,8 @@ class CodedProduct:
     ) -> None:
         """Multiplies ``rows`` rows by ``panel`` and calls ``finish`` with each row's number and totals.
 
-        ``args`` are those of the first row; their weights, constants, totals and ahead_step are set here. Its ``ahead``
-        is another panel of the same size.
+        ``args`` are those of the first row; their weights, constants, totals and sizes of what is ahead are set here.
+        Its ``ahead`` is another panel of the same size.
         """
         k, few = self.k, self.most_rows(False)
         stride = args.group_units * self.kind.unit_bytes + self.constants_bytes
@@ -158,6 +166,7 @@ class CodedProduct:
             weights_stride=stride,
             constants=panel,
             constants_stride=stride,
+            ahead_stride=stride,
             ahead_step=k.int(self.kind.unit_bytes),
             totals=scratch,
         )
@@ -201,11 +210,11 @@ class CodedProduct:
         """Cuts rows into tiles of even height, each of which prefetches its part."""
         k, highest = self.k, self.most_rows(widened)
         tiles = (rows + (highest - 1)) // highest
-        step = args.ahead_step // tiles
+        stride, step = args.ahead_stride // tiles, args.ahead_step // tiles
         with k.range(tiles) as tile:
             begin = rows * tile // tiles
-            ahead, totals = args.ahead + tile * args.units * step, args.totals + begin * TOTALS_BYTES
-            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_step=step)
+            ahead, totals = args.ahead + tile * args.groups * stride, args.totals + begin * TOTALS_BYTES
+            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_stride=stride, ahead_step=step)
             self._tiles(rows * (tile + 1) // tiles - begin, mine, widened)
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
@@ -291,6 +300,19 @@ class _CodedTile:
     def write(self) -> None:
         k, args = self.product.k, self.args
         sides = max(1, min(_MOST_SIDES, self.product.most_rows(True) // (3 * self.rows)))
+        if sides == 1 or self.product.kind.bits == 8:
+            self._side_by_side(1)
+            return
+        short = args.group_units <= _SHORT_CHAIN_UNITS
+        with k.builder.if_else(short.ir) as (in_order, side_by_side):
+            with in_order:
+                self._side_by_side(1)
+            with side_by_side:
+                self._side_by_side(sides)
+
+    def _side_by_side(self, sides: int) -> None:
+        """All groups, so many at a time."""
+        k, args = self.product.k, self.args
         done = k.int(0)
         if sides > 1:
             rounds = args.units // args.group_units // sides
@@ -315,13 +337,16 @@ class _CodedTile:
              for row in range(self.rows)]
             for begin in begins
         ]  # fmt: skip
+        ahead = [args.ahead + (first + side) * args.ahead_stride for side in range(sides)]
         with k.range(units) as unit:
             for side in range(sides):
-                self._prefetch(args.ahead + (begins[side] + unit) * args.ahead_step)
+                self._prefetch(ahead[side] + unit * args.ahead_step, self.product.kind.unit_bytes)
                 for step, tiles in enumerate(self._unit(weights[side], unit)):
                     at = unit * self.product.unit_x_bytes + step * (self.product.unit_x_bytes // 2)
                     for row, totals in zip(rows[side], sums[side], strict=True):
                         self._add(totals, tiles, [base + at for base in row])
+        for line in ahead:
+            self._prefetch(line + units * args.ahead_step, self.product.constants_bytes)
         self._fold(first, sums)
 
     def _unit(self, weights: Ptr, unit: Int) -> Iterator[Sequence[Parts]]:
@@ -365,6 +390,7 @@ class _CodedTile:
                         total = k.fma(offset, k.broadcast(inputs + side * 4), total)
                 k.store(place, total)
 
-    def _prefetch(self, line: Ptr) -> None:
-        for at in range(0, self.product.kind.unit_bytes * self.width // 2, LINE_BYTES):
-            self.product.k.prefetch(line + at, near=False)
+    def _prefetch(self, line: Ptr, size: int) -> None:
+        if self.rows > 1 or self.widened or self.product.kind.bits == 4:
+            for at in range(0, size * self.width // 2, LINE_BYTES):
+                self.product.k.prefetch(line + at, near=False)

@@ -131,7 +131,9 @@ def of_rounded_rows():
 
     A symmetric scale makes the largest value of each row 127.5, of which half is rounded to 127 and half to 128.
     """
-    for name, family in zip(ROUNDED_ROWS, ("llama-mqa-biases", "qwen3-qk-norm", "olmo2", "granite", "gemma2"), strict=True):
+    for name, family in zip(
+        ROUNDED_ROWS, ("llama-mqa-biases", "qwen3-qk-norm", "olmo2", "granite", "gemma2"), strict=True
+    ):
         yield pytest.param(name, family, "torch", id=f"{name}-{family}-torch")
         if name != "w8a8":
             yield pytest.param(name, family, "cpu", id=f"{name}-{family}-cpu", marks=[needs_kernels])
