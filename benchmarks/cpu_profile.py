@@ -127,9 +127,8 @@ def main() -> None:
         peaks = PeakRates(*limits_of(bench.backend, args.threads), dots_rate(bench.backend, args.threads, "int8"))
         steps[name] = profile(bench, batch, args.repeats, peaks)
         show(f"{name}; {bench.backend.model.isa.name}, {prepared.dtype}, {args.threads} threads", steps[name])
-        print(
-            f"registers allow {peaks.operations / 1e9:.0f} G operations/s ({peaks.int8_operations / 1e9:.0f} of int8), memory {peaks.read_bytes / 1e9:.1f} GB/s"
-        )
+        dots = f"{peaks.operations / 1e9:.0f} G operations/s, of int8 {peaks.int8_operations / 1e9:.0f}"
+        print(f"registers allow {dots}, memory {peaks.read_bytes / 1e9:.1f} GB/s")
     save(f"cpu_profile-{bench.backend.model.isa.name}", {"dtype": prepared.dtype, "steps": steps})
 
 

@@ -62,8 +62,9 @@ class RowCodes:
     """How rows that meet a matrix are rounded to int8: x becomes scale * (code - zero).
 
     Attributes:
-        scheme: one of ROW_SCHEMES. "dynamic": each row has a scale, by its largest size, and no zero. "asymmetric": each row has a scale
-            and a zero, by its least and largest value. "static": all rows have ``scale`` and ``zero``.
+        scheme: one of ROW_SCHEMES. "dynamic": each row has a scale, by its largest size, and no zero. "asymmetric":
+            each row has a scale and a zero, by its least and largest value. "static": all rows have ``scale`` and
+            ``zero``.
         scale: of all rows.
         zero: of all rows, -128 to 127.
     """

@@ -32,7 +32,7 @@ LAYOUT = RecordLayout(
     pointers=(
         "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth; or int8 codes
         "weights",  # the packed matrix, or the matrices of all groups, one behind the other
-        # float32, the sum of each group's inputs of each row, for weights with offsets; of int8 rows their ROW_CONSTANTS
+        # float32, the sum of each group's inputs of each row, for weights with offsets; of rows of codes ROW_CONSTANTS
         "input_sums",
         "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
         "out",  # [rows, pairs * 32] float32, or gated [rows, pairs * 16] of x's type

@@ -151,6 +151,11 @@ class CodeInputs(KernelSpec):
         b, total, whole = k.builder, k.sum_quads(codes.value), k.whole_lanes(zero)
         shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-k.code_bias] * LANES)))
         numbers = total - whole * Quads(k, k.splat(b.trunc(depth.ir, I32)))
-        values = {"scale": scale, "shift": shift, "zero": whole, "sum": k.real_lanes(numbers) * scale}
+        values: dict[str, Vec | Quads] = {
+            "scale": scale,
+            "shift": shift,
+            "zero": whole,
+            "sum": k.real_lanes(numbers) * scale,
+        }
         for name, place in ROW_CONSTANTS.items():
             k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)

@@ -207,7 +207,7 @@ def _dots_parts(packed: PackedWeight) -> tuple[torch.Tensor, ...]:
     whole = packed.data.view(packed.pairs, -1)
     units = whole[:, constants:].reshape(packed.pairs, -1, PANEL_COLUMNS, UNIT_INPUTS)
     codes = units.transpose(1, 2).reshape(packed.pairs, PANEL_COLUMNS, packed.depth)
-    return *(part.contiguous() for part in whole[:, :constants].split(TOTALS_BYTES, 1)), codes
+    return *(part.contiguous() for part in torch.split(whole[:, :constants], TOTALS_BYTES, 1)), codes
 
 
 def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bool) -> PackedWeight:
