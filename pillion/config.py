@@ -60,6 +60,11 @@ ALLOWED_ORIGINS = (
     "or give a JSON list."
 )
 
+LORA_MODULES = (
+    'A LoRA adapter, as PEFT writes it: NAME=PATH, or {"name": NAME, "path": PATH, "base_model_name": MODEL}. Repeat it'
+    " for more."
+)
+
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -404,6 +409,11 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
+    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
+    allow_runtime_lora_updating: bool = flag(
+        False, "Let operators load and unload adapters of --lora-path while the gateway runs."
+    )
+    lora_path: tuple[str, ...] = flag((), "Folder whose adapters operators may load. Repeat it for more.", kind=str)
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")

@@ -120,19 +120,20 @@ def _ends(pattern: str, module: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", module) is not None
 
 
-def load_adapter_config(folder: Path) -> AdapterConfig:
-    """Reads the config of an adapter's folder. Raises ConfigError, which names the key, for one that is not served."""
+def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
+    """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
+    for one that is not served."""
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ConfigError(f"{folder} holds no adapter: it has no {CONFIG_NAME}")
+        raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} is longer than {MAX_CONFIG_BYTES} bytes")
+        raise ConfigError(f"{called}: {CONFIG_NAME} is longer than {MAX_CONFIG_BYTES} bytes")
     try:
         return parse_adapter_config(read_json(path))
     except ConfigError as error:
         # Errors of the readers of single values name the config of a model.
         message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
-        raise ConfigError(f"{folder}: {CONFIG_NAME}: {message}") from None
+        raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
 
 
 def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:

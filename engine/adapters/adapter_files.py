@@ -127,9 +127,11 @@ class AdapterFiles:
     serves.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, called: Path | None = None) -> None:
+        """``called``: the name of the folder in errors, for a copy."""
         self.folder = folder
-        self.config: AdapterConfig = load_adapter_config(folder)
+        self._called = called or folder
+        self.config: AdapterConfig = load_adapter_config(folder, self._called)
         self.path = folder / TENSORS_NAME
         self._tensors = self._headers()
 
@@ -191,7 +193,7 @@ class AdapterFiles:
         return digest.hexdigest()
 
     def _error(self, message: str) -> ConfigError:
-        return ConfigError(f"{self.folder}: {message}")
+        return ConfigError(f"{self._called}: {message}")
 
     def _headers(self) -> dict[str, _Tensor]:
         if not self.path.is_file():

@@ -73,6 +73,11 @@ class Job:
         """Names weights and prompt: where they are the same, any gateway goes on with the stream. 32 bytes."""
         return hashlib.sha256(f"{self.fingerprint}{self.adapter}".encode() + array("I", self.prompt).tobytes()).digest()
 
+    @property
+    def system_fingerprint(self) -> str:
+        """Names weights and adapter in OpenAI's form."""
+        return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
+
     def left_s(self) -> float | None:
         """Time left, in seconds; None without a deadline."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())

@@ -46,5 +46,5 @@ def edit_config(adapter: pathlib.Path, **changes: Any) -> pathlib.Path:
 def edit_tensors(adapter: pathlib.Path, change: Any) -> pathlib.Path:
     """Writes what ``change`` makes of an adapter's tensors. Returns the folder."""
     path = adapter / "adapter_model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in change(load_file(path)).items()}, path)
+    save_file({name: tensor.clone().contiguous() for name, tensor in change(load_file(path)).items()}, path)
     return adapter
