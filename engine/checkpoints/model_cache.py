@@ -27,7 +27,7 @@ from pillion.errors import ConfigError
 
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
 # made before stays on the disk.
-CONVERSION_VERSION = 3
+CONVERSION_VERSION = 4
 # To be raised when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 5
 

@@ -208,7 +208,8 @@ class _Packer:
         if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
             # A step gathers the inputs of all rows in one order, but each expert has its own.
             return self.wide, False
-        return packed_kind(matrices, self.wide), any(has_offsets(matrix) for matrix in quantized)
+        kind = packed_kind(matrices, self.wide)
+        return kind, any(has_offsets(matrix, kind) for matrix in quantized)
 
     def _norm(self, name: str, norm: RmsNorm | None) -> None:
         if norm is not None:

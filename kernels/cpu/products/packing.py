@@ -7,8 +7,8 @@ lane of a vector. Kernels read a panel from its first byte to its last:
     fp32   [N / 32][K][2 tiles][16]
     int8_dots  [N / 32]: float32 scales [2 tiles][16], int32 sums of each output's codes, float32 offsets where the
            matrix has them, and the codes [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
-    codes  [N / 32][groups of inputs]: float32 scales [2 tiles][16], such offsets where the matrix has them, and the
-           codes of the group's inputs (pillion.kernels.cpu.products.codes)
+    codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
+           the group's inputs (pillion.kernels.cpu.products.codes)
 
 N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: of
 each panel, the first tile holds 16 outputs of the gate and the second the same 16 of the other matrix.
@@ -22,7 +22,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
-from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS, code_kind, kept_codes, pack_codes, unpack_codes
+from pillion.kernels.cpu.products.codes import (
+    CODE_KINDS,
+    UNIT_INPUTS,
+    CodeKind,
+    codes_of,
+    kept_codes,
+    pack_codes,
+    unpack_codes,
+)
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, same_order
 
 TILE_COLUMNS = 16
@@ -30,7 +38,7 @@ PANEL_COLUMNS = 2 * TILE_COLUMNS
 DEPTH_MULTIPLE = 16
 # The most inputs whose products of codes, 255 * 128 each, add up to an integer of 32 bits.
 MAX_DOT_INPUTS = 2**31 // (255 * 128)
-# Bytes of a panel's sums of one row, and of a group's scales or offsets.
+# Bytes of a panel's sums of one row.
 TOTALS_BYTES = 4 * PANEL_COLUMNS
 # A thread's scratch has room for a widened group of so many inputs; larger groups are packed as several.
 MAX_GROUP_INPUTS = 512
@@ -83,7 +91,7 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
         return dots_constants_bytes(offsets) + depth * PANEL_COLUMNS
     if kind not in CODE_KINDS:
         return PANEL_COLUMNS * depth * DTYPES[kind].itemsize
-    constants = -(-depth // group) * TOTALS_BYTES * (2 if offsets else 1)
+    constants = -(-depth // group) * PANEL_COLUMNS * CODE_KINDS[kind].constant_bytes * (2 if offsets else 1)
     return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
 
 
@@ -95,17 +103,22 @@ def dots_constants_bytes(offsets: bool) -> int:
 def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
     """The kind in which panels hold all these matrices: ``wide`` where one is not in few bits, where they differ in
     their groups or in the order of their inputs, or where vectors do not divide a group."""
-    first = matrices[0]
-    for matrix in matrices:
-        if not isinstance(matrix, QuantizedMatrix) or not isinstance(first, QuantizedMatrix):
-            return wide
+    first, quantized = matrices[0], [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    if not isinstance(first, QuantizedMatrix) or len(quantized) < len(matrices):
+        return wide
+    for matrix in quantized:
         if (matrix.coding, matrix.group) != (first.coding, first.group) or not _packed_group(matrix):
             return wide
         if not same_order(matrix, first):
             return wide
     if row_codes_of(matrices) is not None and all(map(_fits_dots, matrices)):
         return INT8_DOTS
-    return code_kind(first.coding, (matrix.codes for matrix in matrices))  # type: ignore[union-attr]
+    codes = codes_of(first.coding, (matrix.codes for matrix in quantized))
+    for name in (f"{codes}_half", f"{first.coding}_half"):
+        kind = CODE_KINDS.get(name)
+        if kind and all(_holds(kind, part) for matrix in quantized for part in _constants(matrix, kind)):
+            return name
+    return codes
 
 
 def _fits_dots(matrix: Matrix) -> bool:
@@ -114,9 +127,9 @@ def _fits_dots(matrix: Matrix) -> bool:
     return matrix.coding == "int8" and matrix.group >= matrix.shape[1] <= MAX_DOT_INPUTS
 
 
-def has_offsets(matrix: Matrix) -> bool:
-    """Whether the panels of a matrix in few bits need offsets."""
-    return isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix).any())
+def has_offsets(matrix: Matrix, kind: str) -> bool:
+    """Whether the panels of a matrix need offsets."""
+    return kind in FEW_BITS and isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix, kind).any())
 
 
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
@@ -174,7 +187,7 @@ def _pack(weight: torch.Tensor, kind: str) -> PackedWeight:
 def _pack_few_bits(matrices: Sequence[QuantizedMatrix], kind: str, offsets: bool) -> PackedWeight:
     """Packs one matrix, or two with their tiles in turn."""
     first = matrices[0]
-    offsets = offsets or any(has_offsets(matrix) for matrix in matrices)
+    offsets = offsets or any(has_offsets(matrix, kind) for matrix in matrices)
     packed = _pack_dots(matrices, offsets) if kind == INT8_DOTS else _pack_codes(matrices, kind, offsets)
     if first.order is None:
         return packed
@@ -196,7 +209,7 @@ def _pack_dots(matrices: Sequence[QuantizedMatrix], offsets: bool) -> PackedWeig
     units = (codes.view(torch.uint8) ^ 128).view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2)
     constants = [_panels([matrix.scales for matrix in matrices]), codes.sum(2, dtype=torch.int32)]
     if offsets:
-        constants.append(_panels([_offsets(matrix) for matrix in matrices]))
+        constants.append(_panels([_offsets(matrix, INT8_DOTS) for matrix in matrices]))
     before = [part.reshape(len(codes), PANEL_COLUMNS).view(torch.uint8) for part in constants]
     return PackedWeight(INT8_DOTS, torch.cat([*before, units.flatten(1)], 1).flatten(), depth, len(codes), 0, offsets)
 
@@ -216,11 +229,10 @@ def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bo
     depth = inputs + -inputs % DEPTH_MULTIPLE
     group = min(_packed_group(first), depth)
     source = (torch.arange(0, depth, group) // first.group).clamp(max=first.scales.shape[1] - 1)
-    codes = _panels([pad(kept_codes(first.coding, matrix.codes), (0, depth - inputs)) for matrix in matrices])
+    codes = _panels([pad(kept_codes(first.coding, matrix.codes, kind), (0, depth - inputs)) for matrix in matrices])
     units = pack_codes(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind.bits)
-    constants = [_panels([matrix.scales[:, source] * kind.scale for matrix in matrices])]
-    if offsets:
-        constants.append(_panels([_offsets(matrix)[:, source] for matrix in matrices]))
+    parts = list(zip(*(_constants(matrix, kind) for matrix in matrices), strict=True))[: 2 if offsets else 1]
+    constants = [_panels([matrix[:, source] for matrix in part]).to(kind.constant_dtype) for part in parts]
     before = torch.cat([part.transpose(1, 2).contiguous().view(torch.uint8) for part in constants], 2)
     stream, step = units.flatten(1), group // UNIT_INPUTS * kind.unit_bytes
     pieces = [piece for number in range(len(source))
@@ -236,10 +248,20 @@ def _packed_group(matrix: QuantizedMatrix) -> int:
     return max((size for size in fitting if not matrix.group % size), default=0)
 
 
-def _offsets(matrix: QuantizedMatrix) -> torch.Tensor:
-    """The offsets [N, groups] of kept codes."""
+def _constants(matrix: QuantizedMatrix, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and offsets [N, groups] of kept codes, float32."""
+    return matrix.scales * kind.scale, _offsets(matrix, kind.name)
+
+
+def _offsets(matrix: QuantizedMatrix, kind: str) -> torch.Tensor:
     offsets = torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
-    return offsets + 8 * matrix.scales if matrix.coding == "uint4" else offsets
+    shifted = matrix.coding == "uint4" and CODE_KINDS[kind].codes == "int4"
+    return offsets + 8 * matrix.scales if shifted else offsets
+
+
+def _holds(kind: CodeKind, constants: torch.Tensor) -> bool:
+    """Whether the kind's constants are exactly these."""
+    return torch.equal(constants.to(kind.constant_dtype).float(), constants)
 
 
 def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
@@ -248,9 +270,9 @@ def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
     values, found = torch.tensor(kind.values).double(), []
     for begin in range(0, packed.depth, packed.group):
         inputs = min(packed.group, packed.depth - begin)
-        sizes = [parts * TOTALS_BYTES, inputs // UNIT_INPUTS * kind.unit_bytes]
+        sizes = [parts * PANEL_COLUMNS * kind.constant_bytes, inputs // UNIT_INPUTS * kind.unit_bytes]
         before, codes, rest = torch.split(rest, [*sizes, rest.shape[1] - sum(sizes)], 1)
-        constants = before.contiguous().view(torch.float32).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
+        constants = before.contiguous().view(kind.constant_dtype).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
         plain_codes = unpack_codes(codes.reshape(packed.pairs, -1, kind.unit_bytes), kind.bits).transpose(1, 2)
         wide = values[plain_codes.flatten(2).long()] * constants[:, 0]
         found.append(wide + constants[:, 1] if packed.offsets else wide)

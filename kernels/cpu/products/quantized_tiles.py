@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
-from pillion.kernels.cpu.language.isa import TileRows
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.isa import LANES, TileRows
 from pillion.kernels.cpu.products.codes import (
     LINE_BYTES,
     UNIT_INPUTS,
     CodeKind,
     Parts,
     in_pairs,
+    load_constants,
     load_parts,
     parts_of,
     store_parts,
     unit_parts,
 )
-from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, TOTALS_BYTES
+from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, PANEL_COLUMNS, TOTALS_BYTES
 
 # Rows whose totals a thread's scratch holds; behind them is room for widened groups.
 SPAN_ROWS = 504
@@ -90,11 +91,10 @@ class CodedRows:
         """Number of groups."""
         return (self.units + (self.group_units - 1)) // self.group_units
 
-    def half(self, number: int) -> CodedRows:
+    def half(self, number: int, constant_bytes: int) -> CodedRows:
         """The arguments of a narrow tile: one half of the panel."""
-        at = number * VECTOR_BYTES
-        weights, constants, totals = (place + at for place in (self.weights, self.constants, self.totals))
-        return replace(self, weights=weights, constants=constants, totals=totals)
+        weights, totals = (place + number * VECTOR_BYTES for place in (self.weights, self.totals))
+        return replace(self, weights=weights, totals=totals, constants=self.constants + number * LANES * constant_bytes)
 
     def words(self) -> tuple[Int | Ptr, ...]:
         """All values in the order of the attributes."""
@@ -113,7 +113,7 @@ class CodedProduct:
     @property
     def constants_bytes(self) -> int:
         """Bytes of a group's scales and offsets, which lie before its codes."""
-        return TOTALS_BYTES * (2 if self.offsets else 1)
+        return PANEL_COLUMNS * self.kind.constant_bytes * (2 if self.offsets else 1)
 
     @property
     def unit_x_bytes(self) -> int:
@@ -128,7 +128,7 @@ class CodedProduct:
     def most_rows(self, widened: bool) -> int:
         """The most rows of a tile."""
         if not widened:
-            more = _MORE_TABLE_ROWS.get(self.kind.name, 0) if in_pairs(self.k, self.wide_rows) else 0
+            more = _MORE_TABLE_ROWS.get(self.kind.codes, 0) if in_pairs(self.k, self.wide_rows) else 0
             return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
         return self._tile_rows.most
 
@@ -231,7 +231,7 @@ class CodedProduct:
 
         inside = k.holds(codes, self._codes_bytes(units, args)) & k.holds(wide, _MOST_WIDE_BYTES)
         with k.when(inside):
-            name = f"gemm_widen_{self.kind.name}{'_wide' * self.wide_rows}"
+            name = f"gemm_widen_{self.kind.codes}{'_wide' * self.wide_rows}"
             k.call_subroutine(name, (codes, wide, units, args.group_units, args.weights_stride), body)
 
     def _codes_bytes(self, units: Int, args: CodedRows) -> Int:
@@ -263,7 +263,7 @@ class CodedProduct:
                     self._call_tile(height, 2, args, widened)
                 else:
                     for number in range(2):
-                        self._call_tile(height, 1, args.half(number), widened)
+                        self._call_tile(height, 1, args.half(number, self.kind.constant_bytes), widened)
                 b.branch(behind)
             b.position_at_end(behind)
 
@@ -376,19 +376,22 @@ class _CodedTile:
         """Adds the groups' sums to the totals."""
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
-        halves = [half * VECTOR_BYTES for half in range(self.width)]
-        scales = [[k.load(at + half) for half in halves] for at in constants]
+        vector_bytes = LANES * self.product.kind.constant_bytes
+        scales = [[self._constants(at + half * vector_bytes) for half in range(self.width)] for at in constants]
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
-            for number, half in enumerate(halves):
-                place = args.totals + (row * TOTALS_BYTES + half)
+            for half in range(self.width):
+                place = args.totals + (row * TOTALS_BYTES + half * VECTOR_BYTES)
                 total = k.load(place)
                 for side, at in enumerate(constants):
-                    total = k.fma(scales[side][number], sums[side][row][number].value, total)
+                    total = k.fma(scales[side][half], sums[side][row][half].value, total)
                     if self.product.offsets:
-                        offset = k.load(at + (TOTALS_BYTES + half))
+                        offset = self._constants(at + (half + 2) * vector_bytes)
                         total = k.fma(offset, k.broadcast(inputs + side * 4), total)
                 k.store(place, total)
+
+    def _constants(self, at: Ptr) -> Vec:
+        return load_constants(self.product.k, self.product.kind, at)
 
     def _prefetch(self, line: Ptr, size: int) -> None:
         if self.rows > 1 or self.widened or self.product.kind.bits == 4:
