@@ -89,7 +89,8 @@ TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
     """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
-    ``folder`` has its config.json; ``adapter`` is the one that a client's name meant."""
+    ``weights`` says how its weights are kept. ``folder`` has its config.json; ``adapter`` is the one that a client's
+    name meant."""
 
     limits: ModelLimits
     fingerprint: str
@@ -99,6 +100,7 @@ class ModelEntry:
     grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
+    weights: str = ""
     folder: Path | None = None
     adapter: NamedAdapter | None = None
 
@@ -593,6 +595,7 @@ def _described(entry: ModelEntry) -> ModelInfo:
         entry.formats.reasoning_parser,
         "" if adapter is None else adapter.parent,
         "" if adapter is None else adapter.digest,
+        entry.weights,
     )
 
 

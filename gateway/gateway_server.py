@@ -342,5 +342,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
+        weights=model.weights,
         folder=model.folder,
     )
