@@ -105,6 +105,8 @@ class GatewayServer:
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
         if gateway.adapters is not None:
             self._tasks.append(asyncio.create_task(gateway.adapters.run(heartbeat_s), name="adapters"))
+        if gateway.adapter_spread is not None:
+            self._tasks.append(asyncio.create_task(gateway.adapter_spread.run(heartbeat_s), name="files of adapters"))
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
         if ports.probe is not None:
