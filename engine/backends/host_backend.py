@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,8 @@ class HostBackend(ABC):
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
         self.vocab_size = vocab_size
+        # How much longer the last forward pass would have taken without cores of other workers.
+        self.borrowed_s = 0.0
         self._pool: torch.Tensor | None = None
 
     @abstractmethod
@@ -69,7 +71,8 @@ class HostBackend(ABC):
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        return FinishedStep(sample_and_score(self.forward(batch), rows))
+        sampled = sample_and_score(self.forward(batch), rows)
+        return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""

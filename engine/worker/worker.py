@@ -188,6 +188,8 @@ class Worker:
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
             **asdict(load),
+            core_board=self.flags.core_board if self.model.core_share else "",
+            core_share=self.model.core_share,
             block_bytes=self.model.backend.layout.block_bytes,
         )
 

@@ -21,6 +21,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
+    Board,
     DecodeSide,
     Models,
     PrefillSide,
@@ -143,8 +144,10 @@ def choose(
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
     limit = snapshot.limit_blocks
     behind = snapshot.demand_per_s[0] / len(decodes)
+    boards = _boards(snapshot, weighed)
     ways = [
-        _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed
+        _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind, board)
+        for component, board in zip(weighed, boards, strict=True)
     ]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
@@ -198,6 +201,25 @@ def _prefill_sides(
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
+def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> list[Board | None]:
+    """The board of each decode worker that shares its cores; workers of a board are of one node."""
+    found: dict[tuple[str, str], list[ComponentRecord]] = {
+        (decode.node_id, decode.core_board): [] for decode in decodes if decode.core_board and decode.core_share
+    }
+    if not found:
+        return [None] * len(decodes)
+    for component in snapshot.components:
+        if component.core_board and (mates := found.get((component.node_id, component.core_board))) is not None:
+            mates.append(component)
+    mates_of = [found.get((decode.node_id, decode.core_board), []) for decode in decodes]
+    return [
+        Board.of(decode, mates, snapshot.own_tokens, snapshot.demand_tokens or snapshot.prompt_tokens)
+        if mates
+        else None
+        for decode, mates in zip(decodes, mates_of, strict=True)
+    ]
+
+
 def _way(
     snapshot: ClusterSnapshot,
     component: ComponentRecord,
@@ -206,12 +228,13 @@ def _way(
     known: int,
     limit: int,
     behind: float,
+    board: Board | None,
 ) -> Way:
     """The price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
     streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)
-    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind)
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, board)
     cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s

@@ -149,6 +149,24 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
     assert len(budget.cost.weights_s()) == 5
 
 
+def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> None:
+    """Half of the steps have twice the cores. The fit is that of own cores; a budget follows what there is now."""
+    machine, target_s = SimulatedMachine(), 0.020
+    own, lent = TokenBudget(2048, target_s), TokenBudget(2048, target_s)
+    for budget in (own, lent):
+        for number, (count, tokens) in enumerate(itertools.product((1, 4, 16) * 3, (0, 16, 64, 200))):
+            pieces = [*decodes(count, 500), *([chunk(500, tokens)] if tokens else [])]
+            for _ in range(4):
+                seconds = machine.seconds(pieces)
+                borrowed_s = seconds / 2 if budget is lent and number % 2 else 0.0
+                budget.begin(pieces, 0.0)
+                budget.end(seconds - borrowed_s, borrowed_s)
+    assert lent.cost.weights_s() == pytest.approx(own.cost.weights_s())
+    beside = decodes(4, 500)
+    assert lent.cost.predict(features(beside)) == pytest.approx(own.cost.predict(features(beside)) / 2)
+    assert lent.left(beside, 500) > 1.5 * own.left(beside, 500)
+
+
 def test_no_budget_is_guessed() -> None:
     """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""

@@ -75,6 +75,8 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, bo
     assert pool.threads == 2
     wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
     assert board.held()[0] == [0], "an owner keeps its cores for a moment behind a run"
+    wait_for("a run to have borrowed", lambda: len(threads_of_runs(kernels, pool, 1)) == 2)
+    assert 0 < pool.borrowed_s < LEASE_NS / 1e9
     wait_for("everything to be given back", lambda: board.held() == ([], []))
 
 
@@ -82,6 +84,7 @@ def test_nobody_borrows_the_core_of_a_busy_worker(kernels, board, pool_of):
     pool = pool_of(0)
     own(board, 1, FOREVER_NS)
     assert len(threads_of_runs(kernels, pool)) == 1
+    assert pool.borrowed_s == 0.0
     assert board.held()[1] == []
     own(board, 1, 0)
 
