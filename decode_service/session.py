@@ -239,6 +239,7 @@ class DecodeSession:
         submit, worker = stream.submit, self._worker
         try:
             grammar = await _grammar_of(submit, worker)
+            await worker.bring_adapter(submit.adapter)
             if self._streams.get(submit.key) is not stream:
                 return
             total_blocks = len(submit.token_ids) // worker.block_size + 1
@@ -336,6 +337,7 @@ def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
         priority=bounded(submit.priority),
         forks=tuple(other.fork for other in stream.forks),
         scored_tokens=submit.scored_tokens,
+        adapter=submit.adapter,
     )
 
 

@@ -158,7 +158,8 @@ class TokenBudget:
         self.target_steps = target_steps
         self.cost = StepCost()
         self.largest_step_tokens = 0
-        self._running: deque[tuple[Float64, float]] = deque()
+        # Of each step under way: its features, when it began, and whether it teaches the fit.
+        self._running: deque[tuple[Float64, float, bool]] = deque()
 
     def left(
         self,
@@ -194,20 +195,22 @@ class TokenBudget:
         return max(seconds, self.cost.seconds_for_throughput(LEAST_THROUGHPUT, decodes, start, most))
 
     def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
-        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began."""
+        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began. One that
+        scores a prompt teaches nothing: its rows of logits are not among the features."""
         if pieces:
             while len(self._running) > in_flight:
                 self._running.pop()
-            self._running.append((features(pieces), now))
+            self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
 
     def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> None:
         """The oldest step has ended, and the next one runs from now. On own cores it would have taken ``borrowed_s``
         more. A step that was not ``ok`` teaches nothing."""
         if not self._running:
             return
-        found, began = self._running.popleft()
-        if ok:
+        found, began, teaches = self._running.popleft()
+        if ok and teaches:
             self.cost.observe(found, now - began, borrowed_s)
             self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
         if self._running:
-            self._running[0] = self._running[0][0], now
+            found, _, teaches = self._running[0]
+            self._running[0] = found, now, teaches

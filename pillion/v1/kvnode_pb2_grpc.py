@@ -80,6 +80,11 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
                 _registered_method=True)
+        self.ReadAdapter = channel.unary_stream(
+                '/pillion.v1.KVNode/ReadAdapter',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/pillion.v1.KVNode/Heartbeat',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatRequest.SerializeToString,
@@ -181,6 +186,16 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAdapter(self, request, context):
+        """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
+        that has them. Nobody but the reader verifies them: their digest is what it asked for.
+        NOT_FOUND: no node that was asked has the adapter.
+        RESOURCE_EXHAUSTED: too many adapters are read here already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced.
         """
@@ -258,6 +273,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.SerializeToString,
+            ),
+            'ReadAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadAdapter,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -524,6 +544,33 @@ class KVNode(object):
             '/pillion.v1.KVNode/Prefetch',
             pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pillion.v1.KVNode/ReadAdapter',
+            pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.FromString,
             options,
             channel_credentials,
             insecure,

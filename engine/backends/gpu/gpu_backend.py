@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     FP8_E4M3,
     KV_SCALE_BYTES,
     BackendLost,
     DevicePool,
     KVLayout,
+    PackedAdapter,
+    check_place,
     checked_copies,
     checked_memory,
     distinct_rows,
@@ -205,6 +208,20 @@ class GpuBackend:
             del bound, scratch
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+
+    @property
+    def max_adapters(self) -> int:
+        return 0
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Raises ConfigError: adapters run on the CPU alone."""
+        raise ConfigError("--enable-lora: the GPU kernels do not run adapters")
+
+    def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
+        raise Internal("pack_adapter before bind_adapters")
+
+    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+        check_place(place, self.max_adapters)
 
     def close(self) -> None:
         """Releases graphs, pool and weights. Idempotent."""

@@ -167,6 +167,18 @@ def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> 
     assert lent.left(beside, 500) > 1.5 * own.left(beside, 500)
 
 
+def test_scored_rows_leave_the_fit_alone() -> None:
+    """Each scored token has a row of logits, which costs far more than a token of a prompt that is only computed."""
+    machine, budget = SimulatedMachine(), TokenBudget(256, 0.05)
+    trained(machine, budget, (500,))
+    before = budget.cost.weights_s(), budget.left(decodes(4, 500), 500)
+    for _ in range(20):
+        pieces = [*decodes(4, 500), replace(chunk(0, 100), scores=100)]
+        budget.begin(pieces, 0.0)
+        budget.end(machine.seconds(pieces) + 100 * 2e-3)
+    assert (budget.cost.weights_s(), budget.left(decodes(4, 500), 500)) == before
+
+
 def test_no_budget_is_guessed() -> None:
     """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""
