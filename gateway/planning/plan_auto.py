@@ -144,10 +144,19 @@ def choose(
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
     limit = snapshot.limit_blocks
     behind = snapshot.demand_per_s[0] / len(decodes)
-    boards = _boards(snapshot, weighed)
+    boards = _boards(snapshot, weighed) if any(component.core_board for component in weighed) else {}
     ways = [
-        _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind, board)
-        for component, board in zip(weighed, boards, strict=True)
+        _way(
+            snapshot,
+            component,
+            models.of(component),
+            best,
+            min(known, limit),
+            limit,
+            behind,
+            boards.get(component.component_id),
+        )
+        for component in weighed
     ]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
@@ -203,23 +212,20 @@ def _prefill_sides(
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
-def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> list[Board | None]:
-    """The board of each decode worker that shares its cores; workers of a board are of one node."""
-    found: dict[tuple[str, str], list[ComponentRecord]] = {
-        (decode.node_id, decode.core_board): [] for decode in decodes if decode.core_board and decode.core_share
-    }
-    if not found:
-        return [None] * len(decodes)
+def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, Board]:
+    """The board of each decode worker that shares its cores, by component id. A board is one node's."""
+    mates: dict[tuple[str, str], list[ComponentRecord]] = {}
     for component in snapshot.components:
-        if component.core_board and (mates := found.get((component.node_id, component.core_board))) is not None:
-            mates.append(component)
-    mates_of = [found.get((decode.node_id, decode.core_board), []) for decode in decodes]
-    return [
-        Board.of(decode, mates, snapshot.own_tokens, snapshot.demand_tokens or snapshot.prompt_tokens)
-        if mates
-        else None
-        for decode, mates in zip(decodes, mates_of, strict=True)
-    ]
+        if component.core_board:
+            mates.setdefault((component.node_id, component.core_board), []).append(component)
+    follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
+    return {
+        decode.component_id: Board.of(
+            decode, mates[decode.node_id, decode.core_board], snapshot.own_tokens, follower_tokens
+        )
+        for decode in decodes
+        if decode.core_board and decode.core_share
+    }
 
 
 def _way(

@@ -394,7 +394,7 @@ def _way_on_board_s(
             queue_s = min(alone_s, decode.wait_s * longer)
             # Steps with a prompt tail keep to a bound of the latency, but not beside a prefill worker.
             others_s += queue_s * (decode.streams + decode.waiting)
-            if decode.streams:
+            if decode.streams and decode.base_s:
                 others_s += decode.streams * span_s * max(0.0, 1 - decode.limit_s / (decode.base_s * board.beside))
             follower_s = min(1.0, longer * board.follower_tokens / (split - cached)) * alone_s
             others_s += decode.followers_per_s * span_s * follower_s

@@ -68,6 +68,14 @@ def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
         assert not is_shared(make_plan(snapshot(1024, (node(0), spans, disturbed), **demand)))
 
 
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1.0, 1e18])
+def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
+    free = (0.0, 0.0, 0.0, 1e-7, 0.0)
+    board = {"core_board": "board", "core_share": share, "step_cost_s": free}
+    parts = (node(0), prefill(**board), decode(streams=3, context_tokens=0, queued_tokens=10, **(AUTO | board)))
+    assert make_plan(snapshot(1000, parts, demand_per_s=(1.0, 1.0))).decode.component_id == "decode-0"
+
+
 def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
     """Short ones would wait behind it there; beside it they only take longer."""
     short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
