@@ -448,7 +448,7 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineFlags(
-    StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
+    LoraFlags, StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
 ):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 

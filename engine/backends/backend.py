@@ -259,11 +259,15 @@ class Backend(Protocol):
         """Number of places for adapters; 0 before ``bind_adapters``."""
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        """Makes empty places for adapters up to ``max_rank``. At most once, before the first step; may compile kernels.
-        Raises ConfigError where this backend cannot run the model with adapters."""
+        """Makes empty places for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
+
+        On a GPU places take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises
+        ConfigError where this backend cannot run the model with adapters.
+        """
 
     def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
-        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps.
+        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps. A thread
+        of low priority does not take cores from steps.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
-from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.errors import ConfigError, Internal
+from pillion.engine.backends.batch import Int32, StepBatch, adapted_runs, row_places
+from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.records import Words
 from pillion.kernels.cpu.products.low_rank import PLACE, RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.packing import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS, in_turn
@@ -146,11 +145,7 @@ class AdapterRows:
 
     def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> None:
         """``sample_rows``: the rows whose logits the step computes. Raises Internal for places that do not exist."""
-        assert batch.adapters is not None
-        places = batch.adapters
-        if len(places) != batch.num_seqs or places.min() < -1 or places.max() >= self._max_adapters:
-            raise Internal(f"a step of {batch.num_seqs} sequences names adapter places {places.tolist()}")
-        places = np.repeat(places, np.diff(batch.query_starts)).astype(np.int32, copy=False)
+        places = row_places(batch, self._max_adapters)
         used = np.unique(places)
         self._fill(step, "tokens", places)
         self._fill(step, "samples", places[sample_rows])
@@ -159,18 +154,8 @@ class AdapterRows:
         step.count("num_used_places", len(used))
 
     def _fill(self, step: CpuStepRecord, name: str, places: Int32) -> None:
-        rows = np.argsort(places, kind="stable").astype(np.int32)[np.count_nonzero(places < 0) :]
-        runs = runs_of(places[rows], self._most_rows)
+        rows, runs = adapted_runs(places, self._most_rows)
         step.point(f"{name}_places", places)
         step.point(f"{name}_adapted", rows)
         step.point(f"{name}_runs", runs)
         step.count(f"num_{name}_runs", len(runs))
-
-
-def runs_of(places: Int32, most_rows: int) -> npt.NDArray[np.int32]:
-    """Runs int32 [n, 3] of ``places``, which rise: place, first number and how many, at most ``most_rows``."""
-    numbers = np.arange(len(places))
-    begins = np.searchsorted(places, places)
-    firsts = np.flatnonzero((numbers - begins) % most_rows == 0)
-    counts = np.diff(np.append(firsts, len(places)))
-    return np.ascontiguousarray(np.stack([places[firsts], firsts, counts], 1), np.int32)

@@ -14,15 +14,12 @@ from testbed.random_adapter import random_adapter
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.mixed_adapters import RANKS, mixed_steps, with_adapters
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
 pytestmark = needs_kernels
-
-# Ranks of queries, keys and values (or of gate and up) of the adapter in each place.
-RANKS = ((3,), (16, 8, 5), (9, 16))
-PLACES = (2, -1, 0, 1, 0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,25 +36,6 @@ def llama(own_cache, tmp_path_factory):
     return prepare(ModelFlags(model=str(folder), dtype="bfloat16"))
 
 
-def with_adapters(driver: BackendDriver, count: int = len(RANKS)) -> BackendDriver:
-    """Binds and places the adapters of RANKS; the first one leaves two layers as they are."""
-    driver.backend.bind_adapters(len(RANKS), 16)
-    config = load_config(driver.prepared.folder)
-    dtype = torch.bfloat16 if driver.prepared.dtype == "bfloat16" else torch.float32
-    for place, ranks in enumerate(RANKS[:count]):
-        leave = () if place else ("layers.0.o", "layers.1.gate_up", "layers.1.qkv")
-        packed = driver.backend.pack_adapter(random_adapter(config, place, ranks, dtype, leave=leave))
-        driver.backend.place_adapter(place, packed)
-    return driver
-
-
-def mixed_steps(driver: BackendDriver, text: list[int]) -> torch.Tensor:
-    """Logits of the last row of each sequence in each of three steps; their adapters are PLACES."""
-    numbers = [driver.sequences.add(adapter=place)[0] for place in PLACES]
-    cuts = [(0, 13), (13, 14), (14, 40)]
-    return torch.stack([driver.step(*((number, text[begin:end]) for number in numbers)) for begin, end in cuts])
-
-
 def model_of(kind: str, folder) -> ModelFlags:
     if kind.startswith("gptq"):
         plain, _ = make_model(folder / "plain", FAMILIES["llama-gqa-tied"])
@@ -68,7 +46,7 @@ def model_of(kind: str, folder) -> ModelFlags:
 @pytest.mark.parametrize("kind", ["llama-odd-hidden", "gemma2", "qwen3-moe-some-dense", "gptq-act-order"])
 def test_mixed_steps_are_those_of_torch(kind, tmp_path):
     """Widths that fill no tile, norms behind products, experts beside dense layers, inputs in another order."""
-    prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(40, 3)
+    prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
     backend = cpu_backend(prepared, threads=2)
     found = mixed_steps(with_adapters(CpuDriver(prepared, backend=backend)), text)
     wanted = mixed_steps(with_adapters(BackendDriver(prepared)), text)
@@ -78,7 +56,7 @@ def test_mixed_steps_are_those_of_torch(kind, tmp_path):
 
 @pytest.mark.parametrize("kernels", ["auto", "avx512", "avx2"])
 def test_bfloat16_is_close_on_each_instruction_set(llama, kernels):
-    text = tokens_of(40, 3)
+    text = tokens_of(20, 3)
     try:
         backend = cpu_backend(llama, threads=2, kernels=kernels)
     except ConfigError as error:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pillion.engine.backends.cpu.cpu_adapters import AdapterRows, runs_of
+from pillion.engine.backends.cpu.cpu_adapters import AdapterRows
 from pillion.kernels.cpu.language.isa import TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.low_rank import (
@@ -185,16 +185,6 @@ def test_a_row_without_an_adapter_has_the_bits_of_the_plain_product(runner, laye
     for row in (1, 3, 4):
         assert torch.equal(mixed[row], plain[row])
     assert not torch.equal(mixed[0], plain[0])
-
-
-@pytest.mark.parametrize("most", [1, 4, 8])
-def test_runs_cover_each_row_once(most):
-    places = np.array([0] * 9 + [2] + [5] * 4, np.int32)
-    runs = runs_of(places, most)
-    assert (runs[:, 2] <= most).all()
-    covered = [(place, row) for place, first, count in runs.tolist() for row in range(first, first + count)]
-    assert covered == list(zip(places.tolist(), range(len(places)), strict=True))
-    assert runs_of(np.zeros(0, np.int32), most).shape == (0, 3)
 
 
 @pytest.mark.parametrize("isa", TABLE, ids=lambda isa: isa.name)
