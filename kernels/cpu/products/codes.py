@@ -297,34 +297,33 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
     b = k.builder
     order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
     mine = b.shuffle_vector(words, words, ir.Constant(VI, order))
-    if kind.codes == "fp8_e4m3":
-        return tuple(_fp8_float(k, mine, place) for place in (0, 8))
-    word = b.zext(mine, VI)
-    found = []
-    for place in (0, 8):
-        code = b.lshr(word, int_lanes(place)) if place else word
-        size, sign = (
-            b.and_(code, int_lanes(_MAGNITUDES)),
-            b.and_(b.shl(word, int_lanes(24 - place)), int_lanes(-(2**31))),
-        )
-        if kind.codes == "int8_whole":
-            alone = b.icmp_unsigned("==", b.and_(code, int_lanes(0xFF)), int_lanes(_SIGN))
-            size = b.select(alone, int_lanes(_SIGN), size)
-        found.append(Vec(k, b.bitcast(b.or_(b.bitcast(b.sitofp(size, VF), VI), sign), VF)))
-    return tuple(found)
+    return tuple(_byte_float(k, kind, mine, place) for place in (0, 8))
 
 
-def _fp8_float(k: Kernel, words: Any, place: int) -> Vec:
-    """Moves sign, exponent and mantissa to where float16 has them, and converts that."""
-    b = k.builder
-    size, sign = (ir.Constant(_LANE_WORDS, [mask] * LANES) for mask in (0x3F80, 0x8000 - 0x10000))
+def _byte_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
+    """Moves the sign and the 7 bits below it to where float16 has the like, and converts that.
+
+    These are the exponent and mantissa of FP8, which become those of a float16. A magnitude of int8 becomes the lowest
+    bits, whose unit is 2**-24.
+    """
+    b, lowest = k.builder, 7 if kind.codes == "fp8_e4m3" else 0
+
+    def lanes(value: int) -> Any:
+        return ir.Constant(_LANE_WORDS, [value] * LANES)
 
     def moved(by: int) -> Any:
-        amount = ir.Constant(_LANE_WORDS, [abs(by)] * LANES)
-        return words if not by else b.shl(words, amount) if by > 0 else b.lshr(words, amount)
+        return words if not by else b.shl(words, lanes(by)) if by > 0 else b.lshr(words, lanes(-by))
 
-    half = b.or_(b.and_(moved(7 - place), size), b.and_(moved(8 - place), sign))
+    sign = lanes(0x8000 - 0x10000)
+    half = b.or_(b.and_(moved(lowest - place), lanes(_MAGNITUDES << lowest)), b.and_(moved(8 - place), sign))
+    if kind.codes == "int8_whole":
+        half = b.select(b.icmp_unsigned("==", half, sign), lanes(0x8000 + _SIGN - 0x10000), half)
     return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
+
+
+def register_unit(k: Kernel, kind: CodeKind, wide_rows: bool) -> float:
+    """What a code of 1 is in registers: scales of finished sums make up for it."""
+    return 2.0**-24 if kind.codes in ("int8", "int8_whole") and not in_pairs(k, wide_rows) else 1.0
 
 
 @cache

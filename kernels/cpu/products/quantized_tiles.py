@@ -30,6 +30,7 @@ from pillion.kernels.cpu.products.codes import (
     load_constants,
     load_parts,
     parts_of,
+    register_unit,
     store_parts,
     unit_parts,
 )
@@ -369,7 +370,10 @@ class _CodedTile:
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
         vector_bytes = LANES * self.product.kind.constant_bytes
+        unit = register_unit(k, self.product.kind, self.product.wide_rows)
         scales = [[self._constants(at + half * vector_bytes) for half in range(self.width)] for at in constants]
+        if unit != 1.0:
+            scales = [[scale * (1 / unit) for scale in side] for side in scales]
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
             for half in range(self.width):
