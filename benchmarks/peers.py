@@ -89,13 +89,13 @@ class System:
 
 
 def pillion_system(name: str, model: str, flags: Sequence[str]) -> System:
-    """Describe `pillion serve MODEL FLAGS`, driven over gRPC by the SDK."""
+    """Describe `pillion serve MODEL FLAGS` with its own defaults, driven over gRPC by the SDK."""
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
         from pillion import __version__
 
-        with served(folder, model, *flags) as cluster:
+        with served(folder, model, *flags, split_policy="") as cluster:
             ready = about_kernels(cluster.log.read_text("utf-8"))
             yield RunningSystem(__version__, over(lambda: PillionTarget("", True, 0.0, target=cluster.target)), ready)
 

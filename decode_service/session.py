@@ -239,6 +239,7 @@ class DecodeSession:
         submit, worker = stream.submit, self._worker
         try:
             grammar = await _grammar_of(submit, worker)
+            await worker.bring_adapter(submit.adapter)
             if self._streams.get(submit.key) is not stream:
                 return
             total_blocks = len(submit.token_ids) // worker.block_size + 1
@@ -248,6 +249,8 @@ class DecodeSession:
                 submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
             )
             if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
+                if submit.adapter:
+                    epoch.preload(submit.adapter)
                 holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
             if self._streams.get(submit.key) is not stream:
                 tickets.let_go(holding)
@@ -336,6 +339,7 @@ def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
         priority=bounded(submit.priority),
         forks=tuple(other.fork for other in stream.forks),
         scored_tokens=submit.scored_tokens,
+        adapter=submit.adapter,
     )
 
 

@@ -5,6 +5,7 @@
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
     sampling/      logits to tokens
+    adapters/      LoRA: small matrices that change the model for the requests that name them
     grammars/      which tokens an answer may go on with
     backends/      a step on a device: torch, cpu, gpu
 

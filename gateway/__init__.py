@@ -7,6 +7,7 @@ boxed_worker.py     that process; it imports nothing of Pillion
 http_api/           OpenAI's HTTP API
 grpc_api/           the public gRPC service
 admission/          API keys, tenants, bounds, quotas, queues
+adapters/           names of LoRA adapters, which come and go
 tokens/             tokenizer, chat template, detokenizer, stop strings
 formats/            how models write reasoning and calls of tools, and how both are read
 batches/            files of requests that run in the background

@@ -5,11 +5,13 @@ generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) ->
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from opentelemetry import context as otel_context
@@ -25,6 +27,9 @@ from pillion.errors import (
     Unauthenticated,
     Unavailable,
 )
+from pillion.gateway.adapters.adapter_names import AdapterNames
+from pillion.gateway.adapters.adapter_spread import AdapterSpread
+from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
@@ -80,12 +85,16 @@ STOPPING = "this gateway is stopping"
 # A client may come again at once: it reaches another gateway, or the next one behind this port.
 DRAIN_RETRY_MS = 100
 # Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
+# Longest time that the load of an adapter waits until all machines have it.
+SPREAD_TIMEOUT_S = 30.0
 TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or ""."""
+    """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
+    ``weights`` says how its weights are kept. ``folder`` has its config.json; ``adapter`` is the one that a client's
+    name meant."""
 
     limits: ModelLimits
     fingerprint: str
@@ -95,6 +104,14 @@ class ModelEntry:
     grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
+    weights: str = ""
+    folder: Path | None = None
+    adapter: NamedAdapter | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that answers give: that of the adapter, or of the model."""
+        return self.limits.name if self.adapter is None else self.adapter.name
 
 
 class Gateway:
@@ -105,6 +122,7 @@ class Gateway:
         cluster: connections to all components.
         ring: API keys; None serves everybody.
         quotas: by default counted by this gateway alone.
+        adapters: the names of adapters; None where there are none.
     """
 
     def __init__(
@@ -114,8 +132,13 @@ class Gateway:
         options: GatewayOptions,
         ring: Keyring | None = None,
         quotas: SharedQuotas | None = None,
+        adapters: AdapterNames | None = None,
     ) -> None:
         self._models = models
+        self.adapters = adapters
+        self.adapter_spread: AdapterSpread | None = None
+        if adapters is not None:
+            self.adapter_spread = AdapterSpread(cluster.nodes, lambda: {one.digest for one in adapters.all()})
         # A name that was given goes before another model's alias.
         self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
         self.cluster = cluster
@@ -165,6 +188,7 @@ class Gateway:
         tenant: Tenant | None = None,
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
+        entry: ModelEntry | None = None,
     ) -> Generation:
         """A started generation, to be read or cancelled by the caller.
 
@@ -173,6 +197,7 @@ class Gateway:
             tenant: the sender, as :meth:`tenant_of` returns it; None is served by an open gateway only.
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
+            entry: what the request's model meant when its call came; by default what it means now.
 
         Raises:
             NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
@@ -188,8 +213,8 @@ class Gateway:
         span = begin_span(request, parent)
         permit: AdmissionPermit | None = None
         try:
-            model = self.entry(request.model)
-            await self.check(request, tenant)
+            model = entry or await self.find_entry(request.model, tenant)
+            await self._check(request, model, tenant)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             permit = self.admission.enter(tenant, _generated(request.sampling), field)
             # After the bounds, so that a request that they refuse counts for no quota.
@@ -221,7 +246,9 @@ class Gateway:
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
         """Checks all fields but the length of a text. Raises NotFound, and InvalidRequest with every wrong field."""
-        model = self.entry(request.model)
+        await self._check(request, await self.find_entry(request.model, tenant), tenant)
+
+    async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
         model.formats.check(request.tools)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
@@ -244,17 +271,38 @@ class Gateway:
         """The longest context of all models."""
         return max(entry.limits.max_model_len_tokens for entry in self._models.values())
 
-    def entry(self, name: str) -> ModelEntry:
-        """The model that ``name`` means; "" means the only one. Raises NotFound and InvalidRequest."""
-        return self._by_name.get(name) or self._models[check_model(name, self._models)]
+    async def find_entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
+        """Like :meth:`entry`, also for an adapter that another gateway has loaded just now."""
+        if self.adapters is not None and name not in self._by_name:
+            await self.adapters.look(name)
+        return self.entry(name, tenant)
+
+    def entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
+        """The model, perhaps with an adapter, that ``name`` means for a tenant, for the gateway itself without one; ""
+        means the only one. Raises NotFound and InvalidRequest."""
+        found = self._named(name)
+        if found is not None and (tenant is None or tenant.may_use(found.name)):
+            return found
+        known = [one for one in self._models if tenant is None or tenant.may_use(one)]
+        if not known and tenant is not None:
+            known = [one for one in tenant.models if self._named(one) is not None]
+        found = self._named(check_model(name, known))
+        assert found is not None
+        return found
+
+    def _named(self, name: str) -> ModelEntry | None:
+        entry = self._by_name.get(name)
+        if entry is None and self.adapters is not None and (adapter := self.adapters.find(name)) is not None:
+            return replace(self._models[adapter.parent], adapter=adapter)
+        return entry
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
     ) -> tuple[int, ...]:
         """The ids of a prompt as they would be computed; ``bare`` leaves out special tokens that are added to a text.
         Counts as a request. Raises InvalidRequest and Overloaded."""
-        model, tenant = self.entry(request.model), self._known(tenant)
-        await self.check(request, tenant)
+        model, tenant = await self.find_entry(request.model, tenant), self._known(tenant)
+        await self._check(request, model, tenant)
         async with self._counted(tenant):
             return (await self._tokenize(request, model, tenant, bare=bare))[0]
 
@@ -262,7 +310,7 @@ class Gateway:
         """The text of ids, special tokens skipped; counts as a request. Raises InvalidRequest, naming ``tokens``, and
         Overloaded."""
         tenant = self._known(tenant)
-        check_ids("tokens", token_ids, self.entry(name).limits)
+        check_ids("tokens", token_ids, self.entry(name, tenant).limits)
         async with self._counted(tenant):
             return await self.text_of(name, token_ids, tenant)
 
@@ -283,19 +331,37 @@ class Gateway:
         async with self._texts.of(tenant):
             return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
-    def models(self) -> tuple[ModelInfo, ...]:
-        """The models that live workers serve now."""
-        return tuple(
-            ModelInfo(
-                name,
-                entry.limits.max_model_len_tokens,
-                entry.fingerprint,
-                entry.formats.tool_parser,
-                entry.formats.reasoning_parser,
-            )
-            for name, entry in sorted(self._models.items())
-            if not self.missing(name)
-        )
+    def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
+        """The models that live workers serve now, then their adapters, as far as a tenant may use them."""
+        served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
+        entries = list(served.values())
+        for adapter in () if self.adapters is None else self.adapters.all():
+            if adapter.parent in served:
+                entries.append(replace(served[adapter.parent], adapter=adapter))
+        return tuple(_described(entry) for entry in entries if tenant is None or tenant.may_use(entry.name))
+
+    async def load_adapter(
+        self, tenant: Tenant | None, name: str, path: str, *, in_place: bool = False, model: str = ""
+    ) -> ModelInfo:
+        """Gives a name to the adapter of a folder (AdapterNames.load). Raises PermissionDenied for a tenant that is no
+        operator, and where there are no adapters."""
+        adapter = await self._adapters_of(tenant).load(name, path, in_place=in_place, model=model)
+        assert self.adapter_spread is not None
+        # So that the first request finds it everywhere; what takes longer is begun again in the background.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SPREAD_TIMEOUT_S):
+                await self.adapter_spread.spread()
+        return _described(replace(self._models[adapter.parent], adapter=adapter))
+
+    async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:
+        """Takes a name away (AdapterNames.unload). Raises PermissionDenied as :meth:`load_adapter` does."""
+        await self._adapters_of(tenant).unload(name)
+
+    def _adapters_of(self, tenant: Tenant | None) -> AdapterNames:
+        self._operators_only(tenant)
+        if self.adapters is None:
+            raise PermissionDenied("this gateway serves no adapters: --enable-lora changes that")
+        return self.adapters
 
     def missing(self, name: str) -> str:
         """What keeps a model from being served, in words; empty where it is served."""
@@ -348,6 +414,8 @@ class Gateway:
         """Ends tokenizing and reports quotas. Readers of generations cancel these themselves."""
         self._pool.close()
         await self.quotas.aclose()
+        if self.adapters is not None:
+            await self.adapters.aclose()
         for entry in self._models.values():
             await entry.template.aclose()
             await entry.grammars.aclose()
@@ -360,7 +428,7 @@ class Gateway:
     def _operators_only(self, tenant: Tenant | None) -> None:
         if not self._known(tenant).operator:
             raise PermissionDenied(
-                "only a tenant with operator = true may see the cluster: pillion keys add FILE --tenant NAME --operator"
+                "only a tenant with operator = true may do this: pillion keys add FILE --tenant NAME --operator"
             )
 
     def _slots(self, model: str) -> int:
@@ -472,6 +540,7 @@ class Gateway:
             show_logprobs=asked.logprobs is not None,
             resume=resume,
             original_tokens=model.limits.original_tokens,
+            adapter="" if model.adapter is None else model.adapter.digest,
         )
 
     async def _answers(
@@ -526,6 +595,20 @@ class Gateway:
         generation = Generation(job, self.cluster, answers, span, meter, ended)
         generation.start()
         return generation
+
+
+def _described(entry: ModelEntry) -> ModelInfo:
+    adapter = entry.adapter
+    return ModelInfo(
+        entry.name,
+        entry.limits.max_model_len_tokens,
+        entry.fingerprint,
+        entry.formats.tool_parser,
+        entry.formats.reasoning_parser,
+        "" if adapter is None else adapter.parent,
+        "" if adapter is None else adapter.digest,
+        entry.weights,
+    )
 
 
 def _generated(sampling: SamplingParams) -> int:

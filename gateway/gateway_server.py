@@ -14,13 +14,17 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError, PillionError
+from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.batches.batch_folder import BatchFolder
@@ -42,6 +46,7 @@ from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import SharedBuckets
+from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
 from pillion.net.watched import WATCH_INTERVAL_S
@@ -98,6 +103,10 @@ class GatewayServer:
         if batches is not None:
             batches.start()
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
+        if gateway.adapters is not None:
+            self._tasks.append(asyncio.create_task(gateway.adapters.run(heartbeat_s), name="adapters"))
+        if gateway.adapter_spread is not None:
+            self._tasks.append(asyncio.create_task(gateway.adapter_spread.run(heartbeat_s), name="files of adapters"))
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
         if ports.probe is not None:
@@ -182,6 +191,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
         log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
     entries = await asyncio.to_thread(_entries, flags, prepared)
+    adapters = await asyncio.to_thread(_adapters, flags, entries)
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
@@ -198,7 +208,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     )
     # Without tenants there is nothing to count.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
-    gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas)
+    gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas, adapters)
     batches = _batches(flags, gateway)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     servicer = GatewayServicer(gateway)
@@ -226,6 +236,31 @@ def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
     )
     lines = LineCalls(ModelCalls(gateway))
     return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
+
+
+def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> AdapterNames | None:
+    """The names of adapters, those of --lora-modules loaded. Reads files; raises ConfigError."""
+    for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
+        if getattr(flags, name) and not flags.enable_lora:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
+    if not flags.enable_lora:
+        return None
+    if flags.allow_runtime_lora_updating != bool(flags.lora_path):
+        raise ConfigError(
+            "--allow-runtime-lora-updating and --lora-path, whose adapters may be loaded, need each other"
+        )
+    if flags.allow_runtime_lora_updating and not flags.api_keys and not is_local(f"{flags.host}:0"):
+        raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
+    names = AdapterNames(
+        {name: load_config(entry.folder) for name, entry in entries.items() if entry.folder is not None},
+        [entry.alias for entry in entries.values() if entry.alias],
+        AdapterOptions(
+            max_rank=flags.max_lora_rank, folders=flags.lora_path, updating=flags.allow_runtime_lora_updating
+        ),
+        SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
+    )
+    names.load_fixed(parse_lora_modules(flags.lora_modules))
+    return names
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
@@ -309,4 +344,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
+        weights=model.weights,
+        folder=model.folder,
     )

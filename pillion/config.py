@@ -32,6 +32,9 @@ MAX_PORT = 65535
 # The value of a flag that leaves a choice to what is measured or found.
 AUTO = "auto"
 MAX_WORKERS = 64
+# A worker reads its adapters into memory and names them in every heartbeat.
+MAX_LORAS = 256
+MAX_LORA_RANK = 512
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
@@ -53,6 +56,11 @@ ALSO_MODEL = (
 ALLOWED_ORIGINS = (
     "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
     "or give a JSON list."
+)
+
+LORA_MODULES = (
+    'A LoRA adapter, as PEFT writes it: NAME=PATH, or {"name": NAME, "path": PATH, "base_model_name": MODEL}. Repeat it'
+    " for more."
 )
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
@@ -286,6 +294,17 @@ class ChunkedPrefillFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraFlags:
+    """Adapters (LoRA): what workers have room for, and whether requests may name any."""
+
+    enable_lora: bool = flag(False, "Serve LoRA adapters.")
+    max_loras: int = flag(
+        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
+    )
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
     """Flags of workers and gateways."""
 
@@ -335,7 +354,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerFlags(ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
+class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
     """Flags of both kinds of workers."""
 
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
@@ -368,7 +387,7 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
+class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     """``pillion gateway``: the public edge."""
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
@@ -386,6 +405,11 @@ class GatewayFlags(PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
+    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
+    allow_runtime_lora_updating: bool = flag(
+        False, "Let operators load and unload adapters of --lora-path while the gateway runs."
+    )
+    lora_path: tuple[str, ...] = flag((), "Folder whose adapters operators may load. Repeat it for more.", kind=str)
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
@@ -424,7 +448,7 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineFlags(
-    StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
+    LoraFlags, StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
 ):
     """``pillion.LLM``: a decode worker and its pool in the caller's process."""
 

@@ -79,6 +79,7 @@ class SpanRun:
 
     async def _start(self) -> None:
         span, worker = self._span, self._worker
+        await worker.bring_adapter(span.adapter)
         epoch = worker.epoch
         split_tokens = span.start_tokens + len(span.token_ids)
         start, end = span.start_tokens // worker.block_size, split_tokens // worker.block_size
@@ -94,6 +95,7 @@ class SpanRun:
             chunk_ends=ends,
             priority=bounded(span.priority),
             rope_shift=self._worker.model.prepared.rope_shift(span.text_tokens),
+            adapter=span.adapter,
         )
         sequence = epoch.make(spec, holding, tail_hash)
         if self._over:

@@ -127,17 +127,21 @@ def alive(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def served(folder: pathlib.Path, model: str, *flags: str) -> Iterator[ServedCluster]:
+def served(
+    folder: pathlib.Path, model: str, *flags: str, split_policy: str = "disaggregated"
+) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
-    Without --split-policy among the flags, a prefill worker computes every prompt.
+    Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
+    "" leaves it to the default of `pillion serve`.
     """
     port = free_port()
     temporary = folder / "t"
     temporary.mkdir()
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
-    environment = {"PILLION_SPLIT_POLICY": "disaggregated", "PILLION_LOG_LEVEL": "info", **os.environ}
+    policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
+    environment = policy | {"PILLION_LOG_LEVEL": "info", **os.environ}
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

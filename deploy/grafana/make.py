@@ -202,6 +202,36 @@ def _grammars() -> tuple[Panel, ...]:
     )
 
 
+def _adapters() -> tuple[Panel, ...]:
+    return (
+        Panel(
+            "Adapters",
+            "short",
+            (
+                Query(by_component("pillion_adapters"), "{{component}} ready"),
+                Query(by_component("pillion_adapter_waits"), "{{component}} waiting sequences"),
+            ),
+            "Sequences wait while their adapter loads, or for a place that others hold (--max-loras).",
+        ),
+        Panel(
+            "Adapter loads",
+            "ops",
+            (
+                Query(
+                    rate_by_component("pillion_adapter_loads_total", "component", "outcome"),
+                    "{{component}} {{outcome}}",
+                ),
+                Query(rate_by_component("pillion_adapter_evictions_total"), "{{component}} evicted"),
+                Query(rate_by_component("pillion_adapter_transfers_total"), "{{component}} from other machines"),
+            ),
+            "Many evictions: more adapters are in use than --max-loras, and take turns.",
+        ),
+        latency_by_component(
+            "Adapter loading", "pillion_adapter_load_duration_seconds", "Reading and packing, beside the steps."
+        ),
+    )
+
+
 def _engine() -> Dashboard:
     uses = "pillion_step_budget_tokens_total"
     by_use, budget = f"{rate(uses)} {OWNER}", rate_by_component(uses, "use")
@@ -278,7 +308,13 @@ def _engine() -> Dashboard:
                 "component", "Component", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, component)'
             ),
         ),
-        (("Steps", steps), ("Queues", queues), ("Grammars", _grammars()), ("Processes", _processes())),
+        (
+            ("Steps", steps),
+            ("Queues", queues),
+            ("Grammars", _grammars()),
+            ("Adapters", _adapters()),
+            ("Processes", _processes()),
+        ),
     )
 
 

@@ -6,19 +6,22 @@ runs. The functions here are for backends and import no torch: gateway and super
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rope_config import served_variant
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
+
+if TYPE_CHECKING:
+    from pillion.engine.adapters.adapter_weights import AdapterWeights
 
 # Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).
 LAYOUT_VERSION = "rows-1"
@@ -122,6 +125,45 @@ def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: in
     return copies
 
 
+def check_adapter(weights: AdapterWeights, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
+    """Raises ConfigError where a model whose fused layers have ``shapes``, (outputs, inputs) by name, cannot take an
+    adapter, or its rank is above ``max_rank``."""
+    if not 0 < weights.rank <= max_rank:
+        raise ConfigError(f"adapter {weights.digest[:12]} has rank {weights.rank}; --max-lora-rank is {max_rank}")
+    for name, pairs in weights.layers.items():
+        if name not in shapes:
+            raise ConfigError(f"adapter {weights.digest[:12]} changes {name}, which this model does not have")
+        outputs, inputs = shapes[name]
+        behind = 0
+        for pair in pairs:
+            (rank, pair_inputs), (pair_outputs, same_rank) = pair.a.shape, pair.b.shape
+            fits = 0 < rank == same_rank <= weights.rank and pair_inputs == inputs
+            if not fits or not behind <= pair.first_output < pair.first_output + pair_outputs <= outputs:
+                raise ConfigError(
+                    f"adapter {weights.digest[:12]} does not fit {name}, which has {outputs} outputs and {inputs}"
+                    f" inputs: A is {list(pair.a.shape)}, B {list(pair.b.shape)} from output {pair.first_output} on"
+                )
+            behind = pair.first_output + pair_outputs
+
+
+def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each fused layer that adapters may change. Experts have no adapters."""
+    heads, hidden, inner = config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size
+    attention = {"qkv": (heads + 2 * config.num_kv_heads * config.head_dim, hidden), "o": (hidden, heads)}
+    mlp = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    return {
+        f"layers.{index}.{name}": shape
+        for index in range(config.num_layers)
+        for name, shape in (attention if config.moe and config.moe.layers[index] else attention | mlp).items()
+    }
+
+
+def check_place(place: int, max_adapters: int) -> None:
+    """Raises Internal for a place that a backend of ``max_adapters`` places does not have."""
+    if not 0 <= place < max_adapters:
+        raise Internal(f"adapter place {place} is none of {max_adapters}")
+
+
 class DevicePool(Protocol):
     """A pool in a GPU's memory, mapped into this process."""
 
@@ -132,6 +174,14 @@ class DevicePool(Protocol):
     @property
     def size_bytes(self) -> int:
         """Bytes from ``address`` on."""
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the form that a backend multiplies by; only the backend that packed it can place it. Immutable."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it occupies, on the host or on the device, while anybody holds it."""
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)
@@ -165,9 +215,18 @@ class Backend(Protocol):
     (grammars, penalties): its forward pass runs while the host takes those tokens, and its sampling is queued behind
     it before it has ended, so the device does not wait. Backends that do not run ahead are ``HostBackend``s.
 
-    Threads: every call of a backend and of its in-flight steps comes from the step loop's thread. What changes: only
-    the pool's slots that a batch writes. What raises: ``bind_pool`` raises ConfigError for a pool of another shape;
-    ``launch`` raises Internal, and only for defects, since the scheduler made the batch.
+    Threads: every call of a backend and of its in-flight steps comes from the step loop's thread, but for
+    ``pack_adapter``. What changes: only the pool's slots that a batch writes. What raises: ``bind_pool`` raises
+    ConfigError for a pool of another shape; ``launch`` raises Internal, and only for defects, since the scheduler made
+    the batch.
+
+    Adapters have places, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``. Loading has two phases,
+    so that it never stalls a step:
+
+        bind_adapters (once) --> pack_adapter (slow, any thread) --> place_adapter (quick) --> steps that name the place
+
+    Nobody locks: a backend's packing touches nothing that steps use, and its owner calls ``place_adapter`` between
+    steps. An adapter's memory is free when its place has another one, or none, and its owner has dropped it.
     """
 
     @property
@@ -193,6 +252,31 @@ class Backend(Protocol):
         A token id ``-1 - r`` stands for the token that row r of the previous launch chooses, counted as in its
         Sampled.token_ids. Such ids occur only as the one token of a decode, and only if the previous step's results
         were not known when this one was planned. If this method raises, nothing of the step runs any more.
+        """
+
+    @property
+    def max_adapters(self) -> int:
+        """Number of places for adapters; 0 before ``bind_adapters``."""
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes empty places for adapters up to ``max_rank``. At most once, before ``bind_pool``; compiles kernels.
+
+        On a GPU places take memory for that rank; elsewhere an adapter takes what its own rank needs. Raises
+        ConfigError where this backend cannot run the model with adapters.
+        """
+
+    def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
+        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps. A thread
+        of low priority does not take cores from steps.
+
+        Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
+        """
+
+    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+        """Puts an adapter into a place, or empties it. Takes no longer than a small part of a step.
+
+        No launched step whose results have not been fetched may use the place, and a step may use it from its next
+        launch on. Raises Internal for a place that does not exist.
         """
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pillion.errors import Internal
+
 Int32 = npt.NDArray[np.int32]
 
 
@@ -24,6 +26,8 @@ class StepBatch:
         sample_rows: [R + Q] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row may
             occur several times among them. The last Q are only scored (SamplingRows.scored). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
+        adapters: [S] the place among the backend's adapters of each sequence's adapter, -1 for none; None where no
+            sequence has one.
     """
 
     token_ids: Int32
@@ -33,6 +37,7 @@ class StepBatch:
     block_tables: Int32
     sample_rows: Int32
     rope_rows: Int32 | None = None
+    adapters: Int32 | None = None
 
     @property
     def table_rows(self) -> Int32:
@@ -46,3 +51,24 @@ class StepBatch:
     @property
     def num_seqs(self) -> int:
         return len(self.context_lens)
+
+
+def row_places(batch: StepBatch, max_adapters: int) -> Int32:
+    """[T] the place of each row's adapter. Raises Internal for places that a backend of ``max_adapters`` lacks."""
+    places = batch.adapters
+    assert places is not None
+    if len(places) != batch.num_seqs or places.min() < -1 or places.max() >= max_adapters:
+        raise Internal(f"a step of {batch.num_seqs} sequences names adapter places {places.tolist()}")
+    return np.repeat(places, np.diff(batch.query_starts)).astype(np.int32, copy=False)
+
+
+def adapted_runs(places: Int32, most_rows: int) -> tuple[Int32, Int32]:
+    """The numbers of the rows that have an adapter, ordered by place, and their runs, at most ``most_rows`` each.
+
+    ``places``: [T] of all rows. Runs are int32 [n, 3]: a place, the first of its rows in that order, and how many.
+    """
+    rows = np.argsort(places, kind="stable").astype(np.int32)[np.count_nonzero(places < 0) :]
+    ordered = places[rows]
+    firsts = np.flatnonzero((np.arange(len(rows)) - np.searchsorted(ordered, ordered)) % most_rows == 0)
+    counts = np.diff(np.append(firsts, len(rows)))
+    return rows, np.ascontiguousarray(np.stack([ordered[firsts], firsts, counts], 1), np.int32)

@@ -36,6 +36,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
     for place, chosen in plan.unknown:
         token_ids[query_starts[place]] = -1 - chosen
+    places = [piece.sequence.adapter_place for piece in pieces]
     shifts = [piece.sequence.spec.rope_shift for piece in pieces]
     return StepBatch(
         token_ids=token_ids,
@@ -47,6 +48,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
         rope_rows=positions + np.repeat(np.array(shifts, dtype=np.int32), np.diff(query_starts))
         if any(shifts)
         else None,
+        adapters=np.array(places, dtype=np.int32) if max(places) >= 0 else None,
     )
 
 

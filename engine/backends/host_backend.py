@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.backend import DevicePool, KVLayout, checked_copies, checked_memory, warm_up_batches
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import (
+    DevicePool,
+    KVLayout,
+    PackedAdapter,
+    check_adapter,
+    check_place,
+    checked_copies,
+    checked_memory,
+    warm_up_batches,
+)
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
@@ -28,6 +38,18 @@ class FinishedStep:
         return self.sampled
 
 
+@dataclass(frozen=True, slots=True)
+class PlainAdapter:
+    """An adapter as it was read."""
+
+    weights: AdapterWeights
+
+    @property
+    def nbytes(self) -> int:
+        pairs = (pair for layer in self.weights.layers.values() for pair in layer)
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+
+
 class HostBackend(ABC):
     """Implements :class:`pillion.engine.backends.backend.Backend`, which has the contract, over a subclass's ``_run``.
 
@@ -42,6 +64,9 @@ class HostBackend(ABC):
         self.layout = layout
         self.vocab_size = vocab_size
         self._pool: torch.Tensor | None = None
+        # The adapter in each place, kept alive by it.
+        self._adapters: list[PackedAdapter | None] = []
+        self._max_rank = 0
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -70,6 +95,31 @@ class HostBackend(ABC):
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         return FinishedStep(sample_and_score(self.forward(batch), rows))
+
+    @property
+    def max_adapters(self) -> int:
+        return len(self._adapters)
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes empty places for adapters up to ``max_rank``."""
+        self._adapters, self._max_rank = [None] * max_adapters, max_rank
+
+    def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
+        """Checks an adapter and brings it into the form of :meth:`_pack`. Raises ConfigError where it does not fit."""
+        check_adapter(weights, self._adapter_shapes(), self._max_rank)
+        return self._pack(weights)
+
+    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+        """Puts an adapter into a place, or empties it. Raises Internal for a place that does not exist."""
+        check_place(place, len(self._adapters))
+        self._adapters[place] = packed
+
+    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """(outputs, inputs) of each layer that adapters may change; a backend without such layers takes none."""
+        return {}
+
+    def _pack(self, weights: AdapterWeights) -> PackedAdapter:
+        return PlainAdapter(weights)
 
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""

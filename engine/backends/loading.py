@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pillion.config import ComputeFlags, WorkerFlags
@@ -22,6 +23,7 @@ from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_featur
 from pillion.kvstore.hashing import namespace_base
 
 if TYPE_CHECKING:
+    from pillion.engine.adapters.adapter_weights import AdapterWeights
     from pillion.engine.backends.cpu.cpu_backend import CpuModel
 
 log = logging.getLogger("pillion.worker")
@@ -49,6 +51,17 @@ class LoadedModel:
             layout=layout.version,
             block_size=layout.block_size,
         )
+
+    def read_adapter(self, folder: Path, digest: str) -> AdapterWeights:
+        """Reads an adapter from a copy of its files. Raises ConfigError for one that does not fit the model, and for
+        files of another content than that of ``digest``."""
+        import torch
+
+        from pillion.engine.adapters.adapter_files import AdapterFiles
+        from pillion.engine.adapters.adapter_reader import read_adapter
+
+        dtype = torch.float32 if self.prepared.dtype == "float32" else torch.bfloat16
+        return read_adapter(AdapterFiles(folder), load_config(self.prepared.folder), dtype, digest)
 
 
 # Loads a model by a worker's flags and number of threads. Called in a thread; raises ConfigError.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import distinct_rows, kv_layout
+from pillion.engine.adapters.step_adapters import StepAdapters, step_adapters
+from pillion.engine.backends.backend import adapter_shapes, distinct_rows, kv_layout
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.host_backend import HostBackend, PlainAdapter
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.decoder import run_decoder
@@ -33,6 +35,15 @@ class TorchBackend(HostBackend):
         self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
 
+    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return adapter_shapes(self._config)
+
+    def _step_adapters(self, batch: StepBatch) -> StepAdapters | None:
+        if batch.adapters is None:
+            return None
+        placed = {at: one.weights for at, one in enumerate(self._adapters) if isinstance(one, PlainAdapter)}
+        return step_adapters(batch.adapters, batch.query_starts, placed)
+
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config, layout = self._config, self.layout
         shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
@@ -54,6 +65,7 @@ class TorchBackend(HostBackend):
                 _indices(batch.token_ids),
                 _indices(batch.table_rows),
                 _indices(rows),
+                adapters=self._step_adapters(batch),
             )
             return logits if places is None else logits[_indices(places)]
 

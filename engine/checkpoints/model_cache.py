@@ -21,14 +21,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pillion.adapter_folders import cache_root
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
 # made before stays on the disk.
-CONVERSION_VERSION = 3
+CONVERSION_VERSION = 4
 # To be raised when the layout of packed weights changes: older files are then removed.
-PACKING_VERSION = 4
+PACKING_VERSION = 5
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
@@ -51,7 +52,7 @@ class ModelCache:
     """The cache's folder, whose layout the module's docstring shows. Raises ConfigError if it cannot be written."""
 
     def __init__(self, root: Path | None = None) -> None:
-        self._root = root or Path(os.environ.get("PILLION_CACHE") or "~/.cache/pillion").expanduser()
+        self._root = root or cache_root()
 
     def read_record(self, source: Path, kind: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""

@@ -115,16 +115,25 @@ def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, linear: Make
     return linear(checkpoint.take_matrix(key + ".weight", dtype), bias)
 
 
-def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
-    """Loads the fused projection. For partial rotation, queries and keys are put in the order of ``partial_order``."""
+def qkv_order(config: ModelConfig) -> torch.Tensor | None:
+    """Returns the checkpoint's row of each row of the fused projection; None where both have one order.
+
+    For partial rotation, the values of each query's and key's head are put in the order of ``partial_order``.
+    """
     rotary_dim = config.ropes[0].rotary_dim
     if rotary_dim == config.head_dim:
-        return _linear(checkpoint, dtype, prefix + "qkv", linear)
+        return None
     rotated = config.num_heads + config.num_kv_heads
     order = partial_order(config.head_dim, rotary_dim)
-
     rows = torch.arange((rotated + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
-    reordered = torch.cat((rows[:rotated, order], rows[rotated:])).view(-1)
+    return torch.cat((rows[:rotated, order], rows[rotated:])).view(-1)
+
+
+def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
+    """Loads the fused projection, in the order of :func:`qkv_order`."""
+    reordered = qkv_order(config)
+    if reordered is None:
+        return _linear(checkpoint, dtype, prefix + "qkv", linear)
     key = prefix + "qkv."
     bias = checkpoint.take(key + "bias", dtype)[reordered] if checkpoint.has(key + "bias") else None
     return linear(select_rows(checkpoint.take_matrix(key + "weight", dtype), reordered), bias)

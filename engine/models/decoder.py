@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -56,6 +57,14 @@ class ModelWeights:
     lm_head: Linear
 
 
+class RowAdapters(Protocol):
+    """What a step's rows add to the outputs of linear layers, by the names of
+    :class:`pillion.engine.adapters.adapter_weights.AdapterWeights`."""
+
+    def of_rows(self, rows: torch.Tensor) -> RowAdapters: ...
+    def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None: ...
+
+
 def run_decoder(
     config: ModelConfig,
     weights: ModelWeights,
@@ -64,8 +73,9 @@ def run_decoder(
     token_ids: torch.Tensor,
     rope_rows: torch.Tensor,
     sample_rows: torch.Tensor,
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
-    """Runs T tokens and writes their KV.
+    """Runs T tokens, with their adapters where any has one, and writes their KV.
 
     Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
     float32 logits [R, vocab]. The last layer computes only what is needed: sampled rows, or nothing but its KV where no
@@ -78,23 +88,49 @@ def run_decoder(
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         rope = config.layer_ropes[index]
-        queries, keys, values = _project(config, layer, hidden, None if rope is None else tables[rope])
+        queries, keys, values = _project(config, index, layer, hidden, None if rope is None else tables[rope], adapters)
         attention.write(index, keys, values)
         if index == last and not len(sample_rows):
             return torch.empty((0, config.vocab_size), dtype=torch.float32)
         attended = attention.attend(index, queries, config.sliding_windows[index])
         if index == last:
             attended, hidden = attended[sample_rows], hidden[sample_rows]
-        hidden = _add(config, hidden, layer.o(attended), layer.attention_post_norm)
-        hidden = _add(config, hidden, layer.mlp(_normed(hidden, layer.mlp_norm)), layer.mlp_post_norm)
+            adapters = None if adapters is None else adapters.of_rows(sample_rows)
+        hidden = _add(
+            config, hidden, _linear(layer.o, f"layers.{index}.o", attended, adapters), layer.attention_post_norm
+        )
+        hidden = _add(
+            config, hidden, _mlp(layer.mlp, index, _normed(hidden, layer.mlp_norm), adapters), layer.mlp_post_norm
+        )
     return _logits(config, weights, hidden)
 
 
+def _linear(layer: Linear, name: str, rows: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+    """rows [T, in] -> [T, out], with what their adapters add."""
+    outputs = layer(rows)
+    if adapters is not None:
+        adapters.add(name, rows, outputs)
+    return outputs
+
+
+def _mlp(mlp: GatedMLP | MoeWeights, index: int, rows: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+    """rows [T, hidden] -> [T, hidden]; experts have no adapters."""
+    if adapters is None or isinstance(mlp, MoeWeights):
+        return mlp(rows)
+    inner = mlp.gated(_linear(mlp.gate_up, f"layers.{index}.gate_up", rows, adapters))
+    return _linear(mlp.down, f"layers.{index}.down", inner, adapters)
+
+
 def _project(
-    config: ModelConfig, layer: LayerWeights, hidden: torch.Tensor, table: CosSin | None
+    config: ModelConfig,
+    index: int,
+    layer: LayerWeights,
+    hidden: torch.Tensor,
+    table: CosSin | None,
+    adapters: RowAdapters | None,
 ) -> tuple[torch.Tensor, ...]:
     """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D]; queries and keys are rotated."""
-    flat = layer.qkv(_normed(hidden, layer.attention_norm))
+    flat = _linear(layer.qkv, f"layers.{index}.qkv", _normed(hidden, layer.attention_norm), adapters)
     heads = flat.view(len(hidden), -1, config.head_dim)
     rotated = heads[:, : -config.num_kv_heads]
     if layer.qk_norm is not None:

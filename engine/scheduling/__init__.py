@@ -10,6 +10,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     block_manager.py  the slots leased to this worker; commits, releases and resumes for its KV node
     slot_stock.py     free slots, from which decodes grow without an RPC
     in_flight.py      steps that were launched and have not ended, and what waits for them
+    adapter_places.py adapters that are ready or loading, and who may run with them
     forks.py          further answers to one prompt
     drafts.py         speculative decoding: guesses and how they are scheduled
 

@@ -132,6 +132,15 @@ class InFlightSteps:
     # What waits for them.
 
     @property
+    def last_launched(self) -> int:
+        """The number of the step that was launched last."""
+        return self._launched
+
+    def has_landed(self, number: int) -> bool:
+        """Whether the step of that number, and all before it, have landed."""
+        return self._launched - len(self._steps) >= number
+
+    @property
     def holding_back(self) -> bool:
         return bool(self._held_back)
 

@@ -4,6 +4,8 @@
     preempted  was running, or is a fork of a sequence that was: it has a new ticket and waits to run
     waiting    has a ticket and has not begun
 
+Preempted and waiting sequences whose adapter is not there yet are passed over.
+
 Decodes come first, always. Prompt tails are served running before preempted before waiting, and a request's priority
 comes before that. Priority ages: a request that has waited PRIORITY_AGING_S longer counts one level more urgent, so
 every wait is bounded.
@@ -20,6 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 
+from pillion.engine.scheduling.adapter_places import AdapterPlaces
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SchedulerLoad
@@ -30,6 +33,10 @@ _CLASS = {SequenceState.RUNNING: 0, SequenceState.PREEMPTED: 1, SequenceState.WA
 
 def _place(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank, sequence.seq_id
+
+
+def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
+    return (sequence for sequence in queue if not sequence.awaits_adapter)
 
 
 class SchedulerQueues:
@@ -66,12 +73,13 @@ class SchedulerQueues:
         self.join(sequence)
 
     def prompt_tails(self, now: float) -> list[Sequence]:
-        """Sequences with prompt left to launch, in the order of service; of those queued, as many as may start."""
+        """Sequences with prompt left to launch, in the order of service; of those queued that need not wait for their
+        adapter, as many as may start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
             return []
-        tails = [*begun, *islice(self.preempted, free), *islice(self.waiting, free)]
+        tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
 
         def order(sequence: Sequence) -> tuple[int, int, float, int]:
             aged = int((sequence.rank - now) // PRIORITY_AGING_S)
@@ -85,8 +93,9 @@ class SchedulerQueues:
         line = {sequence.seq_id: place for place, sequence in enumerate(chain(self.preempted, self.waiting), 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 
-    def load(self, budget: TokenBudget) -> SchedulerLoad:
-        """How many sequences and tokens are queued, and what the ``budget`` has learnt of steps."""
+    def load(self, budget: TokenBudget, adapters: AdapterPlaces) -> SchedulerLoad:
+        """How many sequences and tokens are queued, what the ``budget`` has learnt of steps, and which ``adapters`` are
+        ready."""
         queued = (*self.preempted, *self.waiting)
         waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
@@ -99,6 +108,8 @@ class SchedulerQueues:
             context_tokens=sum(contexts),
             step_cost_s=budget.cost.weights_s(),
             largest_step_tokens=budget.largest_step_tokens,
+            adapters=adapters.ready,
+            adapter_waits=adapters.waits,
         )
 
     def victim(self) -> Sequence:

@@ -6,10 +6,11 @@ One class serves both services: a decode worker's streams sample, a prefill work
     sampled = ...                              the backend runs the plan
     outcome = scheduler.commit(plan, sampled, now)
 
-and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, and the node's answers,
-:meth:`committed`, :meth:`granted`, :meth:`resumed`. What they cause is in the next Outcome; without a step,
-:meth:`flush` gives it. For a backend that runs ahead the next step is scheduled before this one is committed:
-:meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the rules.
+and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, the node's answers, :meth:`committed`,
+:meth:`granted`, :meth:`resumed`, and the loader's, :meth:`adapter_loaded`, :meth:`adapter_failed`. What they cause is
+in the next Outcome; without a step, :meth:`flush` gives it. For a backend that runs ahead the next step is scheduled
+before this one is committed: :meth:`launched` announces it, and :mod:`pillion.engine.scheduling.in_flight` has the
+rules.
 
 Order. :mod:`pillion.engine.scheduling.queues` decides which sequence is served first and which is preempted;
 :mod:`pillion.engine.scheduling.step_cost` how many tokens a step has.
@@ -21,6 +22,8 @@ tokens (I6). The next preemption waits until the one before has settled. What a 
 the node, in whatever tier the node keeps it: that, and not a copy of the worker's own, is where it is swapped out to.
 
 Several answers to one prompt are computed as one until the first token: :mod:`pillion.engine.scheduling.forks`.
+Sequences with adapters wait until theirs is ready, without holding up others:
+:mod:`pillion.engine.scheduling.adapter_places`.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from math import isnan
 
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
+from pillion.engine.scheduling.adapter_places import AdapterPlaces
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
@@ -54,7 +59,7 @@ def scored_rows(vocab_size: int) -> int:
 
 class Scheduler:
     """Decides what runs. Attributes are for reading: ``budget``, ``queues``, ``stock``, ``sequences`` (all that are not
-    gone, by seq_id), ``whole_prompts``.
+    gone, by seq_id), ``whole_prompts``, ``adapters``.
 
     Args:
         block_size: tokens per block.
@@ -66,6 +71,7 @@ class Scheduler:
         drafter: guesses tokens of decodes; None guesses nothing.
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
             where prompts run whole.
+        max_loras: adapters that the backend has places for; 0: no sequence has one.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
     prompts run whole.
@@ -82,6 +88,7 @@ class Scheduler:
         max_whole_tokens: int = 0,
         drafter: Drafter | None = None,
         max_scored_rows: int = MAX_SCORED_ROWS,
+        max_loras: int = 0,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -102,6 +109,7 @@ class Scheduler:
         self._drafter = drafter
         self._max_scored_rows = max_scored_rows
         self._in_flight = InFlightSteps()
+        self.adapters = AdapterPlaces(max_loras, self._in_flight)
         self._block_manager = BlockManager(block_size, self._in_flight)
         self.stock = self._block_manager.stock
         self._forks = Forks(self.queues, self._block_manager)
@@ -118,7 +126,7 @@ class Scheduler:
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
-            self.queues.join(sequence)
+            self._join(sequence, now)
             if sequence.grammar is not None and not sequence.is_prompt_only:
                 # An answer that an earlier attempt has completed ends here.
                 self._may_choose(sequence, now)
@@ -183,11 +191,24 @@ class Scheduler:
             return
         self._block_manager.leased(len(holding.leased_slots))
         sequence.hold(holding, SequenceState.PREEMPTED)
-        self.queues.join(sequence)
+        self._join(sequence, now)
 
     def let_go(self, holding: Holding, now: float) -> None:
         """Give up an adopted ticket that no sequence holds."""
         self._block_manager.let_go(holding)
+
+    def preload(self, digest: str, now: float) -> None:
+        """A sequence with this adapter comes as soon as its prompt's chain is there."""
+        self.adapters.preload(digest)
+
+    def adapter_loaded(self, digest: str, packed: PackedAdapter, now: float) -> None:
+        """An adapter of Outcome.adapters is ``packed`` for the backend."""
+        self.adapters.loaded(digest, packed)
+
+    def adapter_failed(self, digest: str, error: PillionError, now: float) -> None:
+        """An adapter of Outcome.adapters cannot be had: those that were to run with it fail."""
+        for sequence in self.adapters.failed(digest):
+            self.fail(sequence.seq_id, error, now)
 
     # A step.
 
@@ -198,6 +219,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run. At most one step is in flight."""
+        self.adapters.assign(now)
         pieces = self._decodes(now)
         fork_pieces, copies = self._forks.start_running(now, self.sequences)
         pieces += [piece for piece in fork_pieces if self._may_choose(piece.sequence, now)]
@@ -212,7 +234,8 @@ class Scheduler:
             most = sum(piece.count for piece in pieces) + left
             pieces += self._tail_pieces(prompt_tails, left, now)
         self.budget.begin(pieces, now, len(self._in_flight))
-        return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces))
+        placements = self.adapters.take_placements() if pieces else ()
+        return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces), placements)
 
     def launched(self, plan: StepPlan) -> None:
         """The plan just made is in flight, and is committed, or failed, after those before it."""
@@ -243,20 +266,25 @@ class Scheduler:
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
-        """The backend failed: the sequences of this batch fail, and no others."""
+        """The backend failed: the sequences of this batch fail, and those whose adapter it should have placed."""
         self.budget.end(now, ok=False)
         for piece in self._in_flight.landed(plan, Sampled())[0]:
             piece.sequence.drop_drafts()
             self.fail(piece.sequence.seq_id, error, now)
+        for sequence in self.adapters.not_placed(plan.placements) if plan.placements else ():
+            self.fail(sequence.seq_id, error, now)
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
         """The outcome of everything since the last one."""
         decodes = (s for s in self.queues.running if s.decoding)
         out = self._block_manager.finish_outcome(decodes, now, urgent=self._starved)
+        adapters = self.adapters
+        out.adapters = adapters.take_orders()
+        out.evicted_adapters, adapters.evicted = adapters.evicted, 0
         if not out.empty:
             # Nobody reads the load of an empty one, and there is one before most steps.
-            out.load = self.queues.load(self.budget)
+            out.load = self.queues.load(self.budget, adapters)
         return out
 
     @property
@@ -270,6 +298,7 @@ class Scheduler:
         self._block_manager.check_integrity(sequences)
         self.queues.check_integrity(sequences)
         self._in_flight.check_integrity(sequences)
+        self.adapters.check_integrity(sequences)
         assert not any(s.num_drafts for s in sequences if not s.num_in_flight), "a draft outlived its step"
         for s in sequences:
             answered = s.num_tokens - s.spec.prompt_tokens
@@ -485,6 +514,10 @@ class Scheduler:
             self.sequences[child.seq_id] = child
             self._forks.order_ticket(parent, child)
 
+    def _join(self, sequence: Sequence, now: float) -> None:
+        self.queues.join(sequence)
+        self.adapters.join(sequence, now)
+
     def _abandon(self, sequence: Sequence, now: float) -> None:
         if sequence.state is SequenceState.RESUMING:
             del self.sequences[sequence.seq_id]
@@ -494,6 +527,7 @@ class Scheduler:
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
         """Leave the queues; owned slots that will not be committed go back to the stock at once."""
         self.queues.leave(sequence)
+        self.adapters.leave(sequence)
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if not sequence.in_commit:
             self._settle(sequence, now)

@@ -76,6 +76,7 @@ class SequenceSpec:
         priority: smaller is more urgent (:mod:`pillion.priority`).
         forks: further answers to the prompt, which begin with this sequence's first token. Empty for a span.
         scored_tokens: with ``sampling.prompt_logprobs``: tokens behind the prompt's first one that are not scored.
+        adapter: digest of the adapter that the sequence runs with; "" for the model alone.
     """
 
     seq_id: int
@@ -92,6 +93,7 @@ class SequenceSpec:
     priority: int = 0
     forks: tuple[ForkSpec, ...] = ()
     scored_tokens: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class SequenceProgress:
         token_steps: steps that brought tokens of the answer.
         last_token_s, longest_gap_s: when the last of these steps ended, and the longest time between two of them.
         preempted_s: when the sequence was preempted, each time.
+        adapter_s: when its adapter was there for the first time.
     """
 
     arrived_s: float
@@ -131,6 +134,7 @@ class SequenceProgress:
     last_token_s: float = 0.0
     longest_gap_s: float = 0.0
     preempted_s: list[float] = field(default_factory=list)
+    adapter_s: float = 0.0
 
     @property
     def preemptions(self) -> int:
@@ -199,6 +203,9 @@ class Sequence:
         # The sequence whose prompt this fork shares, until the prompt's KV is copied or found.
         self.parent: Sequence | None = None
         self.grammar = grammar
+        # The place of its adapter while that is ready, else -1; and whether it cannot run for want of it.
+        self.adapter_place = -1
+        self.awaits_adapter = False
         sampling = spec.sampling
         # Whether a sampled token depends on the tokens before it, and not only on the logits and its position.
         self.reads_history = grammar is not None or (
@@ -412,6 +419,21 @@ class Sequence:
     def drop_drafts(self) -> None:
         """The step that would have judged the drafts has failed."""
         self.num_drafts = 0
+
+    # Its adapter (:mod:`pillion.engine.scheduling.adapter_places`).
+
+    def await_adapter(self) -> None:
+        """It is in a queue and cannot run before its adapter is ready."""
+        self.awaits_adapter = True
+
+    def use_adapter(self, place: int, now: float) -> None:
+        """Its adapter is ready in the backend's place of that number."""
+        self.adapter_place, self.awaits_adapter = place, False
+        self.progress.adapter_s = self.progress.adapter_s or now
+
+    def leave_adapter(self) -> None:
+        """It is in no queue any more."""
+        self.adapter_place, self.awaits_adapter = -1, False
 
     # Forks.
 

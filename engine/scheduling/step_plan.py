@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
@@ -44,12 +45,14 @@ class StepPlan:
         budget_tokens: the step's token budget, which the pieces may leave unused.
         unknown: (piece, row) of decodes whose token is what that row of the launched step chooses, counted as in its
             Sampled.
+        placements: (place, packed adapter) pairs that the backend gets before anything runs.
     """
 
     pieces: tuple[SequencePiece, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     budget_tokens: int = 0
     unknown: tuple[tuple[int, int], ...] = ()
+    placements: tuple[tuple[int, PackedAdapter], ...] = ()
 
     @property
     def awaits_tokens(self) -> bool:
@@ -110,6 +113,7 @@ class SchedulerLoad:
         queued_tokens: tokens of prompts, begun or not, that are yet to be computed.
         context_tokens: KV tokens that the ``decoding_requests`` streams read in a step.
         step_cost_s: see StepCost.weights_s.
+        adapters, adapter_waits: digests of the adapters that are ready, and sequences that wait for theirs.
     """
 
     running_requests: int = 0
@@ -120,6 +124,8 @@ class SchedulerLoad:
     context_tokens: int = 0
     step_cost_s: tuple[float, ...] = ()
     largest_step_tokens: int = 0
+    adapters: tuple[str, ...] = ()
+    adapter_waits: int = 0
 
 
 @dataclass(slots=True)
@@ -132,7 +138,10 @@ class Outcome:
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
-        preemptions, accepted_drafts, forced_tokens, late_masks: how many there were since the last outcome.
+        adapters: digests of adapters to load; each is answered with :meth:`Scheduler.adapter_loaded` or
+            :meth:`Scheduler.adapter_failed`.
+        preemptions, accepted_drafts, forced_tokens, late_masks, evicted_adapters: how many there were since the last
+            outcome.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -142,15 +151,18 @@ class Outcome:
     give_back: list[int] = field(default_factory=list)
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
     preemptions: int = 0
     accepted_drafts: int = 0
     forced_tokens: int = 0
     late_masks: int = 0
+    evicted_adapters: int = 0
     load: SchedulerLoad = field(default_factory=SchedulerLoad)
 
     @property
     def empty(self) -> bool:
-        return not (self.updates or self.chunks or self.preemptions or self.late_masks or self.has_orders)
+        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.adapters
+        return not (told or self.has_orders)
 
     @property
     def has_orders(self) -> bool:

@@ -23,6 +23,7 @@ class StepMeter:
         self._accepted = meters.counter(names.ACCEPTED)
         self._forced = meters.counter(names.FORCED)
         self._late_masks = meters.counter(names.LATE_MASKS)
+        self._evicted_adapters = meters.counter(names.ADAPTER_EVICTIONS)
 
     def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
         """Count a step that has run and is not committed yet. Returns its tokens by use."""
@@ -34,11 +35,12 @@ class StepMeter:
         return used
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Count the preemptions, the accepted drafts, and the forced tokens and late masks of an outcome."""
+        """Count the preemptions, accepted drafts, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)
         self._accepted.add(outcome.accepted_drafts)
         self._forced.add(outcome.forced_tokens)
         self._late_masks.add(outcome.late_masks)
+        self._evicted_adapters.add(outcome.evicted_adapters)
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
@@ -62,3 +64,5 @@ def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
         yield names.SEQUENCES, (state,), getattr(load, f"{state}_requests")
     yield names.FREE_SEQUENCES, (), max(0, max_num_seqs - load.running_requests)
     yield names.QUEUED_TOKENS, (), load.queued_tokens
+    yield names.ADAPTERS, (), len(load.adapters)
+    yield names.ADAPTER_WAITS, (), load.adapter_waits

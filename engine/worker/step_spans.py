@@ -32,7 +32,8 @@ def record(
 def record_stream(parent: Context, progress: SequenceProgress, generated_tokens: int) -> None:
     """Record the stages that a stream has reached on a decode worker: queue, prompt tail, decode."""
     end_s = progress.ended_s
-    record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s)
+    ready = [("adapter ready", progress.adapter_s)] if progress.adapter_s else []
+    record("decode.queue", parent, progress.arrived_s, progress.first_step_s or end_s, events=ready)
     if not progress.first_step_s:
         return
     prompt_tail = {"pillion.prompt_tail.tokens": progress.tail_tokens, "pillion.prompt_tail.steps": progress.tail_steps}

@@ -25,14 +25,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
+from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.drafts import NGramDrafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
+from pillion.engine.worker.adapter_loader import AdapterLoader
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
-from pillion.errors import PillionError, Unavailable
+from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import metric_catalog
@@ -52,7 +55,8 @@ class Worker:
     """A decode or prefill worker without its service; made by :meth:`start`.
 
     Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, ``grammars``, which
-    is None where no grammar can be followed, and ``epoch``, which is replaced when the worker was fenced.
+    is None where no grammar can be followed, ``adapters``, which is None where there are none, and ``epoch``, which is
+    replaced when the worker was fenced.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Worker:
         self._returning: asyncio.Task[None] | None = None
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
+        self.adapters = AdapterLoader(model, AdapterStore(), self.node, self.meters) if flags.enable_lora else None
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
             grammars.mask_threads.wake = lambda: self.epoch.wake()
@@ -120,6 +125,7 @@ class Worker:
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
             max_scored_rows=scored_rows(model.backend.vocab_size),
+            max_loras=flags.max_loras if flags.enable_lora else 0,
         )
         # Flags that it refuses are refused before anything is held.
         make_scheduler()
@@ -147,6 +153,8 @@ class Worker:
 
     def _bind(self, max_tokens: int) -> None:
         attachment = self.attachment
+        if self.flags.enable_lora:
+            self.model.backend.bind_adapters(self.flags.max_loras, self.flags.max_lora_rank)
         self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
@@ -161,6 +169,7 @@ class Worker:
             on_lost=self._epoch_lost,
             on_fail=self.fail,
             meter=self._meter,
+            adapters=self.adapters,
         )
 
     def announce(self, address: str) -> None:
@@ -188,6 +197,8 @@ class Worker:
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
             **asdict(load),
+            max_loras=self.model.backend.max_adapters,
+            max_lora_rank=self.flags.max_lora_rank if self.adapters is not None else 0,
             block_bytes=self.model.backend.layout.block_bytes,
         )
 
@@ -205,6 +216,18 @@ class Worker:
             raise Unavailable(f"{self.component_id} is stopping")
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
+
+    async def bring_adapter(self, digest: str) -> None:
+        """Returns when the files of a request's adapter are on this machine, at once for the model alone. Raises
+        InvalidRequest for what is no digest, and NotFound, Unavailable or Overloaded where another worker may do."""
+        if not digest:
+            return
+        if not is_adapter_digest(digest):
+            raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
+        if self.adapters is None:
+            raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
+        if digest not in self.epoch.load.adapters:
+            await self.adapters.bring(digest)
 
     def next_id(self) -> int:
         """A new seq_id: the place in the order of arrival."""
@@ -279,6 +302,8 @@ class Worker:
         await self.epoch.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.adapters is not None:
+            self.adapters.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()

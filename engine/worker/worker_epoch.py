@@ -29,6 +29,7 @@ from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
+from pillion.engine.worker.adapter_loader import AdapterLoader
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
@@ -75,6 +76,7 @@ class WorkerEpoch:
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
         meter: counts the steps.
+        adapters: loads the scheduler's adapters; None where no sequence has one.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class WorkerEpoch:
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
         meter: StepMeter,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         self.number = number
         self.listeners: dict[int, SequenceListener] = {}
@@ -105,6 +108,7 @@ class WorkerEpoch:
         self._on_lost = on_lost
         self._on_fail = on_fail
         self._meter = meter
+        self._adapters = adapters
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -178,6 +182,11 @@ class WorkerEpoch:
         self.listeners.update(forks or {})
         self.idle.clear()
         self._steps.post_event(Scheduler.add, sequence)
+
+    def preload(self, digest: str) -> None:
+        """Load an adapter for a sequence that is still to come, if there is an idle place."""
+        if digest not in self.load.adapters:
+            self._steps.post_event(Scheduler.preload, digest)
 
     def cancel(self, seq_id: int) -> None:
         """End a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
@@ -306,9 +315,12 @@ class WorkerEpoch:
         record_step(start_s, end_s, tokens, [listener.trace for listener in listeners if listener is not None])
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
+        backend = self._model.backend
+        for place, packed in plan.placements:
+            backend.place_adapter(place, packed)
         batch = build_batch(plan, self._block_size)
         rows = None if plan.awaits_tokens else build_sampling(plan)
-        return self._model.backend.launch(batch, plan.copies, rows)
+        return backend.launch(batch, plan.copies, rows)
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
         step.choose(build_sampling(plan))
@@ -320,6 +332,8 @@ class WorkerEpoch:
         self._meter.count_outcome(outcome)
         # First of all, so that no slot depends on what a listener does.
         self._updates.put(outcome)
+        for digest in outcome.adapters:
+            self._spawn(self._load_adapter(digest))
         for chunk in outcome.chunks:
             listener = self.listeners.get(chunk.seq_id)
             if listener is not None:
@@ -330,6 +344,15 @@ class WorkerEpoch:
                 if update.ending is not None:
                     self._forget(update.seq_id)
                 listener.on_update(update)
+
+    async def _load_adapter(self, digest: str) -> None:
+        assert self._adapters is not None
+        try:
+            packed = await self._adapters.load(digest)
+        except PillionError as error:
+            self._steps.post_event(Scheduler.adapter_failed, digest, error)
+        else:
+            self._steps.post_event(Scheduler.adapter_loaded, digest, packed)
 
     # The node's side.
 

@@ -47,6 +47,8 @@ MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
+# Models and adapters that one tenant may be limited to.
+MAX_MODELS = 1024
 MAX_WEIGHT = 1000.0
 MAX_BOUND = 10**12
 
@@ -169,6 +171,8 @@ def _tenant(name: str, table: Mapping[str, Any]) -> Tenant:
     values = dict(table)
     if "weight" in values:
         values["weight"] = float(values["weight"])
+    if "models" in values:
+        values["models"] = tuple(values["models"])
     return Tenant(name=name, **values)
 
 
@@ -176,6 +180,10 @@ def _check_field(where: str, field: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if field == "operator":
         good, wanted = isinstance(value, bool), "true or false"
+    elif field == "models":
+        good = isinstance(value, list) and 0 < len(value) <= MAX_MODELS
+        good = good and all(isinstance(name, str) and name for name in value)
+        wanted = f"a list of names, from 1 to {MAX_MODELS}"
     elif field == "cache_group":
         good, wanted = isinstance(value, str) and bool(_NAME.fullmatch(value)), "a name"
     elif field == "weight":

@@ -24,7 +24,8 @@ class Tenant:
             served in the background.
         max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
         cache_group: tenants of one group share KV; "" shares with nobody.
-        operator: may see the whole cluster (GetStatus).
+        operator: may see the whole cluster (GetStatus), and load and unload adapters.
+        models: the names of the models and adapters that it may use; empty for all.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Tenant:
     max_inflight_tokens: int = 0
     cache_group: str = ""
     operator: bool = False
+    models: tuple[str, ...] = ()
+
+    def may_use(self, name: str) -> bool:
+        """Whether it may use the model, or the adapter, of this name."""
+        return not self.models or name in self.models
 
     def capped(self, priority: int) -> int:
         """The priority that a request of this tenant gets."""

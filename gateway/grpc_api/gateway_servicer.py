@@ -112,15 +112,34 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     async def ListModels(  # noqa: N802
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
-        """The models that live workers serve."""
-        return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models()])
+        """The models that live workers serve, and their adapters."""
+        tenant = self._tenant(context)
+        return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models(tenant)])
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: gateway_pb2.LoadAdapterRequest, context: Any
+    ) -> gateway_pb2.Model:
+        """Gives a name to an adapter."""
+        info = await self._gateway.load_adapter(
+            self._tenant(context), request.name, request.path, in_place=request.in_place, model=request.model
+        )
+        return model_to_pb(info)
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: gateway_pb2.UnloadAdapterRequest, context: Any
+    ) -> gateway_pb2.UnloadAdapterResponse:
+        """Takes the name of an adapter away."""
+        await self._gateway.unload_adapter(self._tenant(context), request.name)
+        return gateway_pb2.UnloadAdapterResponse()
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
         """Components and totals."""
-        tenant = self._gateway.tenant_of(_header(context.invocation_metadata(), "authorization"))
-        return status_to_pb(self._gateway.status(tenant))
+        return status_to_pb(self._gateway.status(self._tenant(context)))
+
+    def _tenant(self, context: Any) -> Tenant:
+        return self._gateway.tenant_of(_header(context.invocation_metadata(), "authorization"))
 
 
 def read_generate(raw: bytes) -> GenerateRequest:

@@ -7,6 +7,7 @@ model_calls.py       calls that a model answers, at any of the doors; the pace o
 delta_reader.py      deltas of one call with one prompt or several
 output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
 openai_api.py        handlers of OpenAI's endpoints
+adapters_api.py      handlers of the endpoints that load and unload adapters
 batches_api.py       handlers of /v1/files and /v1/batches
 batch_calls.py       the lines of batches, served like calls
 multipart.py         the form in which a file comes

@@ -28,7 +28,7 @@ class AnthropicApi:
         """Counts the tokens of a conversation, as they would be computed."""
         raw, gateway = await call.body(), self._calls.gateway
         request, names = await gateway.off_loop(call.tenant, len(raw), count_tokens_request, raw)
-        self._calls.entry(request.model)
+        await self._calls.entry(request.model, call.tenant)
         try:
             tokens = await gateway.tokenize(request, call.tenant)
         except PillionError as error:
@@ -38,5 +38,5 @@ class AnthropicApi:
     async def _new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
-        head = {"id": f"msg_{call.request_id}", "model": entry.limits.name}
+        head = {"id": f"msg_{call.request_id}", "model": entry.name}
         return MessageWriter(head, asked.shows_thinking)

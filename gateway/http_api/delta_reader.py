@@ -45,8 +45,8 @@ class DeltaReader:
 
     @property
     def fingerprint(self) -> str:
-        """The model's fingerprint in OpenAI's form; known after the first batch."""
-        return f"fp_{next(iter(self._generations.values())).job.fingerprint[:10]}"
+        """Names the weights, adapter included, in OpenAI's form; known after the first batch."""
+        return next(iter(self._generations.values())).job.system_fingerprint
 
     def first_token(self, prompt: int) -> int:
         """The first token of a prompt of which a delta has come."""

@@ -24,6 +24,7 @@ from pillion.errors import PillionError, Unavailable
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import openapi
+from pillion.gateway.http_api.adapters_api import AdaptersApi, LoadAdapterBody, UnloadAdapterBody
 from pillion.gateway.http_api.anthropic_api import AnthropicApi
 from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.http_api.batches_api import BatchBody, BatchesApi
@@ -86,21 +87,21 @@ class _Pages:
 
     async def models(self, call: HttpCall) -> None:
         """OpenAI's list of what live workers serve."""
-        entries = [self._entry(info) for info in self._gateway.models()]
+        entries = [self._entry(info) for info in self._gateway.models(call.tenant)]
         await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
     async def model(self, call: HttpCall) -> None:
         """One model; its name may contain slashes."""
         asked = str(call.parameters["name"])
         try:
-            name = self._gateway.entry(asked).limits.name
+            entry = await self._gateway.find_entry(asked, call.tenant)
         except PillionError:
             raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
-        for info in self._gateway.models():
-            if info.name == name:
+        for info in self._gateway.models(call.tenant):
+            if info.name == entry.name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
-        raise Unavailable(self._gateway.missing(name))
+        raise Unavailable(self._gateway.missing(entry.limits.name))
 
     async def openapi(self, call: HttpCall) -> None:
         """Gives this description of the API, as OpenAPI 3.1."""
@@ -120,16 +121,20 @@ class _Pages:
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
-        """A model as OpenAI describes it, with vLLM's ``max_model_len``."""
+        """A model as OpenAI describes it, with vLLM's ``max_model_len``; an adapter has the model as ``parent``, and
+        its content's digest."""
+        of_adapter = {"parent": info.parent, "digest": info.adapter} if info.parent else {"parent": None}
         return {
             "id": info.name,
             "object": "model",
             "created": self._started,
             "owned_by": "pillion",
-            "root": info.name,
+            "root": info.parent or info.name,
+            **of_adapter,
             "max_model_len": info.max_model_len_tokens,
             "tool_call_parser": info.tool_call_parser,
             "reasoning_parser": info.reasoning_parser,
+            "weights": info.weights,
         }
 
 
@@ -141,6 +146,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
     """
     pages, tenant_of, calls = _Pages(gateway, flags.vllm_metric_names), gateway.tenant_of, ModelCalls(gateway)
     api, anthropic, files = OpenAIApi(calls), AnthropicApi(calls), BatchesApi(batches)
+    adapters = AdaptersApi(gateway)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
@@ -176,6 +182,8 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         ),
         Route("/v1/batches/{id}", Endpoint("GET", files.batch, tenant_of)),
         Route("/v1/batches/{id}/cancel", Endpoint("POST", files.cancel_batch, tenant_of)),
+        Route("/v1/load_lora_adapter", Endpoint("POST", adapters.load_lora_adapter, tenant_of, LoadAdapterBody)),
+        Route("/v1/unload_lora_adapter", Endpoint("POST", adapters.unload_lora_adapter, tenant_of, UnloadAdapterBody)),
         Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
         Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
         Route("/openapi.json", Endpoint("GET", pages.openapi)),

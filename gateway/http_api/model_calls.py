@@ -98,10 +98,10 @@ class ModelCalls:
         there. Raises ApiError."""
         await call.while_connected(self._answer(call, read, new_writer, await call.body()))
 
-    def entry(self, name: str) -> ModelEntry:
+    async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
         """The model that a client's ``name`` means. Raises ApiError."""
         try:
-            return self.gateway.entry(name)
+            return await self.gateway.find_entry(name, tenant)
         except NotFound as error:
             raise unknown_model(error.message) from None
 
@@ -116,12 +116,13 @@ class ModelCalls:
         self, call: HttpCall, read: Callable[[bytes, str], Asked], new_writer: NewWriter[Asked], raw: bytes
     ) -> None:
         asked = await self.gateway.off_loop(call.tenant, len(raw), read, raw, call.request_id)
-        entry, parent = self.entry(asked.requests[0].model), call.trace_parent()
+        # All prompts of a call are answered by what the name means now.
+        entry, parent = await self.entry(asked.requests[0].model, call.tenant), call.trace_parent()
         if len(asked.requests) > 1:
             await self._check_prompts(asked, call.tenant)
 
         async def start(request: GenerateRequest) -> Generation:
-            return await self.gateway.generate(request, tenant=call.tenant, parent=parent)
+            return await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
 
         reader = DeltaReader(asked.requests, start)
         try:

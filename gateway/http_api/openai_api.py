@@ -57,7 +57,7 @@ class OpenAIApi:
         """Gives the ids of a prompt or of a conversation, as they would be computed."""
         raw = await call.body()
         body, request = await self._gateway.off_loop(call.tenant, len(raw), tokenize_request, raw)
-        entry = self._calls.entry(body.model)
+        entry = await self._calls.entry(body.model, call.tenant)
         try:
             bare = body.add_special_tokens is False
             tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
@@ -72,10 +72,10 @@ class OpenAIApi:
         """Gives the text of ids."""
         raw = await call.body()
         body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
-        entry = self._calls.entry(body.model)
+        entry = await self._calls.entry(body.model, call.tenant)
         most = entry.limits.max_model_len_tokens
         tokens = await self._gateway.off_loop(call.tenant, len(raw), read_ids, body.tokens, "tokens", most)
-        text = await self._gateway.detokenize(entry.limits.name, tokens, call.tenant)
+        text = await self._gateway.detokenize(entry.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
@@ -92,7 +92,7 @@ class OpenAIApi:
             "id": ("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
             "object": "",
             "created": int(time.time()),
-            "model": entry.limits.name,
+            "model": entry.name,
             "system_fingerprint": reader.fingerprint,
         }
         texts = self._calls.texts_of(entry)

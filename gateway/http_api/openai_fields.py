@@ -455,7 +455,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     if holds_too_many_strings(body):
         # Only a list can hold so many, and the one that may be long is the prompt's.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(name for name in ("messages", "input", "prompt", "tokens") if name in names)
+        field = next(name for name in ("messages", "input", "prompt", "tokens", "lora_name") if name in names)
         raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))

@@ -21,6 +21,7 @@ from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
+from pillion.gateway.planning.sent_adapters import SentAdapters
 from pillion.gateway.request.events import TicketHold
 from pillion.gateway.request.request_machine import RETURN_WAIT_S
 from pillion.kvstore.hashing import HASH_BYTES
@@ -121,6 +122,7 @@ class Cluster:
         self.load = OwnLoad()
         self.fetch_pace = FetchPace()
         self.sticky_choices = StickyChoices()
+        self.sent_adapters = SentAdapters()
         self.demand = Demand()
         self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id
@@ -343,6 +345,10 @@ class Cluster:
         if not isinstance(link, NodeLink):
             raise Unavailable(f"KV node {node_id} is gone")
         return link
+
+    def nodes(self) -> list[NodeLink]:
+        """The links to all KV nodes."""
+        return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]
 
     def prefill(self, component_id: str) -> PrefillLink:
         """The link to a prefill worker. Raises Unavailable."""

@@ -9,6 +9,9 @@ from fractions import Fraction
 from pillion.config import parse_split_policy
 from pillion.wire.registry import ComponentRecord
 
+# What loading an adapter costs a request.
+ADAPTER_LOAD_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class SplitPolicy:
@@ -56,6 +59,8 @@ class ClusterSnapshot:
         spread: any number that differs from request to request; it settles ties.
         unscored_from: the first position of the prompt whose log probability is asked: the decode worker computes it
             and all behind it, whatever is cached. None: none is.
+        adapter: digest of the request's adapter; "" for the model alone.
+        own_adapters: workers that this gateway has lately sent requests with this adapter, by component id.
     """
 
     model: str
@@ -74,6 +79,8 @@ class ClusterSnapshot:
     avoid: frozenset[str] = frozenset()
     spread: int = 0
     unscored_from: int | None = None
+    adapter: str = ""
+    own_adapters: Set[str] = frozenset()
 
     @property
     def limit_blocks(self) -> int:
@@ -84,6 +91,12 @@ class ClusterSnapshot:
     def live_nodes(self) -> frozenset[str]:
         """KV nodes that did not fail this request."""
         return frozenset(one.node_id for one in self.components if one.role == "kvnode") - self.avoid
+
+    def adapter_wait_s(self, component: ComponentRecord) -> float:
+        """How long a request waits for its adapter on a worker, roughly: more where sequences wait for theirs."""
+        if not self.adapter or self.adapter in component.adapters or component.component_id in self.own_adapters:
+            return 0.0
+        return ADAPTER_LOAD_S * (1 + component.adapter_waits)
 
     def prefill_workers(self, node_ids: Set[str]) -> list[ComponentRecord]:
         """Prefill workers on these nodes that did not fail this request."""

@@ -180,7 +180,7 @@ def _least(snapshot: ClusterSnapshot, models: Models, components: list[Component
         )
         if component.role == "decode":
             tokens += STREAM_TOKENS * max(component.running_requests, streams.get(name, 0))
-        found.append((tokens * models.rough_token_s(component), component))
+        found.append((tokens * models.rough_token_s(component) + snapshot.adapter_wait_s(component), component))
     return [component for _, component in sorted(found, key=itemgetter(0))]
 
 
@@ -195,6 +195,8 @@ def _prefill_sides(
         best.setdefault(component.node_id if component.node_id in near else "", component)
     behind = snapshot.demand_per_s[1] / max(1, len(prefills))
     sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), behind) for p in best.values()]
+    if snapshot.adapter:
+        sides = [side._replace(wait_s=side.wait_s + snapshot.adapter_wait_s(side.component)) for side in sides]
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
@@ -212,6 +214,8 @@ def _way(
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
     streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind)
+    if snapshot.adapter:
+        decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
     cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s

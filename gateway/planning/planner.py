@@ -28,6 +28,9 @@ from pillion.wire.registry import ComponentRecord
 MIN_FETCH_BLOCKS = 1
 # Most nodes that one fetch may ask.
 MAX_FETCH_SOURCES = 4
+# What loading an adapter is worth where workers are compared by their tokens or streams alone.
+ADAPTER_TOKENS = 512
+ADAPTER_STREAMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +249,15 @@ def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...
 
 def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
     """Tokens before a prefill worker, streams on a decode worker: as its heartbeat reports or as this gateway counts,
-    whichever is more."""
+    whichever is more; an adapter that the worker would have to load counts like some more of them."""
     reported = (
         component.waiting_tokens
         if component.role == "prefill"
         else component.running_requests + component.waiting_requests
     )
-    return max(reported, snapshot.own_load.get(component.component_id, 0))
+    worth = ADAPTER_TOKENS if component.role == "prefill" else ADAPTER_STREAMS
+    loading = worth if snapshot.adapter_wait_s(component) else 0
+    return loading + max(reported, snapshot.own_load.get(component.component_id, 0))
 
 
 def _pick(workers: Sequence[ComponentRecord], rank: Callable[[ComponentRecord], Any], spread: int) -> ComponentRecord:

@@ -36,6 +36,7 @@ from pillion.v1.decode_pb2 import Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
+from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -137,6 +138,7 @@ class ComponentCalls:
             awaited_blocks=action.awaited_blocks,
             scored_tokens=action.scored_tokens,
             grammar=job.grammar,
+            adapter=job.adapter,
         )
         streams = (self, *followers)
         for stream in streams:
@@ -199,7 +201,7 @@ class ComponentCalls:
         # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         whole = last // served.block_size * served.block_size
-        root = request_root(served.namespace, cache_salt=job.cache_salt, short_text=job.short_text)
+        root = request_root(served.namespace, job.adapter, job.cache_salt, short_text=job.short_text)
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
@@ -210,11 +212,14 @@ class ComponentCalls:
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
+        components: Sequence[ComponentRecord] = cluster.candidates(served, job.text_tokens, blocks, job.spread)
+        if job.adapter:
+            components = _with_adapters(components, job.model)
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits=blocks,
-            components=cluster.candidates(served, job.text_tokens, blocks, job.spread),
+            components=components,
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
@@ -227,8 +232,15 @@ class ComponentCalls:
             avoid=action.avoid,
             spread=job.spread,
             unscored_from=action.unscored_from,
+            adapter=job.adapter,
+            own_adapters=cluster.sent_adapters.workers(job.adapter, time.monotonic()),
         )
         decided = make_plan(snapshot)
+        if job.adapter:
+            workers = {decided.decode.component_id}
+            if decided.prefill is not None and decided.chunks:
+                workers.add(decided.prefill.component_id)
+            cluster.sent_adapters.note(job.adapter, workers, time.monotonic())
         if action.attempt == 1:
             cluster.demand.note(time.monotonic(), bool(decided.chunks))
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
@@ -348,3 +360,11 @@ class ComponentCalls:
             left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
             amounts[plan.prefill.component_id] = left, left
         self.assign(amounts)
+
+
+def _with_adapters(components: Sequence[ComponentRecord], model: str) -> Sequence[ComponentRecord]:
+    """The nodes, and the workers that run adapters. Raises Unavailable where no decode worker does."""
+    found = [one for one in components if one.role == "kvnode" or one.max_loras]
+    if not any(one.role == "decode" for one in found):
+        raise Unavailable(f"no decode worker of model {model!r} lives that runs adapters (--enable-lora)")
+    return found

@@ -32,7 +32,8 @@ class Job:
 
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
-    is what every answer follows from its first token on: a text of llguidance's, or "".
+    is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of
+    the adapter that answers are computed with; "" for the model alone.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Job:
     resume: Resume | None = None
     grammar: str = ""
     original_tokens: int = 0
+    adapter: str = ""
 
     @property
     def text_tokens(self) -> int:
@@ -69,7 +71,12 @@ class Job:
 
     def digest(self) -> bytes:
         """Names weights and prompt: where they are the same, any gateway goes on with the stream. 32 bytes."""
-        return hashlib.sha256(self.fingerprint.encode() + array("I", self.prompt).tobytes()).digest()
+        return hashlib.sha256(f"{self.fingerprint}{self.adapter}".encode() + array("I", self.prompt).tobytes()).digest()
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Names weights and adapter in OpenAI's form."""
+        return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
 
     def left_s(self) -> float | None:
         """Time left, in seconds; None without a deadline."""

@@ -47,6 +47,7 @@ def make_span(job: Job, chain: BlockHashChain, action: ev.RunSpan, ticket_id: in
         chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
         priority=job.priority,
         text_tokens=job.text_tokens,
+        adapter=job.adapter,
     )
 
 

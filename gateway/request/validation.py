@@ -102,9 +102,9 @@ def check_model(name: str, known: Collection[str]) -> str:
     if not name and len(known) == 1:
         return next(iter(known))
     listed = ", ".join(sorted(known))
-    if not name:
+    if not name and known:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
-    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed}")
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}")
 
 
 def is_request_id(text: str) -> bool:

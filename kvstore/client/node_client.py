@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
+from pillion.kvstore.transfer.adapter_pieces import pieces_of
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import (
+    AdapterPiece,
     AdoptTicketReply,
     AwaitChainReply,
     CommitRun,
@@ -34,6 +36,8 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
 PREFETCH_GRACE_S = 0.5
+# Longest time that the files of one adapter may take.
+ADAPTER_TIMEOUT_S = 300.0
 
 
 class NodeSession:
@@ -184,6 +188,28 @@ class NodeClient:
         )
         # The node ends it in time by itself; a little longer, so that its answer still counts.
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
+
+    async def read_adapter(self, digest: str, *, ask_others: bool = True) -> AsyncGenerator[AdapterPiece, None]:
+        """Yields the files of an adapter that the node's machine has, or, with ``ask_others``, another node's; nobody
+        has verified them. Raises NotFound where there are none, Overloaded where too many are read there."""
+        request = kvnode_pb2.ReadAdapterRequest(digest=digest, ask_others=ask_others)
+        call = self._stub.ReadAdapter(request, timeout=ADAPTER_TIMEOUT_S, metadata=inject())
+        try:
+            while (piece := await typed(call.read())) is not grpc.aio.EOF:
+                yield piece
+        finally:
+            call.cancel()
+
+    async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
+        """Those of the adapters that the node's machine lacks; the others count as used there."""
+        request = kvnode_pb2.FindAdaptersRequest(digests=digests)
+        return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
+
+    async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
+        """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
+        does not take them; Internal if it refused them while they were sent."""
+        async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
+            await call_unary(self._stub.KeepAdapter, pieces, ADAPTER_TIMEOUT_S)
 
     async def reattach(self, epoch: int) -> int:
         """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an

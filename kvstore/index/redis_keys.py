@@ -25,6 +25,8 @@ COMPONENTS = PREFIX + b"{registry}:components"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
+# Names of adapters, which all gateways share.
+ADAPTERS = PREFIX + b"adapters"
 
 # Token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"

@@ -6,6 +6,7 @@
     attach_server.py  the attach socket: workers get the pool's memory; proof that a worker's process is gone.
     regions.py        memory beside the pool that workers share, such as weights. Sans-IO.
     region_server.py  the attach socket's connections that want a region.
+    adapter_files.py  adapters' files, for workers whose machine lacks them.
     storage.py        Storage: the pool's memory, lower tiers, fetches and reads, once the pool has a shape.
 
 Which slot may be given to whom is decided in kvstore/ledger; no model and no request's text comes in here.

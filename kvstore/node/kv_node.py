@@ -23,6 +23,7 @@ from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
+from pillion.kvstore.node.adapter_files import NodeAdapters
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
@@ -62,7 +63,7 @@ class KVNode:
 
     Attributes:
         address: where others reach its gRPC service.
-        pool, regions: for tests.
+        pool, regions, adapters: for tests.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
@@ -85,6 +86,7 @@ class KVNode:
         self._memory = NodeMemory(flags)
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
+        self.adapters = NodeAdapters(flags.node_id, self._addresses)
         self._attach = AttachServer(
             flags.attach_socket,
             self._memory.fileno,
@@ -110,7 +112,7 @@ class KVNode:
         if flags.kv_transport == "nixl":
             # Named by the flag, so its absence is a mistake; otherwise NIXL is looked for when it is needed.
             await asyncio.to_thread(choose_transport, "nixl")
-        servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping)
+        servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping, self.adapters)
         plane = KVPlaneServicer(self._source)
         try:
             self._server = await start_server(

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
+from pillion.kvstore.node.adapter_files import NodeAdapters
 from pillion.kvstore.node.pool import Pool
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1 import kvnode_pb2_grpc
@@ -24,11 +26,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     """Serves kvnode.proto. ``status`` returns the node's whole status, and ``stopping`` ends the sessions."""
 
-    def __init__(self, pool: Pool, node_id: str, status: Callable[[], NodeStatus], stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        node_id: str,
+        status: Callable[[], NodeStatus],
+        stopping: asyncio.Event,
+        adapters: NodeAdapters,
+    ) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
         self._stopping = stopping
+        self._adapters = adapters
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
@@ -62,6 +72,20 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
         return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
+
+    async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
+        async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def FindAdapters(self, request: pb.FindAdaptersRequest, context: Context) -> pb.FindAdaptersReply:
+        return pb.FindAdaptersReply(missing=await self._adapters.missing(request.digests))
+
+    async def KeepAdapter(
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
+    ) -> pb.KeepAdapterReply:
+        await self._adapters.keep(aiter(request_iterator))
+        return pb.KeepAdapterReply()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)

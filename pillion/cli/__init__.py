@@ -8,6 +8,7 @@
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
     certs.py, keys.py  certificates for development, API keys
     accuracy_table.py  the table of prepare --quantization
+    adapters.py        adapters of a running cluster
     models.py          models of the hub in this machine's cache
     console.py         what commands print on standard error
 

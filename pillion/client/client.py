@@ -234,6 +234,27 @@ class Client:
         reply = self._unary("ListModels", gateway_pb2.ListModelsRequest())
         return [model_from_pb(model) for model in reply.models]
 
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> ModelInfo:
+        """Gives a name to the LoRA adapter of a folder on the gateway's machine, for requests that come from now on, at
+        all gateways. The client needs an operator's key.
+
+        Args:
+            name: what requests then name as their model.
+            path: the folder, as PEFT writes it, inside of one of the gateway's --lora-path.
+            in_place: whether the name may belong to another adapter already, which then loses it.
+            model: the model that the adapter is for; "" for that of --model.
+
+        Raises:
+            PillionError: with the reason why the adapter cannot be served, or may not be loaded.
+        """
+        request = gateway_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place, model=model)
+        return model_from_pb(self._unary("LoadAdapter", request))
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
+        Raises NotFound, and PillionError where it may not be unloaded."""
+        self._unary("UnloadAdapter", gateway_pb2.UnloadAdapterRequest(name=name))
+
     def status(self) -> ClusterStatus:
         """The cluster's components, their load, and totals. Raises PillionError."""
         return status_from_pb(self._unary("GetStatus", gateway_pb2.GetStatusRequest()))

@@ -121,6 +121,16 @@ GRAMMAR_COMPILE = _seconds(
     "pillion.grammar.compile.duration", "Of a grammar that a worker had not compiled yet.", STEP_BOUNDS
 )
 PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Streams that gave up their memory for a while.")
+ADAPTER_LOADS = _counter("pillion.adapter.loads", "{adapter}", "Adapters that a worker read and packed.", "outcome")
+ADAPTER_LOAD = _seconds("pillion.adapter.load.duration", "Of reading and packing an adapter.", STEP_BOUNDS)
+ADAPTER_TRANSFERS = _counter(
+    "pillion.adapter.transfers", "{adapter}", "Adapters whose files came to a worker from another machine."
+)
+ADAPTER_EVICTIONS = _counter(
+    "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their place to another one."
+)
+ADAPTERS = _gauge("pillion.adapters", "{adapter}", "Adapters that a worker can run with at once.")
+ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences that wait for their adapter on a worker.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
 FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")

@@ -7,7 +7,7 @@
             print(output.prompt, output.outputs[0].text)
 
 Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags; what is not supported (LoRA, guided decoding, images, pooling) is refused, never ignored.
+Pillion's flags; an adapter is named as ``lora``; what is not supported (images, pooling) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import importlib
+import os
 import queue
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +40,7 @@ from pillion.client.client_requests import (
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
-from pillion.types import ClusterStatus, GenerateRequest, SamplingParams, Tool
+from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool
 from pillion.wire.public import request_from_pb
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] = 0,
         schema: Schema | None = None,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """The whole answers to one prompt or many, in the prompts' order.
 
@@ -98,14 +101,15 @@ class LLM:
             priority: smaller is more urgent; one for all, or one for each.
             schema: every answer is JSON that fits it, and its value is the answer's ``parsed``; see
                 :meth:`pillion.AsyncClient.generate`.
+            lora: the name of an adapter, or one for each prompt; "" for the model alone.
 
         Raises:
             PillionError: of the first prompt that cannot be answered; the others are cancelled. A note says which.
-            ValueError: not as many sampling parameters or priorities as prompts.
+            ValueError: not as many sampling parameters, priorities or adapters as prompts.
         """
         listed = _listed(prompts)
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(listed)]
-        return self._run(requests, sampling_params, use_tqdm, priority, schema)
+        return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
 
     def chat(
         self,
@@ -115,6 +119,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] = 0,
         schema: Schema | None = None,
+        lora: str | Sequence[str] = "",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -132,7 +137,21 @@ class LLM:
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
         requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
-        return self._run(requests, sampling_params, use_tqdm, priority, schema)
+        return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = False) -> ModelInfo:
+        """Gives a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
+        ``enable_lora=True``. With ``in_place`` the name may belong to another adapter already, which then loses it.
+        Raises PillionError with the reason why the adapter cannot be served."""
+        gateway = self._thread.cluster.gateway
+        folder = str(Path(path).expanduser().resolve())
+        work = self._thread.submit(gateway.load_adapter(None, name, folder, in_place=in_place))
+        found: ModelInfo = work.result()
+        return found
+
+    def unload_adapter(self, name: str) -> None:
+        """Takes the name of an adapter away; calls that run with it go on. Raises NotFound."""
+        self._thread.submit(self._thread.cluster.gateway.unload_adapter(None, name)).result()
 
     def status(self) -> ClusterStatus:
         """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
@@ -253,6 +272,14 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(about['choices'])}")
         given[name] = value
     return OfflineFlags(model=str(model), **given)
+
+
+def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -> list[GenerateRequest]:
+    """The requests with the names of their adapters. Raises ValueError for another number of names."""
+    names = [lora] * len(requests) if isinstance(lora, str) else list(lora)
+    if len(names) != len(requests):
+        raise ValueError(f"{len(requests)} prompts and {len(names)} adapters: give one, or one for each")
+    return [replace(request, model=name) for request, name in zip(requests, names, strict=True)]
 
 
 def _listed(prompts: Any) -> Sequence[Any]:

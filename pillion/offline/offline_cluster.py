@@ -199,11 +199,22 @@ async def _start_gateway(
         max_inflight_tokens=MAX_ANSWERS_AT_ONCE * model.max_model_len,
         prefix_caching=flags.enable_prefix_caching,
     )
-    gateway = Gateway({model.name: entry}, cluster, options)
+    gateway = Gateway({model.name: entry}, cluster, options, adapters=_adapters(flags, model))
     stack.push_async_callback(cluster.aclose)
     stack.push_async_callback(gateway.aclose)
     await cluster.start()
     return gateway
+
+
+def _adapters(flags: OfflineFlags, model: Any) -> Any:
+    """The names of adapters, which only the caller of this process gives: any folder that it may read will do."""
+    from pillion.engine.models.model_config import load_config
+    from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions
+
+    if not flags.enable_lora:
+        return None
+    options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True)
+    return AdapterNames({model.name: load_config(model.folder)}, [model.alias] if model.alias else [], options)
 
 
 async def _until_ready(gateway: Any) -> None:

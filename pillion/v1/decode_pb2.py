@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pillion.v1 import common_pb2 as pillion_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pillion/v1/decode.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"\x8a\x01\n\rDecodeCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.HelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pillion.v1.SubmitH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.pillion.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x80\x03\n\x06Submit\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\tticket_id\x18\x04 \x01(\x06\x12\x11\n\troot_hash\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12,\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1f\n\x05\x66orks\x18\x0e \x03(\x0b\x32\x10.pillion.v1.Fork\x12\x16\n\x0e\x61waited_blocks\x18\x0f \x01(\r\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x15\n\rscored_tokens\x18\x11 \x01(\r\"!\n\x04\x46ork\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03key\x18\x01 \x01(\x04\"6\n\x0b\x44\x65\x63odeBatch\x12\'\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x17.pillion.v1.DecodeDelta\"\xb5\x02\n\x0b\x44\x65\x63odeDelta\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.pillion.v1.DecodeError\x12*\n\x07timings\x18\x05 \x01(\x0b\x32\x19.pillion.v1.DecodeTimings\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\x12\"\n\x06queued\x18\x07 \x01(\x0b\x32\x12.pillion.v1.Queued\x12\x31\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\"?\n\x0b\x44\x65\x63odeError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"_\n\rDecodeTimings\x12\x13\n\x0btail_tokens\x18\x01 \x01(\r\x12\x12\n\ntail_steps\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r2K\n\x06\x44\x65\x63ode\x12\x41\n\x07\x43onnect\x12\x19.pillion.v1.DecodeCommand\x1a\x17.pillion.v1.DecodeBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pillion/v1/decode.proto\x12\npillion.v1\x1a\x17pillion/v1/common.proto\"\x8a\x01\n\rDecodeCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pillion.v1.HelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pillion.v1.SubmitH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.pillion.v1.CancelH\x00\x42\t\n\x07\x63ommand\"\x91\x03\n\x06Submit\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\tticket_id\x18\x04 \x01(\x06\x12\x11\n\troot_hash\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12,\n\x08sampling\x18\x08 \x01(\x0b\x32\x1a.pillion.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\ntimeout_ms\x18\x0b \x01(\r\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x10\n\x08priority\x18\r \x01(\x11\x12\x1f\n\x05\x66orks\x18\x0e \x03(\x0b\x32\x10.pillion.v1.Fork\x12\x16\n\x0e\x61waited_blocks\x18\x0f \x01(\r\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x12\x15\n\rscored_tokens\x18\x11 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x12 \x01(\t\"!\n\x04\x46ork\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"\x15\n\x06\x43\x61ncel\x12\x0b\n\x03key\x18\x01 \x01(\x04\"6\n\x0b\x44\x65\x63odeBatch\x12\'\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x17.pillion.v1.DecodeDelta\"\xb5\x02\n\x0b\x44\x65\x63odeDelta\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pillion.v1.FinishReason\x12&\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x17.pillion.v1.DecodeError\x12*\n\x07timings\x18\x05 \x01(\x0b\x32\x19.pillion.v1.DecodeTimings\x12*\n\x08logprobs\x18\x06 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\x12\"\n\x06queued\x18\x07 \x01(\x0b\x32\x12.pillion.v1.Queued\x12\x31\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x18.pillion.v1.TokenLogprob\"?\n\x0b\x44\x65\x63odeError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"_\n\rDecodeTimings\x12\x13\n\x0btail_tokens\x18\x01 \x01(\r\x12\x12\n\ntail_steps\x18\x02 \x01(\r\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r2K\n\x06\x44\x65\x63ode\x12\x41\n\x07\x43onnect\x12\x19.pillion.v1.DecodeCommand\x1a\x17.pillion.v1.DecodeBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODECOMMAND']._serialized_start=65
   _globals['_DECODECOMMAND']._serialized_end=203
   _globals['_SUBMIT']._serialized_start=206
-  _globals['_SUBMIT']._serialized_end=590
-  _globals['_FORK']._serialized_start=592
-  _globals['_FORK']._serialized_end=625
-  _globals['_CANCEL']._serialized_start=627
-  _globals['_CANCEL']._serialized_end=648
-  _globals['_DECODEBATCH']._serialized_start=650
-  _globals['_DECODEBATCH']._serialized_end=704
-  _globals['_DECODEDELTA']._serialized_start=707
-  _globals['_DECODEDELTA']._serialized_end=1016
-  _globals['_DECODEERROR']._serialized_start=1018
-  _globals['_DECODEERROR']._serialized_end=1081
-  _globals['_DECODETIMINGS']._serialized_start=1083
-  _globals['_DECODETIMINGS']._serialized_end=1178
-  _globals['_DECODE']._serialized_start=1180
-  _globals['_DECODE']._serialized_end=1255
+  _globals['_SUBMIT']._serialized_end=607
+  _globals['_FORK']._serialized_start=609
+  _globals['_FORK']._serialized_end=642
+  _globals['_CANCEL']._serialized_start=644
+  _globals['_CANCEL']._serialized_end=665
+  _globals['_DECODEBATCH']._serialized_start=667
+  _globals['_DECODEBATCH']._serialized_end=721
+  _globals['_DECODEDELTA']._serialized_start=724
+  _globals['_DECODEDELTA']._serialized_end=1033
+  _globals['_DECODEERROR']._serialized_start=1035
+  _globals['_DECODEERROR']._serialized_end=1098
+  _globals['_DECODETIMINGS']._serialized_start=1100
+  _globals['_DECODETIMINGS']._serialized_end=1195
+  _globals['_DECODE']._serialized_start=1197
+  _globals['_DECODE']._serialized_end=1272
 # @@protoc_insertion_point(module_scope)

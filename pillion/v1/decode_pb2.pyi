@@ -74,6 +74,7 @@ class Submit(_message.Message):
     AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     SCORED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -102,6 +103,10 @@ class Submit(_message.Message):
     scored_tokens: _builtins.int
     """With sampling.prompt_logprobs: how many tokens of the prompt behind its first one the gateway wants no log
     probability of, because it has them. The ticket's chain must end before the next of them.
+    """
+    adapter: _builtins.str
+    """Digest of the adapter that the answer is computed with, 64 hexadecimal digits, which root_hash covers. Empty: the
+    model alone. Workers whose record says max_loras 0 get none.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -141,10 +146,11 @@ class Submit(_message.Message):
         awaited_blocks: _builtins.int = ...,
         grammar: _builtins.str = ...,
         scored_tokens: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

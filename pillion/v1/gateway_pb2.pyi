@@ -499,6 +499,9 @@ class Model(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
@@ -506,6 +509,12 @@ class Model(_message.Message):
     tool_call_parser: _builtins.str
     """The formats in which it calls tools and reasons, by their parsers' names; "none" where it does not."""
     reasoning_parser: _builtins.str
+    parent: _builtins.str
+    """An adapter's model, by its name; empty for a model."""
+    adapter: _builtins.str
+    """SHA-256 of an adapter's content, hexadecimal; empty for a model."""
+    weights: _builtins.str
+    """How its weights are kept, such as "awq, 4 bits in groups of 128"; where they are plain, the type of arithmetic."""
     def __init__(
         self,
         *,
@@ -514,14 +523,82 @@ class Model(_message.Message):
         fingerprint: _builtins.str = ...,
         tool_call_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        parent: _builtins.str = ...,
+        adapter: _builtins.str = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """A folder on the gateway's machine, as PEFT writes it, inside of one of --lora-path."""
+    in_place: _builtins.bool
+    """Whether the name may belong to another adapter already."""
+    model: _builtins.str
+    """The model that the adapter is for. Empty: that of --model."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        in_place: _builtins.bool = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "model", b"model", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):

@@ -45,6 +45,16 @@ class GatewayStub(object):
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pillion.v1.Gateway/LoadAdapter',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.Model.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pillion.v1.Gateway/UnloadAdapter',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pillion.v1.Gateway/GetStatus',
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.GetStatusRequest.SerializeToString,
@@ -69,7 +79,25 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Models that live workers serve.
+        """Models that live workers serve, and their adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """Gives a name to the LoRA adapter of a folder, for requests that come from now on, at all gateways.
+
+        PERMISSION_DENIED    the caller is no operator, the gateway's names are fixed, or the folder is not an allowed one.
+        INVALID_ARGUMENT     the adapter cannot be served; the message says why.
+        FAILED_PRECONDITION  the name belongs to a model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +122,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=pillion_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_gateway__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.Model.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -156,6 +194,60 @@ class Gateway(object):
             '/pillion.v1.Gateway/ListModels',
             pillion_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
             pillion_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/LoadAdapter',
+            pillion_dot_v1_dot_gateway__pb2.LoadAdapterRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.Model.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/UnloadAdapter',
+            pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

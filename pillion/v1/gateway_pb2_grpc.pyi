@@ -42,7 +42,16 @@ class GatewayStub:
     DEADLINE_EXCEEDED   the call's own deadline passed.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
-    """Models that live workers serve."""
+    """Models that live workers serve, and their adapters."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.Model]
+    """Gives a name to the LoRA adapter of a folder, for requests that come from now on, at all gateways.
+
+    PERMISSION_DENIED    the caller is no operator, the gateway's names are fixed, or the folder is not an allowed one.
+    INVALID_ARGUMENT     the adapter cannot be served; the message says why.
+    FAILED_PRECONDITION  the name belongs to a model.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]
+    """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -60,7 +69,16 @@ class GatewayAsyncStub(GatewayStub):
     DEADLINE_EXCEEDED   the call's own deadline passed.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Models that live workers serve."""
+    """Models that live workers serve, and their adapters."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.LoadAdapterRequest, _gateway_pb2.Model]  # type: ignore[assignment]
+    """Gives a name to the LoRA adapter of a folder, for requests that come from now on, at all gateways.
+
+    PERMISSION_DENIED    the caller is no operator, the gateway's names are fixed, or the folder is not an allowed one.
+    INVALID_ARGUMENT     the adapter cannot be served; the message says why.
+    FAILED_PRECONDITION  the name belongs to a model.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -87,7 +105,28 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]:
-        """Models that live workers serve."""
+        """Models that live workers serve, and their adapters."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _gateway_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.Model, _abc.Awaitable[_gateway_pb2.Model]]:
+        """Gives a name to the LoRA adapter of a folder, for requests that come from now on, at all gateways.
+
+        PERMISSION_DENIED    the caller is no operator, the gateway's names are fixed, or the folder is not an allowed one.
+        INVALID_ARGUMENT     the adapter cannot be served; the message says why.
+        FAILED_PRECONDITION  the name belongs to a model.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _gateway_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.UnloadAdapterResponse, _abc.Awaitable[_gateway_pb2.UnloadAdapterResponse]]:
+        """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
 
     @_abc_1.abstractmethod
     def GetStatus(

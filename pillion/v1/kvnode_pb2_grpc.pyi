@@ -76,6 +76,18 @@ class KVNodeStub:
     blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
+    ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
+    """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
+    that has them. Nobody but the reader verifies them: their digest is what it asked for.
+    NOT_FOUND: no node that was asked has the adapter.
+    RESOURCE_EXHAUSTED: too many adapters are read here already.
+    """
+    FindAdapters: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.FindAdaptersRequest, _kvnode_pb2.FindAdaptersReply]
+    """Says which of some adapters the node's machine lacks, and counts the others as used."""
+    KeepAdapter: _grpc.StreamUnaryMultiCallable[_kvnode_pb2.AdapterPiece, _kvnode_pb2.KeepAdapterReply]
+    """Keeps the files of an adapter in the model cache of the node's machine.
+    RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]
@@ -127,6 +139,18 @@ class KVNodeAsyncStub(KVNodeStub):
     to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
     blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
+    """
+    ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
+    """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
+    that has them. Nobody but the reader verifies them: their digest is what it asked for.
+    NOT_FOUND: no node that was asked has the adapter.
+    RESOURCE_EXHAUSTED: too many adapters are read here already.
+    """
+    FindAdapters: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.FindAdaptersRequest, _kvnode_pb2.FindAdaptersReply]  # type: ignore[assignment]
+    """Says which of some adapters the node's machine lacks, and counts the others as used."""
+    KeepAdapter: _aio.StreamUnaryMultiCallable[_kvnode_pb2.AdapterPiece, _kvnode_pb2.KeepAdapterReply]  # type: ignore[assignment]
+    """Keeps the files of an adapter in the model cache of the node's machine.
+    RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
@@ -230,6 +254,36 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
         blocks are computed again (I1). Several calls for one block share one transfer.
         NOT_FOUND: no such ticket, or the caller does not hold it.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadAdapter(
+        self,
+        request: _kvnode_pb2.ReadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvnode_pb2.AdapterPiece], _abc.AsyncIterator[_kvnode_pb2.AdapterPiece]]:
+        """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
+        that has them. Nobody but the reader verifies them: their digest is what it asked for.
+        NOT_FOUND: no node that was asked has the adapter.
+        RESOURCE_EXHAUSTED: too many adapters are read here already.
+        """
+
+    @_abc_1.abstractmethod
+    def FindAdapters(
+        self,
+        request: _kvnode_pb2.FindAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.FindAdaptersReply, _abc.Awaitable[_kvnode_pb2.FindAdaptersReply]]:
+        """Says which of some adapters the node's machine lacks, and counts the others as used."""
+
+    @_abc_1.abstractmethod
+    def KeepAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kvnode_pb2.AdapterPiece],
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.KeepAdapterReply, _abc.Awaitable[_kvnode_pb2.KeepAdapterReply]]:
+        """Keeps the files of an adapter in the model cache of the node's machine.
+        RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
         """
 
     @_abc_1.abstractmethod

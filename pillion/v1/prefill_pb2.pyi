@@ -33,6 +33,7 @@ class RunSpanRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Attempt of the request, from 1; for logs and traces."""
@@ -48,6 +49,8 @@ class RunSpanRequest(_message.Message):
     """Most tokens of the request's prompt and answer together: some models have rotary frequencies of their own for texts
     within their original length. The request's root says the same.
     """
+    adapter: _builtins.str
+    """See Submit.adapter."""
     @_builtins.property
     def hello(self) -> _common_pb2.Hello: ...
     @_builtins.property
@@ -71,10 +74,11 @@ class RunSpanRequest(_message.Message):
         chunk_tokens: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         text_tokens: _builtins.int = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "hello", b"hello", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "hello", b"hello", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,6 +27,7 @@ LOAD = (
     "queued_tokens",
     "decoding_requests",
     "context_tokens",
+    "adapter_waits",
 )
 
 
@@ -52,6 +53,8 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
         block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
+        max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
+        adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
         *_blocks: a node's slots by state.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
         fenced_components: workers that a node has fenced and that have not drained yet.
@@ -94,6 +97,10 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     completion_tokens: Count = 0
     fenced_components: tuple[str, ...] = ()
     kernels: str = ""
+    max_loras: Count = 0
+    max_lora_rank: Count = 0
+    adapters: tuple[str, ...] = ()
+    adapter_waits: Count = 0
     heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:

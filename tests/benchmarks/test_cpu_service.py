@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import cpu_service
 from benchmarks.closed_loop import ClosedLoad, figures, measure
-from benchmarks.peers import about_kernels, llama_system, stop_session
+from benchmarks.peers import about_kernels, llama_system, pillion_system, stop_session
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 from testbed.conditions import loop_turns, wait_for
@@ -80,6 +80,23 @@ def test_figures_of_a_run() -> None:
     assert found["tokens_per_message"] == pytest.approx(6 / 5)
     assert found["driver_cpu_share"] == pytest.approx(0.05)
     assert found["prefill_tokens_per_s"] == pytest.approx(500)
+
+
+def test_pillion_is_served_with_its_own_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy of the test bed's would be measured as if it were the product's."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def start(command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        started.append((command, env))
+        raise OSError("nothing is started here")
+
+    monkeypatch.delenv("PILLION_SPLIT_POLICY", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(OSError, match="nothing"), pillion_system("pillion", "demo", ("--dtype", "bfloat16")).running():
+        pass
+    ((command, environment),) = started
+    assert command[-2:] == ["--dtype", "bfloat16"]
+    assert [word for word in (*command, *environment) if "split" in word.lower()] == []
 
 
 def prompts(load: ClosedLoad, seed: int) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ away, is a defect at once, and not only where it happens to spoil a token.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -19,7 +20,7 @@ from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
 from tests.support.fake_backend import Int64, copy_blocks, run
-from tests.support.scheduler_harness import BLOCK, RowChoice, SchedulerHarness, choices_of, chosen, scored
+from tests.support.scheduler_harness import BAD_ADAPTER, BLOCK, RowChoice, SchedulerHarness, choices_of, chosen, scored
 
 BROKEN = "broken"
 
@@ -55,18 +56,17 @@ class SimulatedDevice:
         # Of the last steps that ran, by launch: unknown tokens that they were given.
         self.resolved = 0
 
-    def launch(self, plan: StepPlan) -> None:
-        batch = build_batch(plan, BLOCK)
+    def launch(self, plan: StepPlan, batch: StepBatch, placed: Mapping[int, int]) -> None:
         batch = replace(batch, block_tables=batch.block_tables.copy())
-        early = None if plan.awaits_tokens else choices_of(plan)
+        early = None if plan.awaits_tokens else choices_of(plan, placed)
         self._in_flight.append(_Step(batch, plan.copies, slots_of(batch, plan.copies), early, scored(plan)))
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
-    def choose(self, plan: StepPlan) -> None:
+    def choose(self, plan: StepPlan, placed: Mapping[int, int]) -> None:
         """Begin the choices of the step that was launched last."""
         assert self._in_flight[-1].choices is None
-        self._in_flight[-1].choices = choices_of(plan)
+        self._in_flight[-1].choices = choices_of(plan, placed)
         if self._draw.random() < 0.5:
             self._catch_up(len(self._in_flight))
 
@@ -79,6 +79,10 @@ class SimulatedDevice:
     def slots(self) -> set[int]:
         """Return the slots that in-flight steps use."""
         return set().union(*(step.slots for step in self._in_flight))
+
+    def places(self) -> set[int]:
+        """Return the adapters' places that in-flight steps read."""
+        return {place for step in self._in_flight if step.batch.adapters is not None for place in step.batch.adapters}
 
     def _catch_up(self, steps: int) -> None:
         for step in list(self._in_flight)[:steps]:
@@ -99,9 +103,16 @@ class AheadHarness(SchedulerHarness):
     """
 
     def __init__(
-        self, *, slots: int = 64, budget: int = 16, max_num_seqs: int = 4, draws: int = 0, punctual: float = 1.0
+        self,
+        *,
+        slots: int = 64,
+        budget: int = 16,
+        max_num_seqs: int = 4,
+        draws: int = 0,
+        punctual: float = 1.0,
+        max_loras: int = 0,
     ) -> None:
-        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual)
+        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual, max_loras=max_loras)
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
         self.rival = self.ledger.attach("rival", "decode")
@@ -129,7 +140,7 @@ class AheadHarness(SchedulerHarness):
             self.land()
         if stays and plan.awaits_tokens:
             self.late_choices += 1
-            self.device.choose(plan)
+            self.device.choose(plan, self.placed)
         self._check_in_flight()
         self.scheduler.check_integrity()
         return plan
@@ -141,7 +152,11 @@ class AheadHarness(SchedulerHarness):
         if broken:
             self.breaks = ""
         else:
-            self.device.launch(plan)
+            taken = self.device.places() & {place for place, _ in plan.placements}
+            assert not taken, f"places {taken} were given away under a step that reads them"
+            batch = build_batch(plan, BLOCK)
+            self.place(plan, batch)
+            self.device.launch(plan, batch, self.placed)
         self.out.append((plan, broken))
         return not broken
 
@@ -201,7 +216,7 @@ class AheadHarness(SchedulerHarness):
             if error is None:
                 whole[seq_id] = record
             elif record.max_tokens:
-                assert error.message == BROKEN, error
+                assert error.message in (BROKEN, BAD_ADAPTER), error
                 self.check_answer(record)
         everybody, self.records = self.records, whole
         super().check_answers()

@@ -18,11 +18,14 @@ class Sequences:
         self._tables: list[list[int]] = []
         self._lengths: list[int] = []
         self._shifts: list[int] = []
+        self._adapters: list[int] = []
 
-    def add(self, count: int = 1, rope_shift: int = 0) -> list[int]:
-        """Adds empty sequences and returns their numbers. ``rope_shift``: their first row of the rotary tables."""
+    def add(self, count: int = 1, rope_shift: int = 0, adapter: int = -1) -> list[int]:
+        """Adds empty sequences and returns their numbers. ``rope_shift``: their first row of the rotary tables;
+        ``adapter``: the place of their adapter."""
         self._tables += [[] for _ in range(count)]
         self._shifts += [rope_shift] * count
+        self._adapters += [adapter] * count
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
@@ -34,6 +37,7 @@ class Sequences:
         self._tables.append(table[: len(table) - len(sources)] + targets)
         self._lengths.append(self._lengths[number])
         self._shifts.append(self._shifts[number])
+        self._adapters.append(self._adapters[number])
         return len(self._tables) - 1, sources, targets
 
     def step(
@@ -56,6 +60,7 @@ class Sequences:
             row[: len(table)] = table
         rows = [end - 1 for end in starts[1:]] if sample is None else sample
         shifts = np.repeat([self._shifts[number] for number, _ in parts], np.diff(starts)).astype(np.int32)
+        adapters = np.array([self._adapters[number] for number, _ in parts], np.int32)
         at = np.array(positions, np.int32)
         return StepBatch(
             token_ids=np.array([token for _, tokens in parts for token in tokens], np.int32),
@@ -65,4 +70,5 @@ class Sequences:
             block_tables=padded,
             sample_rows=np.array(rows, np.int32),
             rope_rows=at + shifts if shifts.any() else None,
+            adapters=adapters if (adapters >= 0).any() else None,
         )

@@ -9,17 +9,21 @@ from __future__ import annotations
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import DevicePool, KVLayout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.errors import ConfigError
 
 VOCAB_SIZE = 97
 # Ends a text, where the model has a tokenizer.
@@ -45,12 +49,26 @@ def logits_of(values: Int64) -> npt.NDArray[np.float32]:
     return (row >> np.uint64(40)).astype(np.float32) / np.float32(2**20)
 
 
-def greedy(prompt: Sequence[int], count: int) -> list[int]:
-    """The oracle: what follows ``prompt``, without any pool."""
+def greedy(prompt: Sequence[int], count: int, adapter: str = "") -> list[int]:
+    """The oracle: what follows ``prompt``, without any pool; an adapter shifts every token by its own number."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(np.argmax(logits_of(kv_of(tokens, np.arange(len(tokens)))))))
+        token = int(np.argmax(logits_of(kv_of(tokens, np.arange(len(tokens))))))
+        tokens.append((token + shift_of(adapter)) % VOCAB_SIZE)
     return tokens[len(prompt) :]
+
+
+def shift_of(adapter: str) -> int:
+    """How far an adapter shifts tokens, by its digest."""
+    return 1 + int(adapter[:8], 16) % (VOCAB_SIZE - 1) if adapter else 0
+
+
+@dataclass(frozen=True)
+class ShiftAdapter:
+    """A packed adapter."""
+
+    shift: int
+    nbytes: int = 8
 
 
 def run(pool: Int64, batch: StepBatch) -> npt.NDArray[np.float32]:
@@ -77,7 +95,7 @@ class FakeBackend(HostBackend):
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
     ``waiting`` is set while a step waits there. ``bound`` counts the pools. Behind the token ``broken`` no logit is a
-    number.
+    number. ``packing`` blocks the packing of adapters while it is cleared; ``packed`` are their digests.
     """
 
     def __init__(self, block_size: int, version: str = "fake") -> None:
@@ -89,6 +107,14 @@ class FakeBackend(HostBackend):
         self.steps: list[int] = []
         self.bound = 0
         self.broken = -1
+        self.packing = threading.Event()
+        self.packing.set()
+        self.packed: list[str] = []
+
+    def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
+        assert self.packing.wait(60)
+        self.packed.append(weights.digest)
+        return ShiftAdapter(shift_of(weights.digest))
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         self.bound += 1
@@ -102,6 +128,11 @@ class FakeBackend(HostBackend):
         self.before_step(batch)
         self.steps.append(batch.num_tokens)
         logits = run(pool.numpy().view(np.int64), batch)
+        if batch.adapters is not None:
+            owners = np.repeat(batch.adapters, np.diff(batch.query_starts))
+            for row, place in enumerate(owners[batch.sample_rows].tolist()):
+                adapter = self._adapters[place] if place >= 0 else None
+                logits[row] = np.roll(logits[row], adapter.shift if isinstance(adapter, ShiftAdapter) else 0)
         logits[batch.token_ids[batch.sample_rows] == self.broken] = np.nan
         return torch.from_numpy(logits)
 
@@ -125,4 +156,13 @@ def prepared_model(max_model_len: int = 4096, folder: str = "nowhere") -> Prepar
 
 def factory(backend: FakeBackend, folder: str = "nowhere") -> Callable[[WorkerFlags, int], LoadedModel]:
     """A backend_factory that always gives ``backend``, with the tokenizer in ``folder``."""
-    return lambda flags, threads: LoadedModel(prepared_model(folder=folder), backend)
+    return lambda flags, threads: FakeModel(prepared_model(folder=folder), backend)
+
+
+class FakeModel(LoadedModel):
+    """A model whose adapters are nothing but their digests."""
+
+    def read_adapter(self, folder: pathlib.Path, digest: str) -> AdapterWeights:
+        if AdapterFiles(folder).digest() != digest:
+            raise ConfigError(f"{folder} does not hold the adapter {digest}")
+        return AdapterWeights(digest, 1, {})

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import pathlib
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -382,6 +383,7 @@ def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
         eos_token_ids=(EOS,),
         bos_token_id=None,
         alias="models/toy",
+        weights="gptq, 8 bits",
     )
 
 
@@ -394,11 +396,16 @@ def short_folder() -> Iterator[pathlib.Path]:
 
 @contextlib.asynccontextmanager
 async def running_fake_cluster(
-    script: str = "The answer.", roles: str = "kvnode prefill decode", template: str = TEMPLATE, **flags: Any
+    script: str = "The answer.",
+    roles: str = "kvnode prefill decode",
+    template: str = TEMPLATE,
+    config: pathlib.Path | None = None,
+    **flags: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Redis, the fake parts of ``roles``, and a gateway with ``flags`` whose model has the ``template``.
 
-    "far-kvnode" and "far-prefill" are those of the node kv-1.
+    "far-kvnode" and "far-prefill" are those of the node kv-1. With ``config``, a config.json, the workers say that they
+    run adapters for such a model.
     """
     node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
@@ -426,14 +433,18 @@ async def running_fake_cluster(
             )
             stack.push_async_callback(servers[role].stop, 0)
             far = {"node_id": "kv-1"} if role.startswith("far-") else {}
-            await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far))
+            runs = {"max_loras": 4, "max_lora_rank": 16} if config and not role.endswith("kvnode") else {}
+            await registry.heartbeat(record(component_id, role.removeprefix("far-"), address, **far, **runs))
         options = {"redis_url": url, "block_size": BLOCK, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
         options |= {"split_policy": "disaggregated"} | flags
-        gateway = await start_gateway(GatewayFlags(**options), prepared=toy_model(folder / "model", template=template))
+        model = toy_model(folder / "model", template=template)
+        if config is not None:
+            shutil.copy(config, model.folder)
+        gateway = await start_gateway(GatewayFlags(**options), prepared=model)
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:
-            await until("a model to be served", client.models)
+            await until("a model to be served", gateway.gateway.models)
         if "far-kvnode" in roles:
             await until("a session at kv-1", lambda: gateway.cluster.node("kv-1").alive)
         yield FakeCluster(

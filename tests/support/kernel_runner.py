@@ -36,7 +36,7 @@ class Runner:
     """Kernels compiled for one instruction set, and pools of one and of three threads."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
-        self.kernels = compile_kernels(specs, isa, checked=checked)
+        self.isa, self.kernels = isa, compile_kernels(specs, isa, checked=checked)
         self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
 
     def close(self) -> None:

@@ -38,8 +38,9 @@ def decode(n: int = 0, at: int = 0, streams: int = 0, **fields: Any) -> Componen
 
 
 def snapshot(prompt: int = 2000, components: tuple[ComponentRecord, ...] = (), **more: Any) -> ClusterSnapshot:
-    fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy"} | more
-    return ClusterSnapshot(prompt_tokens=prompt, policy=parse_policy("auto"), components=components or line(), **fields)
+    policy = parse_policy("auto")
+    fields = {"hits": {}, "block_size": BLOCK, "chunk_tokens": 512, "model": "toy", "policy": policy} | more
+    return ClusterSnapshot(prompt_tokens=prompt, components=components or line(), **fields)
 
 
 def line(**more: ComponentRecord) -> tuple[ComponentRecord, ...]:

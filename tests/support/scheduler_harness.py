@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -10,6 +11,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
+from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
@@ -23,7 +25,7 @@ from pillion.engine.scheduling.step_plan import (
     StepPlan,
     Update,
 )
-from pillion.errors import PillionError
+from pillion.errors import NotFound, PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
@@ -34,7 +36,18 @@ from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
 
 BLOCK = 4
 ROOT = b"\7" * 32
+# Each number of an adapter shifts every token by so much.
+ADAPTER_SHIFT = 11
+BAD_ADAPTER = "no such adapter"
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+@dataclass(frozen=True)
+class NumberedAdapter:
+    """A packed adapter, of which only its number matters."""
+
+    number: int
+    nbytes: int = 0
 
 
 @dataclass
@@ -56,6 +69,8 @@ class SequenceRecord:
     parent: int = 0
     scored: bool = False
     scores: list[TokenLogprob] = field(default_factory=list)
+    # The number of its adapter; 0 is none.
+    adapter: int = 0
 
 
 class SchedulerHarness:
@@ -70,6 +85,7 @@ class SchedulerHarness:
         drafter: Drafter | None = None,
         max_whole_tokens: int = 0,
         punctual: float = 1.0,
+        max_loras: int = 0,
     ) -> None:
         self.scheduler = Scheduler(
             block_size=BLOCK,
@@ -77,7 +93,14 @@ class SchedulerHarness:
             max_num_seqs=max_num_seqs,
             drafter=drafter,
             max_whole_tokens=max_whole_tokens,
+            max_loras=max_loras,
         )
+        # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
+        self.loading: list[str] = []
+        self.placed: dict[int, int] = {}
+        self.broken_adapters: set[int] = set()
+        self.evicted_adapters = 0
+        self.max_loras = max_loras
         self.ledger = Ledger(itertools.count(1000).__next__, decode_reserve_percent=0)
         self.ledger.shape(slots)
         self.worker = self.ledger.attach("worker", "decode")
@@ -111,12 +134,14 @@ class SchedulerHarness:
         penalty: float = 0.0,
         grammar: int | None = None,
         scored: bool = False,
+        adapter: int = 0,
     ) -> int | None:
         """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
         ids behind the stream's. With a penalty each choice depends on the whole answer so far. The prompt may be
         ``scored``, and then nothing of it is found."""
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
-        hashes = split_hashes(chain_hashes(ROOT, prompt, BLOCK)[: last * 32])
+        root = bytes([ROOT[0] + adapter]) * 32
+        hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
         if ticket is None:
@@ -129,7 +154,8 @@ class SchedulerHarness:
         spec = SequenceSpec(
             seq_id=seq_id,
             token_ids=np.array(prompt, dtype=np.int32),
-            parent_hash=ROOT,
+            parent_hash=root,
+            adapter=str(adapter) if adapter else "",
             prompt_tokens=len(prompt),
             sampling=None
             if chunks
@@ -153,6 +179,7 @@ class SchedulerHarness:
                 parent=parent,
                 grammar=grammar,
                 scored=scored and not parent,
+                adapter=adapter,
             )
         state = None if grammar is None else self.grammars.start(grammar)
         self.scheduler.add(Sequence(spec, holding, BLOCK, self.now, grammar=state), self.now)
@@ -191,11 +218,27 @@ class SchedulerHarness:
         if plan.copies:
             copy_blocks(self.pool, *zip(*plan.copies, strict=True))
         if not plan.pieces:
+            assert not plan.placements
             return Sampled()
-        return chosen(run(self.pool, build_batch(plan, BLOCK)), choices_of(plan), scored(plan))
+        batch = build_batch(plan, BLOCK)
+        self.place(plan, batch)
+        return chosen(run(self.pool, batch), choices_of(plan, self.placed), scored(plan))
+
+    def place(self, plan: StepPlan, batch: StepBatch) -> None:
+        """The backend takes the plan's adapters; the batch then names those of its sequences."""
+        for place, packed in plan.placements:
+            assert isinstance(packed, NumberedAdapter)
+            self.placed[place] = packed.number
+        assert len(self.placed) <= self.max_loras
+        wanted = [int(piece.sequence.spec.adapter or 0) for piece in plan.pieces]
+        named = [-1] * len(wanted) if batch.adapters is None else batch.adapters.tolist()
+        assert [self.placed[place] if place >= 0 else 0 for place in named] == wanted
+        assert (batch.adapters is None) == (not any(wanted))
 
     def receive(self, outcome: Outcome) -> None:
-        """Take the updates; what is for the node waits for :meth:`answer`."""
+        """Take the updates; what is for the node waits for :meth:`answer`, what is for the loader for :meth:`load`."""
+        self.loading += outcome.adapters
+        self.evicted_adapters += outcome.evicted_adapters
         for update in outcome.updates:
             record = self.records[update.seq_id]
             assert not record.cancelled, "news of a cancelled sequence"
@@ -232,7 +275,7 @@ class SchedulerHarness:
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
         for sequence in sorted(begun, key=lambda s: s.rank) + outside:
-            if self._held_up(sequence):
+            if self._held_up(sequence) or sequence.awaits_adapter:
                 continue
             piece = planned.get(id(sequence))
             want = sequence.step_end() - sequence.next_start
@@ -252,6 +295,18 @@ class SchedulerHarness:
             return False
         known = bool(sequence.num_drafts) or not grammar.may_run_ahead
         return self.masks.punctual < 1 or (sequence.num_in_flight > 0 and known)
+
+    # The loader's side.
+
+    def load(self, count: int = 1) -> None:
+        """The loader answers its first orders."""
+        for _ in range(min(count, len(self.loading))):
+            digest = self.loading.pop(0)
+            if int(digest) in self.broken_adapters:
+                self.scheduler.adapter_failed(digest, NotFound(BAD_ADAPTER), self.now)
+            else:
+                self.scheduler.adapter_loaded(digest, NumberedAdapter(int(digest)), self.now)
+            self.scheduler.check_integrity()
 
     # The node's side.
 
@@ -308,6 +363,7 @@ class SchedulerHarness:
         for _ in range(max_steps):
             if not self.busy():
                 break
+            self.load(2)
             self.step()
             while self.answer():
                 pass
@@ -339,9 +395,18 @@ class SchedulerHarness:
         for record in self.records.values():
             if record.cancelled or record.chunks:
                 continue
+            broken = record.adapter in self.broken_adapters
+            if broken and record.parent and record.end is None:
+                continue
             assert record.end is not None
             ending = record.end.ending
             assert ending is not None
+            if broken and ending.error is not None:
+                assert ending.error.message == BAD_ADAPTER
+                assert not record.token_ids
+                continue
+            # Without its adapter only an answer ends that needs no step.
+            assert not broken or record.grammar is not None
             assert ending.error is None, ending.error
             self.check_answer(record)
             stopped = bool(record.stop) and record.token_ids[-1:] != [] and record.token_ids[-1] in record.stop
@@ -353,7 +418,8 @@ class SchedulerHarness:
     def check_answer(self, record: SequenceRecord) -> None:
         """The tokens so far are those of the model, and none stands behind a stop id."""
         count = len(record.token_ids)
-        assert record.token_ids == answer(record.prompt, record.seed, count, record.penalized, record.grammar)
+        shift = record.seed + ADAPTER_SHIFT * record.adapter
+        assert record.token_ids == answer(record.prompt, shift, count, record.penalized, record.grammar)
         prompt, known = record.prompt, len(record.scores)
         whole = not record.cancelled and record.end is not None and record.end.ending.error is None
         assert known == (len(prompt) - 1 if record.scored and whole else known)
@@ -404,8 +470,8 @@ class RowChoice:
         return int(allowed[token % len(allowed)]) if allowed else 0
 
 
-def choices_of(plan: StepPlan) -> list[RowChoice]:
-    """Return how each row chooses, as known when the choices are begun."""
+def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
+    """Return how each row chooses, as known when the choices are begun; ``placed`` are the adapters in the places."""
     found: list[RowChoice] = []
     for piece in plan.pieces:
         sequence, end = piece.sequence, piece.start + piece.count
@@ -424,6 +490,7 @@ def choices_of(plan: StepPlan) -> list[RowChoice]:
         if sequence.grammar is not None:
             masks = sequence.grammar.place_masks(sequence.drafts().tolist(), piece.samples)
         last = piece.samples - 1
+        history += ADAPTER_SHIFT * placed.get(sequence.adapter_place, 0)
         found += [RowChoice(seed + history, masks, min(place, last)) for place, seed in enumerate(seeds)]
     return found
 

@@ -9,25 +9,31 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from pillion.core_board import CoreShare
-from pillion.engine.backends.backend import KVLayout, distinct_rows, kv_layout
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import KVLayout, PackedAdapter, adapter_shapes, distinct_rows, kv_layout
 from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
+from pillion.engine.backends.cpu.cpu_adapters import AdapterRows, AdapterTable, CpuAdapter
+from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model, plan_with_adapters
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.errors import Internal
 from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
+from pillion.kernels.cpu.products.low_rank import run_rows
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import Bounds, CpuStepRecord, Operation, Program, Workspace, check_batch
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
@@ -40,7 +46,7 @@ CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
 @dataclass(frozen=True, slots=True)
 class CpuModel:
     """A model with its kernels: everything that does not depend on threads and the KV pool. ``dtype`` is the type of
-    its rows; that of KV is in ``layout``."""
+    its rows; that of KV is in ``layout``. ``code_folder`` keeps machine code."""
 
     config: ModelConfig
     isa: Isa
@@ -51,6 +57,7 @@ class CpuModel:
     plan: ModelPlan
     kernels: CompiledKernels
     checked: bool
+    code_folder: Path
 
 
 def load_cpu_model(
@@ -76,8 +83,20 @@ def load_cpu_model(
     weights = load_cpu_weights(prepared, config, progress, cache)
     plan = plan_model(config, weights, layout, prepared.dtype, prepared.max_model_len)
     specs = [operation.spec for operation in plan.operations]
-    kernels = compile_kernels(specs, isa, checked=checked, cache_folder=cache.make("kernels"), progress=progress)
-    return CpuModel(config, isa, layout, prepared.dtype, prepared.max_model_len, weights, plan, kernels, checked)
+    folder = cache.make("kernels")
+    kernels = compile_kernels(specs, isa, checked=checked, cache_folder=folder, progress=progress)
+    return CpuModel(
+        config, isa, layout, prepared.dtype, prepared.max_model_len, weights, plan, kernels, checked, folder
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterSteps:
+    """What steps with adapters need. They run a program of their own, so that the others run as if there were none."""
+
+    table: AdapterTable
+    rows: AdapterRows
+    program: Program
 
 
 class CpuBackend(HostBackend):
@@ -95,7 +114,9 @@ class CpuBackend(HostBackend):
         self._workspace = Workspace()
         self._workspace.reserve("steps", 1)
         self._program = Program(model.plan.operations, model.kernels, self._workspace)
-        self._thread_pool = ThreadPool(model.kernels, threads, affinity, share)
+        self._new_thread_pool = partial(ThreadPool, threads=threads, affinity=affinity, share=share)
+        self._thread_pool = self._new_thread_pool(model.kernels)
+        self._with_adapters: _AdapterSteps | None = None
         self._planner = attention_planner(model.config, model.isa, self._thread_pool.threads)
         self._step = CpuStepRecord()
         # Whether buffers were replaced since the program was bound to them.
@@ -133,14 +154,57 @@ class CpuBackend(HostBackend):
     def check_integrity(self) -> None:
         self._workspace.check_integrity()
 
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes empty places, and compiles kernels the first time on a machine."""
+        super().bind_adapters(max_adapters, max_rank)
+        model, shapes = self.model, self._adapter_shapes()
+        tensors = model.weights.tensors
+        names = {name.rpartition(".")[0] for name in shapes}
+        orders = {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
+        table = AdapterTable(shapes, orders, max_adapters, max_rank, bf16=model.dtype == "bfloat16")
+        plan = plan_with_adapters(model.plan, model.config, model.weights, model.layout, model.dtype, table)
+        specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
+        kernels = compile_kernels(
+            specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=log.info
+        )
+        self._thread_pool.close()
+        self.model = replace(model, kernels=kernels)
+        self._program = Program(model.plan.operations, kernels, self._workspace)
+        self._with_adapters = _AdapterSteps(
+            table, AdapterRows(max_adapters, run_rows(model.isa)), Program(plan.operations, kernels, self._workspace)
+        )
+        self._thread_pool = self._new_thread_pool(kernels)
+
+    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+        """Writes the adapter's addresses into the table that kernels read."""
+        super().place_adapter(place, packed)
+        assert packed is None or isinstance(packed, CpuAdapter)
+        self._adapter_steps().table.place(place, packed)
+
+    def _pack(self, weights: AdapterWeights) -> CpuAdapter:
+        return self._adapter_steps().table.pack(weights)
+
+    def _adapter_steps(self) -> _AdapterSteps:
+        if self._with_adapters is None:
+            raise Internal("adapters before bind_adapters")
+        return self._with_adapters
+
+    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return adapter_shapes(self.model.config)
+
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
         check_batch(batch, self._bounds)
         rows, places = distinct_rows(batch)
         self._fill(pool, batch, rows)
+        program = self._program
+        if batch.adapters is not None:
+            steps = self._adapter_steps()
+            steps.rows.fill(self._step, batch, rows)
+            program = steps.program
         begin = time.perf_counter()
-        self._thread_pool.run(self._program.entries, self._step.words)
+        self._thread_pool.run(program.entries, self._step.words)
         self.kernel_seconds = time.perf_counter() - begin
         if self.model.checked:
             self.check_integrity()
@@ -160,6 +224,8 @@ class CpuBackend(HostBackend):
             self._logits.clear()
             # Where bind fails for lack of memory, no kernel may run until it has succeeded.
             self._program.bind()
+            if self._with_adapters is not None:
+                self._with_adapters.program.bind()
             self._unbound = False
         step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)
         if batch.num_tokens != batch.num_seqs:

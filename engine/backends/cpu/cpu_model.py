@@ -12,6 +12,10 @@ A layer with experts replaces its second line:
 
 ``hidden`` is float32; rows that products read have the model's type. From the last layer's attention on, the program
 computes the sampled rows alone.
+
+Steps with adapters have a program of their own, in which each product that adapters may change is two operations:
+
+    x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
+from pillion.engine.backends.cpu.cpu_adapters import AdapterTable
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
@@ -33,6 +38,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.input_rows import GatherInputs, SumInputs
+from pillion.kernels.cpu.products.low_rank import AdapterGemm, Shrink
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
@@ -56,7 +62,8 @@ class ModelPlan:
 @dataclass(frozen=True, slots=True)
 class OperationBuilder:
     """Builds a model's operations. ``rows_of`` is "tokens", and "samples" behind the last layer's attention. ``dtype``
-    is the model's type, which the KV of ``layout`` has, too, unless it has 8 bits."""
+    is the model's type, which the KV of ``layout`` has, too, unless it has 8 bits. ``adapters``: in a program for steps
+    with adapters, their places."""
 
     config: ModelConfig
     weights: CpuWeights
@@ -64,6 +71,7 @@ class OperationBuilder:
     dtype: str
     ropes: tuple[CosSin, ...]
     rows_of: str = "tokens"
+    adapters: AdapterTable | None = None
 
     @property
     def bf16(self) -> bool:
@@ -127,6 +135,12 @@ class OperationBuilder:
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
             raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
+        spec_type: type[Gemm] = Gemm
+        added: dict[str, Any] = {}
+        if self.adapters is not None and name in self.adapters.places:
+            shrink = self._shrink(self.adapters, name, x)
+            yield shrink
+            spec_type, added = AdapterGemm, {key: shrink.values[key] for key in ("places", "shrunk", "shrunk_stride")}
         if linear.order is not None:
             ordered = self.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
             values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
@@ -142,7 +156,7 @@ class OperationBuilder:
             yield Operation(SumInputs(self.bf16, self.rows_of, x.each), values, self.when)
         rows, grouped = "fp32" if x.dtype == "float32" else "bf16", group_starts is not None
         has_bias = linear.bias is not None
-        spec = Gemm(linear.kind, rows, epilogue, f"num_{self.rows_of}", has_bias, grouped, linear.offsets)
+        spec = spec_type(linear.kind, rows, epilogue, f"num_{self.rows_of}", has_bias, grouped, linear.offsets)
         values = {
             "x": x,
             "weights": linear.data,
@@ -159,8 +173,16 @@ class OperationBuilder:
             "inputs": linear.inputs,
             "input_sums_stride": 0 if sums is None else sums.stride,
             "factor": self.config.residual_scale,
+            **added,
         }
         yield Operation(spec, values, self.when)
+
+    def _shrink(self, adapters: AdapterTable, name: str, x: Buffer) -> Operation:
+        """shrunk = A x for the rows with an adapter."""
+        shrunk = self.buffer("shrunk", adapters.width, self.row_dtype)
+        values: dict[str, Any] = {"x": x, "places": adapters.places[name], "shrunk": shrunk}
+        values |= {"x_stride": x.stride, "depth": adapters.depth(name), "shrunk_stride": shrunk.stride}
+        return Operation(Shrink("bf16" if self.bf16 else "fp32", self.rows_of), values, self.when)
 
     def add(self, name: str, x: Buffer, post_norm: str) -> Iterator[Operation]:
         """hidden += the product of ``x`` with the matrix ``name``, normed first where the model has ``post_norm``."""
@@ -186,7 +208,18 @@ class OperationBuilder:
 
 
 def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, max_model_len: int) -> ModelPlan:
-    builder = OperationBuilder(config, weights, layout, dtype, rope_tables(config, max_model_len))
+    return _plan(OperationBuilder(config, weights, layout, dtype, rope_tables(config, max_model_len)))
+
+
+def plan_with_adapters(
+    plan: ModelPlan, config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, adapters: AdapterTable
+) -> ModelPlan:
+    """The model of ``plan`` for steps with adapters."""
+    return _plan(OperationBuilder(config, weights, layout, dtype, plan.ropes, adapters=adapters))
+
+
+def _plan(builder: OperationBuilder) -> ModelPlan:
+    config, weights = builder.config, builder.weights
     sampled = replace(builder, rows_of="samples")
     operations = [_embed(builder)]
     for index in range(config.num_layers):

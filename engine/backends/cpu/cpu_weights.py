@@ -154,6 +154,10 @@ class _Packer:
             self._mlps(prefix + "experts.", layer.mlp.experts)
             return
         self._mlps(prefix, [layer.mlp])
+        order = _inner_order(layer.mlp)
+        if isinstance(order, torch.Tensor):
+            # Adapters need it: their matrices are in the order of the checkpoint.
+            self.writer.tensor(prefix + "inner_order", order.to(torch.int32))
         if layer.mlp.gate_up.bias is not None:
             bias = pack_gated_bias(*(half[_inner_order(layer.mlp)] for half in layer.mlp.gate_up.bias.chunk(2)))
             self.writer.tensor(prefix + "gate_up.bias", bias)
@@ -185,7 +189,8 @@ class _Packer:
         if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
             # A step gathers the inputs of all rows in one order, but each expert has its own.
             return self.wide, False
-        return packed_kind(matrices, self.wide), any(has_offsets(matrix) for matrix in quantized)
+        kind = packed_kind(matrices, self.wide)
+        return kind, any(has_offsets(matrix, kind) for matrix in quantized)
 
     def _norm(self, name: str, norm: RmsNorm | None) -> None:
         if norm is not None:

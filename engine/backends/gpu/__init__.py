@@ -4,6 +4,7 @@
     gpu_loading.py     a worker's flags -> a backend with weights and workspace, before the pool is made
     gpu_model.py       the forward pass over fused kernels and fixed buffers
     gpu_weights.py     weights in memory that all workers of a GPU map
+    gpu_adapters.py    places for adapters in fixed memory, and a step's rows that have one
     gpu_step.py        a step's arrays as one record on the device
     gpu_graphs.py      CUDA graphs of whole steps
     gpu_sampler.py     chooses tokens on the device, and fetches them

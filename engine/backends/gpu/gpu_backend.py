@@ -21,12 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     FP8_E4M3,
     KV_SCALE_BYTES,
     BackendLost,
     DevicePool,
     KVLayout,
+    PackedAdapter,
+    check_place,
     checked_copies,
     checked_memory,
     distinct_rows,
@@ -34,6 +37,7 @@ from pillion.engine.backends.backend import (
 )
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.device_memory import tensor_at, to_device
+from pillion.engine.backends.gpu.gpu_adapters import GpuAdapter, GpuAdapters
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
@@ -99,7 +103,12 @@ class _BoundPool:
         )
         self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
         self.graphs = StepGraphs(
-            self.decoder.run, limits.max_tokens, limits.max_samples, model.device, eager=eager or not model.capturable
+            self.decoder.run,
+            limits.max_tokens,
+            limits.max_samples,
+            model.device,
+            eager=eager or not model.capturable,
+            adapters=model.adapters is not None,
         )
 
 
@@ -149,6 +158,8 @@ class GpuBackend:
         """Captures CUDA graphs over the bound pool without writing to it. The limits count and not ``max_tokens``."""
         bound = self._bound_or_raise()
         bound.record.clear()
+        if self._model.adapters is not None:
+            self._model.adapters.clear()
         with torch.inference_mode():
             bound.graphs.capture(log.info)
 
@@ -206,6 +217,30 @@ class GpuBackend:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
 
+    @property
+    def max_adapters(self) -> int:
+        return 0 if self._model.adapters is None else self._model.adapters.max_adapters
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Allocates places for the greatest rank and compiles the kernels. Raises ConfigError where they cannot run the
+        model."""
+        self._model.adapters = GpuAdapters(self._model, max_adapters, max_rank, self._limits.max_tokens)
+
+    def pack_adapter(self, weights: AdapterWeights) -> GpuAdapter:
+        """Copies an adapter to the device. Raises ConfigError where it does not fit."""
+        return self._adapters().pack(weights)
+
+    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+        """Queues a copy into the place behind the steps that were launched."""
+        check_place(place, self.max_adapters)
+        assert packed is None or isinstance(packed, GpuAdapter)
+        self._adapters().place(place, packed)
+
+    def _adapters(self) -> GpuAdapters:
+        if self._model.adapters is None:
+            raise Internal("adapters before bind_adapters")
+        return self._model.adapters
+
     def close(self) -> None:
         """Releases graphs, pool and weights. Idempotent."""
         try:
@@ -240,8 +275,10 @@ class GpuBackend:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
         rows, places = distinct_rows(batch)
         plan = bound.attention.planner.plan(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks, batch.adapters is not None)
         with torch.inference_mode():
+            if batch.adapters is not None:
+                self._adapters().send(batch, rows, shape)
             bound.record.send(batch, rows, shape, plan)
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, to_device(places, logits.device))

@@ -53,25 +53,36 @@ class StepGraphs:
         run: the forward pass of a shape over the record on the device; returns logits [samples, vocab].
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
         eager: whether to capture nothing.
+        adapters: whether steps may have rows with adapters, for which there are graphs of their own.
     """
 
-    def __init__(self, run: RunStep, max_tokens: int, max_samples: int, device: torch.device, *, eager: bool) -> None:
+    def __init__(
+        self,
+        run: RunStep,
+        max_tokens: int,
+        max_samples: int,
+        device: torch.device,
+        *,
+        eager: bool,
+        adapters: bool = False,
+    ) -> None:
         self._run = run
         self._sizes = sizes_for(max_tokens)
         self._max_samples = max_samples
         self._device = device
         self._eager = eager or device.type != "cuda"
+        self._adapters = adapters
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def shape_of(self, tokens: int, samples: int, chunks: bool) -> StepShape:
+    def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False) -> StepShape:
         """Returns the shape with which a step runs: that of a graph that fits, else its own."""
         at = bisect_left(self._sizes, tokens)
         for size in self._sizes[at:] if self._graphs or self._pads_without_graph else ():
             # A graph with chunks also serves steps without: its kernel for chunks then has no work.
-            for shape in dict.fromkeys((self._shape(size, chunks), self._shape(size, True))):
+            for shape in dict.fromkeys(self._shape(size, which, adapters) for which in (chunks, True)):
                 if samples <= shape.samples and (self._pads_without_graph or shape in self._graphs):
                     return shape
-        return StepShape(tokens, samples, chunks)
+        return StepShape(tokens, samples, chunks, adapters)
 
     def run(self, shape: StepShape) -> torch.Tensor:
         """Returns the logits of the step in the record; the next run of the same shape overwrites them."""
@@ -88,7 +99,8 @@ class StepGraphs:
             for chunks in (True, False):
                 # A step of decodes alone samples all of its rows.
                 if chunks or size <= self._max_samples:
-                    yield self._shape(size, chunks)
+                    for adapters in (True, False) if self._adapters else (False,):
+                        yield self._shape(size, chunks, adapters)
 
     def capture(self, progress: Progress) -> None:
         """Captures all shapes, or as many as MAX_CAPTURE_S allows. The record on the device must be an empty step."""
@@ -128,5 +140,5 @@ class StepGraphs:
         """Whether steps are padded without a graph: they are in the interpreter, so that tests cover padding."""
         return self._device.type != "cuda"
 
-    def _shape(self, size: int, chunks: bool) -> StepShape:
-        return StepShape(size, min(size, self._max_samples), chunks)
+    def _shape(self, size: int, chunks: bool, adapters: bool) -> StepShape:
+        return StepShape(size, min(size, self._max_samples), chunks, adapters)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
+from pillion.engine.backends.gpu.gpu_adapters import GpuAdapters
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
@@ -87,6 +88,7 @@ class GpuModel:
         self.max_tokens = max_tokens
         self.capturable = config.moe is None
         self.weights = weights
+        self.adapters: GpuAdapters | None = None
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
         # Matrices in few bits, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers for each in layer.packed()]
@@ -178,7 +180,7 @@ class GpuDecoder:
         normed = self._normed(residual, first.attention_norm)
         for index, layer in enumerate(model.layers):
             last = index + 1 == len(model.layers)
-            qkv = self._write_kv(index, layer, normed)
+            qkv = self._write_kv(index, layer, normed, shape)
             if last and not shape.samples:
                 return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
             attended = self._attend(index, qkv, shape)
@@ -186,17 +188,28 @@ class GpuDecoder:
                 wanted = record.sample_rows[: shape.samples]
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             found = model.product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
+            self._adapt(index, "o", attended, found, shape)
             normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
-            found = self._mlp(layer, normed)
+            found = self._mlp(index, layer, normed, shape)
             following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
             normed = self._add(residual, found, layer.mlp_post_norm, following)
         return self._logits(normed)
 
-    def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+    def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
+        """Adds what adapters make of a fused layer's inputs ``x`` to its outputs, in steps that have any."""
+        if shape.adapters:
+            adapters = self._model.adapters
+            assert adapters is not None
+            # Behind its attention, the last layer computes the sampled rows alone.
+            sampled = index + 1 == len(self._model.layers) and name != "qkv"
+            adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
+
+    def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
         """normed [T, hidden] -> projections [T, ...] with queries normed and rotated; writes the layer's KV."""
         model, record, config = self._model, self._record, self._model.config
         tokens = len(normed)
         qkv = model.product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
+        self._adapt(index, "qkv", normed, qkv, shape)
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
         eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
@@ -230,7 +243,7 @@ class GpuDecoder:
         )
         return out
 
-    def _mlp(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
         """The MLP or the mixture of experts: [T, hidden] -> [T, hidden]."""
         model, count = self._model, len(normed)
         if layer.experts is not None:
@@ -238,9 +251,12 @@ class GpuDecoder:
         inner = self._model.config.intermediate_size
         both = model.gate_up.view(-1)[: count * 2 * inner].view(count, 2 * inner)
         model.product(normed, layer.gate_up, layer.gate_up_bias, both)
+        self._adapt(index, "gate_up", normed, both, shape)
         out = model.inner.view(-1)[: count * inner].view(count, inner)
         gated(both, out, model.config.activation)
-        return model.product(out, layer.down, layer.down_bias, model.found[:count])
+        found = model.product(out, layer.down, layer.down_bias, model.found[:count])
+        self._adapt(index, "down", out, found, shape)
+        return found
 
     def _normed(self, residual: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Norms the residual stream; models without a norm there use the stream itself."""

@@ -25,11 +25,13 @@ HOST_RECORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A launch depends on the record and on this: padded tokens and sampled rows, and whether there are chunks."""
+    """A launch depends on the record and on this: padded tokens and sampled rows, and whether there are chunks and rows
+    with adapters."""
 
     tokens: int
     samples: int
     chunks: bool
+    adapters: bool = False
 
 
 class GpuStepRecord:

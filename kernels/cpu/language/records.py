@@ -96,6 +96,25 @@ STEP = RecordLayout(
         "items",
         "merges",  # [num_merges, ITEM_WORDS] int32: items whose context was attended in several splits
         "pool",  # the paged cache
+        # Adapters (pillion.kernels.cpu.products.low_rank), for all rows and for the sampled ones: each row's place or
+        # -1; the numbers of rows that have one, ordered by place; and int32 [runs, RUN_WORDS], runs of these.
+        "tokens_places",
+        "tokens_adapted",
+        "tokens_runs",
+        "samples_places",
+        "samples_adapted",
+        "samples_runs",
+        "used_places",  # [U] int32: the places that the step uses
     ),
-    numbers=("num_tokens", "num_seqs", "num_samples", "table_stride", "num_items", "num_merges"),
+    numbers=(
+        "num_tokens",
+        "num_seqs",
+        "num_samples",
+        "table_stride",
+        "num_items",
+        "num_merges",
+        "num_tokens_runs",
+        "num_samples_runs",
+        "num_used_places",
+    ),
 )

@@ -1,7 +1,8 @@
 """Codes of 4 and 8 bits: their order in memory, and how kernels turn them into numbers in registers.
 
 A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, never rounded ones; scales are
-applied to finished sums (:mod:`pillion.kernels.cpu.products.quantized_tiles`):
+applied to finished sums (:mod:`pillion.kernels.cpu.products.quantized_tiles`). A *constant* is a scale or an offset:
+float16 where all of a matrix are such numbers, because those of small groups are much of the memory, else float32.
 
     4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:
              [16 lanes][2 inputs of a pair][2 pairs][2 tiles], the first code in the lowest bits
@@ -16,7 +17,7 @@ bfloat16 are looked up and interleaved within each quarter of a line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -48,16 +49,28 @@ class CodeKind:
     """How codes are kept in panels.
 
     Attributes:
-        name: the kind of the packed weights.
+        codes: the codes' own name.
         bits: 4 or 8.
         values: what kept codes stand for, float32 [16] or [256], before scales.
         scale: what scales are multiplied by when they are packed, a power of two.
+        constant_bytes: 4 where constants are float32, 2 where they are float16.
     """
 
-    name: str
+    codes: str
     bits: int
     values: tuple[float, ...]
     scale: float = 1.0
+    constant_bytes: int = 4
+
+    @property
+    def name(self) -> str:
+        """The kind of the packed weights."""
+        return self.codes + "_half" * (self.constant_bytes == 2)
+
+    @property
+    def constant_dtype(self) -> torch.dtype:
+        """The type of constants."""
+        return torch.float16 if self.constant_bytes == 2 else torch.float32
 
     @property
     def unit_bytes(self) -> int:
@@ -76,21 +89,26 @@ def _signed_bytes(lowest: float) -> tuple[float, ...]:
     return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
 
 
-CODE_KINDS = {
-    kind.name: kind
-    for kind in (
-        CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16))),
-        CodeKind("nf4", 4, tuple(CODINGS["nf4"].tolist())),
-        CodeKind("int8", 8, _signed_bytes(0.0)),
-        # int8 with -128, whose look-up costs two instructions more.
-        CodeKind("int8_whole", 8, _signed_bytes(-128.0)),
-        CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / _FP8_SHRINK).tolist()), _FP8_SHRINK),
-    )
-}
+def _code_kinds() -> Iterator[CodeKind]:
+    int4 = CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16)))
+    yield int4
+    yield replace(int4, constant_bytes=2)
+    # Codes that have float16 offsets; those of int4 would need 8 scales more, which float16 may not hold.
+    yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
+    yield CodeKind("nf4", 4, tuple(CODINGS["nf4"].tolist()))
+    # int8 without -128, and with it: the look-up of that costs two instructions more.
+    for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):
+        yield whole
+        yield replace(whole, constant_bytes=2)
+    yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / _FP8_SHRINK).tolist()), _FP8_SHRINK)
 
 
-def code_kind(coding: str, codes: Iterable[torch.Tensor]) -> str:
-    """The kind of panels that hold all these codes of a :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
+CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
+
+
+def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
+    """The ``CodeKind.codes`` with float32 constants for all these codes of a coding of
+    :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
     if coding in ("uint4", "int4"):
         return "int4"
     if coding == "int8":
@@ -98,10 +116,10 @@ def code_kind(coding: str, codes: Iterable[torch.Tensor]) -> str:
     return coding
 
 
-def kept_codes(coding: str, codes: torch.Tensor) -> torch.Tensor:
-    """Codes as panels keep them. Those of uint4 become int4, 8 below them: their offsets have to grow by 8 scales."""
+def kept_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Codes as panels keep them. Those of uint4 may become int4, 8 below them: their offsets grow by 8 scales then."""
     if coding in ("uint4", "int4"):
-        return codes ^ 8
+        return codes if kind.codes == "uint4" else codes ^ 8
     return (
         (codes.view(torch.int8).abs().view(torch.uint8) & _MAGNITUDES) | (codes & _SIGN) if coding == "int8" else codes
     )
@@ -130,6 +148,13 @@ def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
     return split.reshape(*lead, 2 * LANES, UNIT_INPUTS)
 
 
+def load_constants(k: Kernel, kind: CodeKind, at: Ptr) -> Vec:
+    """Loads 16 constants."""
+    if kind.constant_bytes == 4:
+        return k.load(at)
+    return Vec(k, k.builder.fpext(k.builder.bitcast(k.read(at, _LANE_WORDS, 2), _HALVES), VF))
+
+
 def in_pairs(k: Kernel, wide_rows: bool) -> bool:
     """Whether products multiply bfloat16 pairs, not float32. ``wide_rows``: rows are float32."""
     return k.isa.bf16_dot == "x86" and not wide_rows
@@ -149,7 +174,7 @@ def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterato
     for at in (0, LINE_BYTES):
         if pairs:
             codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
-            lowest = patterns[_SIGN] >> 8 if kind.name == "int8_whole" else None
+            lowest = patterns[_SIGN] >> 8 if kind.codes == "int8_whole" else None
             first, second = looked_up(k, codes, codes, patterns[:_SIGN], lowest)
             yield (first,), (second,)
         else:
@@ -177,8 +202,9 @@ def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
         function = k.function("llvm.x86.avx512.permvar.sf.512", VF, [VF, VI])
         return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * place))]))
     top = b.shl(line, int_lanes(28 - 4 * place))
-    if kind.name == "int4":
-        return Vec(k, b.sitofp(b.ashr(top, int_lanes(28)), VF))
+    if kind.codes in ("int4", "uint4"):
+        shift = b.ashr if kind.codes == "int4" else b.lshr
+        return Vec(k, b.sitofp(shift(top, int_lanes(28)), VF))
     if k.isa.machine == "aarch64":
         return _arm_table(k, kind, b.lshr(top, int_lanes(28)))
     eight = ir.VectorType(I32, LANES // 2)
@@ -250,7 +276,7 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
     b = k.builder
     order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
     mine = b.shuffle_vector(words, words, ir.Constant(VI, order))
-    if kind.name == "fp8_e4m3":
+    if kind.codes == "fp8_e4m3":
         return tuple(_fp8_float(k, mine, place) for place in (0, 8))
     word = b.zext(mine, VI)
     found = []
@@ -260,7 +286,7 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
             b.and_(code, int_lanes(_MAGNITUDES)),
             b.and_(b.shl(word, int_lanes(24 - place)), int_lanes(-(2**31))),
         )
-        if kind.name == "int8_whole":
+        if kind.codes == "int8_whole":
             alone = b.icmp_unsigned("==", b.and_(code, int_lanes(0xFF)), int_lanes(_SIGN))
             size = b.select(alone, int_lanes(_SIGN), size)
         found.append(Vec(k, b.bitcast(b.or_(b.bitcast(b.sitofp(size, VF), VI), sign), VF)))

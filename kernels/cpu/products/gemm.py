@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
@@ -86,12 +87,26 @@ class Gemm(KernelSpec):
     grouped: bool = False
     offsets: bool = False
 
+    def expand(self, call: KernelCall) -> Addition | None:
+        """What a kind of product adds to the sums before the epilogue, or None."""
+        return None
+
     def emit(self, call: KernelCall) -> None:
         body = _Body(self, call)
         if self.grouped:
             body.emit_groups()
         else:
             body.emit_blocks()
+
+
+class Addition(Protocol):
+    """Emits what is added to the sums of rows."""
+
+    def prefetch(self, panel: Int) -> None:
+        """Runs before the sums of a panel are computed."""
+
+    def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
+        """The sums of both tiles of a row and a panel, with what is added to them."""
 
 
 class _Body:
@@ -113,6 +128,7 @@ class _Body:
             self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
+        self.addition = spec.expand(call)
 
     def emit_blocks(self) -> None:
         """The plain product. A work item is a panel with a block of the rows: with all rows where panels are enough."""
@@ -173,8 +189,10 @@ class _Body:
         """Some tiles of rows with one panel. ``panel`` is its number in out, ``column`` in the bias."""
         out = self.out + panel * (self._out_bytes() * PANEL_COLUMNS)
         constants = self._constants(column * TOTALS_BYTES)
+        if self.addition is not None:
+            self.addition.prefetch(panel)
         if self.coded is not None:
-            self._coded_panel(self.coded, cut, out, weights, ahead, constants)
+            self._coded_panel(self.coded, cut, panel, out, weights, ahead, constants)
             return
         k = self.k
         step_bytes = k.int(PANEL_STEP_BYTES) // (cut.last - cut.first)
@@ -185,10 +203,17 @@ class _Body:
             args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
             multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
-                self._finish(sums + row * TOTALS_BYTES, out + (begin + row) * self.out_stride, constants)
+                self._finish(begin + row, panel, sums + row * TOTALS_BYTES, out, constants)
 
     def _coded_panel(
-        self, coded: CodedProduct, cut: _Cut, out: Ptr, weights: Ptr, ahead: Ptr, bias: tuple[Vec, Vec] | None
+        self,
+        coded: CodedProduct,
+        cut: _Cut,
+        panel: Int,
+        out: Ptr,
+        weights: Ptr,
+        ahead: Ptr,
+        bias: tuple[Vec, Vec] | None,
     ) -> None:
         args, zero = self.call.args, self.k.int(0)
         begin = cut.begin(cut.first)
@@ -205,12 +230,13 @@ class _Body:
             group_units=self.group_units,
             units=self.units,
             ahead=ahead,
+            ahead_stride=zero,
             ahead_step=zero,
             totals=self.call.scratch,
         )
 
         def finish(row: Int, totals: Ptr) -> None:
-            self._finish(totals, out + (begin + row) * self.out_stride, bias)
+            self._finish(begin + row, panel, totals, out, bias)
 
         coded.multiply(cut.begin(cut.last) - begin, rows, weights, self.call.scratch, finish)
 
@@ -221,12 +247,14 @@ class _Body:
         at = self.call.args.pointer("bias") + offset
         return self.k.load(at), self.k.load(at + VECTOR_BYTES)
 
-    def _finish(self, sums: Ptr, out: Ptr, bias: tuple[Vec, Vec] | None) -> None:
-        """The epilogue for one row of a tile."""
-        k, spec = self.k, self.spec
+    def _finish(self, row: Int, panel: Int, sums: Ptr, outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
+        """The epilogue for one row of a panel; ``outs`` is the panel's place in the first row."""
+        k, spec, out = self.k, self.spec, outs + row * self.out_stride
         totals = [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
+        if self.addition is not None:
+            totals = self.addition.added(row, panel, totals)
         if spec.epilogue in GATED:
             k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
             return

@@ -4,9 +4,13 @@
 
 Sums of a group stay in registers, totals in memory. Every output is this one fold whatever the number of rows, and a
 group's sum is one chain over rising inputs, so a row's result has the same bits in every tile. Few rows unpack codes in
-registers, and work on several groups side by side, because one chain alone waits for each of its additions. More rows
-do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is widened into the
-scratch, some groups at a time, so that they need not unpack it again.
+registers. More rows do so, too, where the processor widens 32 codes by a look-up; elsewhere they meet a panel that is
+widened into the scratch, some groups at a time, so that they need not unpack it again.
+
+One row waits for memory. It reads groups one after the other where their chains are short: a processor begins the next
+group while the last additions of this one are under way. Long chains of 4-bit codes would be slower than memory, so
+several groups go side by side. Each tile prefetches its part of the next panel, constants and codes, except that a
+processor's own prefetcher is quicker at one row of 8-bit codes.
 """
 
 from __future__ import annotations
@@ -15,20 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
-from pillion.kernels.cpu.language.isa import TileRows
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.isa import LANES, TileRows
 from pillion.kernels.cpu.products.codes import (
     LINE_BYTES,
     UNIT_INPUTS,
     CodeKind,
     Parts,
     in_pairs,
+    load_constants,
     load_parts,
     parts_of,
     store_parts,
     unit_parts,
 )
-from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, TOTALS_BYTES
+from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, PANEL_COLUMNS, TOTALS_BYTES
 
 # Rows whose totals a thread's scratch holds; behind them is room for widened groups.
 SPAN_ROWS = 504
@@ -39,7 +44,9 @@ _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 _TABLE_ROWS = 3
 # What the tables of these kinds need beyond that, where they give bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# Groups that few rows work on side by side.
+# Units of a group whose chains end soon enough: a processor has the next group at hand before these end.
+_SHORT_CHAIN_UNITS = 8
+# Longer groups that few rows work on side by side.
 _MOST_SIDES = 4
 
 
@@ -59,6 +66,7 @@ class CodedRows:
         group_units: units of a group; the last group may have fewer.
         units: units of all groups.
         ahead: memory to prefetch, for instance the next panel.
+        ahead_stride: bytes to prefetch for each group, with its constants.
         ahead_step: bytes to prefetch for each unit.
         totals: float32 [rows, 32], which the product is added to.
     """
@@ -74,6 +82,7 @@ class CodedRows:
     group_units: Int
     units: Int
     ahead: Ptr
+    ahead_stride: Int
     ahead_step: Int
     totals: Ptr
 
@@ -82,11 +91,10 @@ class CodedRows:
         """Number of groups."""
         return (self.units + (self.group_units - 1)) // self.group_units
 
-    def half(self, number: int) -> CodedRows:
+    def half(self, number: int, constant_bytes: int) -> CodedRows:
         """The arguments of a narrow tile: one half of the panel."""
-        at = number * VECTOR_BYTES
-        weights, constants, totals = (place + at for place in (self.weights, self.constants, self.totals))
-        return replace(self, weights=weights, constants=constants, totals=totals)
+        weights, totals = (place + number * VECTOR_BYTES for place in (self.weights, self.totals))
+        return replace(self, weights=weights, totals=totals, constants=self.constants + number * LANES * constant_bytes)
 
     def words(self) -> tuple[Int | Ptr, ...]:
         """All values in the order of the attributes."""
@@ -105,7 +113,7 @@ class CodedProduct:
     @property
     def constants_bytes(self) -> int:
         """Bytes of a group's scales and offsets, which lie before its codes."""
-        return TOTALS_BYTES * (2 if self.offsets else 1)
+        return PANEL_COLUMNS * self.kind.constant_bytes * (2 if self.offsets else 1)
 
     @property
     def unit_x_bytes(self) -> int:
@@ -120,7 +128,7 @@ class CodedProduct:
     def most_rows(self, widened: bool) -> int:
         """The most rows of a tile."""
         if not widened:
-            more = _MORE_TABLE_ROWS.get(self.kind.name, 0) if in_pairs(self.k, self.wide_rows) else 0
+            more = _MORE_TABLE_ROWS.get(self.kind.codes, 0) if in_pairs(self.k, self.wide_rows) else 0
             return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
         return self._tile_rows.most
 
@@ -147,8 +155,8 @@ class CodedProduct:
     ) -> None:
         """Multiplies ``rows`` rows by ``panel`` and calls ``finish`` with each row's number and totals.
 
-        ``args`` are those of the first row; their weights, constants, totals and ahead_step are set here. Its ``ahead``
-        is another panel of the same size.
+        ``args`` are those of the first row; their weights, constants, totals and sizes of what is ahead are set here.
+        Its ``ahead`` is another panel of the same size.
         """
         k, few = self.k, self.most_rows(False)
         stride = args.group_units * self.kind.unit_bytes + self.constants_bytes
@@ -158,6 +166,7 @@ class CodedProduct:
             weights_stride=stride,
             constants=panel,
             constants_stride=stride,
+            ahead_stride=stride,
             ahead_step=k.int(self.kind.unit_bytes),
             totals=scratch,
         )
@@ -201,11 +210,11 @@ class CodedProduct:
         """Cuts rows into tiles of even height, each of which prefetches its part."""
         k, highest = self.k, self.most_rows(widened)
         tiles = (rows + (highest - 1)) // highest
-        step = args.ahead_step // tiles
+        stride, step = args.ahead_stride // tiles, args.ahead_step // tiles
         with k.range(tiles) as tile:
             begin = rows * tile // tiles
-            ahead, totals = args.ahead + tile * args.units * step, args.totals + begin * TOTALS_BYTES
-            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_step=step)
+            ahead, totals = args.ahead + tile * args.groups * stride, args.totals + begin * TOTALS_BYTES
+            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_stride=stride, ahead_step=step)
             self._tiles(rows * (tile + 1) // tiles - begin, mine, widened)
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
@@ -222,7 +231,7 @@ class CodedProduct:
 
         inside = k.holds(codes, self._codes_bytes(units, args)) & k.holds(wide, _MOST_WIDE_BYTES)
         with k.when(inside):
-            name = f"gemm_widen_{self.kind.name}{'_wide' * self.wide_rows}"
+            name = f"gemm_widen_{self.kind.codes}{'_wide' * self.wide_rows}"
             k.call_subroutine(name, (codes, wide, units, args.group_units, args.weights_stride), body)
 
     def _codes_bytes(self, units: Int, args: CodedRows) -> Int:
@@ -254,7 +263,7 @@ class CodedProduct:
                     self._call_tile(height, 2, args, widened)
                 else:
                     for number in range(2):
-                        self._call_tile(height, 1, args.half(number), widened)
+                        self._call_tile(height, 1, args.half(number, self.kind.constant_bytes), widened)
                 b.branch(behind)
             b.position_at_end(behind)
 
@@ -291,6 +300,19 @@ class _CodedTile:
     def write(self) -> None:
         k, args = self.product.k, self.args
         sides = max(1, min(_MOST_SIDES, self.product.most_rows(True) // (3 * self.rows)))
+        if sides == 1 or self.product.kind.bits == 8:
+            self._side_by_side(1)
+            return
+        short = args.group_units <= _SHORT_CHAIN_UNITS
+        with k.builder.if_else(short.ir) as (in_order, side_by_side):
+            with in_order:
+                self._side_by_side(1)
+            with side_by_side:
+                self._side_by_side(sides)
+
+    def _side_by_side(self, sides: int) -> None:
+        """All groups, so many at a time."""
+        k, args = self.product.k, self.args
         done = k.int(0)
         if sides > 1:
             rounds = args.units // args.group_units // sides
@@ -315,13 +337,16 @@ class _CodedTile:
              for row in range(self.rows)]
             for begin in begins
         ]  # fmt: skip
+        ahead = [args.ahead + (first + side) * args.ahead_stride for side in range(sides)]
         with k.range(units) as unit:
             for side in range(sides):
-                self._prefetch(args.ahead + (begins[side] + unit) * args.ahead_step)
+                self._prefetch(ahead[side] + unit * args.ahead_step, self.product.kind.unit_bytes)
                 for step, tiles in enumerate(self._unit(weights[side], unit)):
                     at = unit * self.product.unit_x_bytes + step * (self.product.unit_x_bytes // 2)
                     for row, totals in zip(rows[side], sums[side], strict=True):
                         self._add(totals, tiles, [base + at for base in row])
+        for line in ahead:
+            self._prefetch(line + units * args.ahead_step, self.product.constants_bytes)
         self._fold(first, sums)
 
     def _unit(self, weights: Ptr, unit: Int) -> Iterator[Sequence[Parts]]:
@@ -351,20 +376,24 @@ class _CodedTile:
         """Adds the groups' sums to the totals."""
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
-        halves = [half * VECTOR_BYTES for half in range(self.width)]
-        scales = [[k.load(at + half) for half in halves] for at in constants]
+        vector_bytes = LANES * self.product.kind.constant_bytes
+        scales = [[self._constants(at + half * vector_bytes) for half in range(self.width)] for at in constants]
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
-            for number, half in enumerate(halves):
-                place = args.totals + (row * TOTALS_BYTES + half)
+            for half in range(self.width):
+                place = args.totals + (row * TOTALS_BYTES + half * VECTOR_BYTES)
                 total = k.load(place)
                 for side, at in enumerate(constants):
-                    total = k.fma(scales[side][number], sums[side][row][number].value, total)
+                    total = k.fma(scales[side][half], sums[side][row][half].value, total)
                     if self.product.offsets:
-                        offset = k.load(at + (TOTALS_BYTES + half))
+                        offset = self._constants(at + (half + 2) * vector_bytes)
                         total = k.fma(offset, k.broadcast(inputs + side * 4), total)
                 k.store(place, total)
 
-    def _prefetch(self, line: Ptr) -> None:
-        for at in range(0, self.product.kind.unit_bytes * self.width // 2, LINE_BYTES):
-            self.product.k.prefetch(line + at, near=False)
+    def _constants(self, at: Ptr) -> Vec:
+        return load_constants(self.product.k, self.product.kind, at)
+
+    def _prefetch(self, line: Ptr, size: int) -> None:
+        if self.rows > 1 or self.widened or self.product.kind.bits == 4:
+            for at in range(0, size * self.width // 2, LINE_BYTES):
+                self.product.k.prefetch(line + at, near=False)

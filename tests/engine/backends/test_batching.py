@@ -6,8 +6,10 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from pillion.engine.backends.batch import adapted_runs
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
@@ -133,3 +135,14 @@ def test_drafts_are_judged_as_single_steps_would_choose() -> None:
         alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
         plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
         assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]
+
+
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_runs_of_adapters_cover_each_row_once(most):
+    places = np.array([2, -1, 0, 5, 0, 5, 0, -1, 0, 0, 0, 0, 0, 0, 5], np.int32)
+    rows, runs = adapted_runs(places, most)
+    assert (runs[:, 2] <= most).all()
+    covered = [(rows[at], place) for place, first, count in runs.tolist() for at in range(first, first + count)]
+    assert sorted(covered) == [(row, place) for row, place in enumerate(places) if place >= 0]
+    assert len(runs) == 1 + -(-9 // most) + -(-3 // most)
+    assert adapted_runs(np.full(3, -1, np.int32), most)[1].shape == (0, 3)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from pillion.config import DecodeFlags, ModelFlags
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.backends import torch_backend
 from pillion.engine.backends.loading import TORCH_BFLOAT16, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
-from pillion.errors import Internal
+from pillion.errors import ConfigError, Internal
 from testbed.tiny_model import save_model
 from tests.support.sampling import RowParameters, rows_of
 from tests.support.torch_model import BackendDriver
@@ -71,8 +72,13 @@ def test_a_row_that_is_sampled_several_times_is_computed_once(driver, monkeypatc
     (number,) = driver.sequences.add()
     computed, run = [], torch_backend.run_decoder
     once = driver.step((number, [5, 6, 7, 8]), sample=[1, 3])
-    # The last argument is the rows whose logits are computed.
-    monkeypatch.setattr(torch_backend, "run_decoder", lambda *args: computed.append(len(args[-1])) or run(*args))
+
+    def counted(*args, adapters):
+        # The last argument is the rows whose logits are computed.
+        computed.append(len(args[-1]))
+        return run(*args, adapters=adapters)
+
+    monkeypatch.setattr(torch_backend, "run_decoder", counted)
     (again,) = driver.sequences.add()
     several = driver.step((again, [5, 6, 7, 8]), sample=[1, 1, 3, 3, 3])
     assert computed == [2]
@@ -99,3 +105,31 @@ def test_a_copy_needs_a_pool(driver):
     driver.backend.close()
     with pytest.raises(Internal, match="bind_pool"):
         driver.backend.copy_blocks([0], [1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "first", "shape", "refused"),
+    [
+        (4, "layers.0.o", 0, (64, 64), ""),
+        (9, "layers.0.o", 0, (64, 64), "has rank 9; --max-lora-rank is 8"),
+        (4, "layers.9.o", 0, (64, 64), "changes layers.9.o, which this model does not have"),
+        (4, "layers.0.o", 1, (64, 64), "does not fit layers.0.o"),
+        (4, "layers.0.o", 0, (64, 65), "does not fit layers.0.o"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(driver, rank, name, first, shape, refused):
+    backend, (outputs, inputs) = driver.backend, shape
+    assert backend.max_adapters == 0
+    backend.bind_adapters(2, 8)
+    assert backend.max_adapters == 2
+    pair = LowRank(first, torch.ones(rank, inputs), torch.ones(outputs, rank))
+    weights = AdapterWeights("ab" * 32, rank, {name: (pair,)})
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            backend.pack_adapter(weights)
+        return
+    packed = backend.pack_adapter(weights)
+    backend.place_adapter(1, packed)
+    backend.place_adapter(1, None)
+    with pytest.raises(Internal, match="adapter place 2 is none of 2"):
+        backend.place_adapter(2, packed)

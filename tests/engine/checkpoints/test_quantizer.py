@@ -56,9 +56,23 @@ def test_no_group_is_worse_than_rounded_to_nearest(weight, kind):
     found = quantize_matrix(weight, kind, 32)
     error = (found.dequantize(torch.float32).double() - weight.double()).square().sum(1)
     plain = (rounded_to_nearest(weight, kind) - weight.double()).square().sum(1)
-    # float32 rounds a group's numbers by 2^-24 of the largest.
-    rounding = 32 * (weight.double().abs().amax(1) * 2**-22).square()
+    # float16 rounds scales and offsets by 2^-12 of them, or by 2^-25; a matrix loses little by it.
+    rounding = 32 * (weight.double().abs().amax(1) * 2**-10 + CODE_RANGES[kind].most * 2**-24).square()
     assert bool((error <= plain * (1 + 1e-4) + rounding).all())
+    rounding = 32 * (weight.double().abs().amax(1) * 2**-22).square()
+    assert float(error.sum()) <= float((plain + rounding).sum()) * 1.011
+
+
+def test_constants_are_float16_where_the_matrix_hardly_loses_by_it():
+    weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
+    for kind in CODE_RANGES:
+        found = quantize_matrix(weight, kind, 32)
+        for constants in (found.scales, found.offsets):
+            assert constants is None or torch.equal(constants.half().float(), constants)
+    # Steps of a millionth lie between two float16 numbers, and so do offsets of 5 and a bit.
+    for hard in (weight * 1e-6, weight * 1e-3 + 5):
+        found = quantize_matrix(hard, "int4", 32)
+        assert not torch.equal(found.scales.half().float(), found.scales)
 
 
 def test_the_search_pays():
@@ -180,6 +194,5 @@ def test_four_bits_take_a_third_of_bfloat16(tmp_path, monkeypatch):
     ]
     weights = 2 * 3 * 256 * 1024
     assert [size / weights for size in sizes] == [0.75, 0.5625]
-    found = load_config(quantized(folder, "int4").folder).quantization
-    assert found is not None
-    assert found.words == "int4 in groups of 32"
+    assert quantized(folder, "int4").weights == "int4 in groups of 32"
+    assert quantized(folder, "none").weights == "float32"

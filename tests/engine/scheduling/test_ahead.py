@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
 from tests.engine.scheduling.test_drafts import OracleDrafter
-from tests.engine.scheduling.test_properties import ANSWER, CANCEL, PUNCTUAL, STEP
+from tests.engine.scheduling.test_properties import ANSWER, CANCEL, LOAD, PUNCTUAL, STEP
 from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
@@ -291,16 +291,18 @@ ARRIVE = st.tuples(
     st.sampled_from([0, 0, 1]),
     st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
+    # The number of its adapter; 3 cannot be loaded.
+    st.sampled_from([0, 0, 0, 1, 2, 3]),
 )
-SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5))
+SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
 TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
 SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
-EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, CANCEL, TROUBLE), max_size=60)
+EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, LOAD, CANCEL, TROUBLE), max_size=60)
 
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, forks, stops, penalized, grammar, scored = numbers
+        text, length, most, priority, seed, forks, stops, penalized, grammar, scored, adapter = numbers
         harness.submit(
             prompt(text, length),
             most,
@@ -311,10 +313,12 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
             penalty=float(penalized),
             grammar=None if grammar < 0 else grammar,
             scored=bool(scored),
+            adapter=adapter if harness.max_loras else 0,
         )
     elif kind == "span":
-        text, first, second = numbers
-        harness.submit(prompt(text, BLOCK * (first + second)), 0, chunks=(BLOCK * first, BLOCK * (first + second)))
+        text, first, second, adapter = numbers
+        ends = BLOCK * first, BLOCK * (first + second)
+        harness.submit(prompt(text, ends[1]), 0, chunks=ends, adapter=adapter if harness.max_loras else 0)
     elif kind == "cancel":
         # An end that was decided is told first: its owner hears it before it could cancel.
         harness.receive_flush()
@@ -327,6 +331,11 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     elif kind == "answer":
         for _ in range(numbers[0]):
             harness.answer()
+    elif kind == "load":
+        harness.load(numbers[0])
+    elif kind == "preload":
+        if harness.max_loras:
+            harness.scheduler.preload(str(numbers[0]), harness.now)
     elif kind == "scribble":
         harness.scribble()
     elif kind == "refuse":
@@ -338,15 +347,21 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL)
+@given(SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2))
 def test_any_history_with_a_step_under_way(
-    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, punctual: float
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, punctual: float, max_loras: int
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
     harness = AheadHarness(
-        slots=slots, budget=max(budget, max_num_seqs), max_num_seqs=max_num_seqs, draws=draws, punctual=punctual
+        slots=slots,
+        budget=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        draws=draws,
+        punctual=punctual,
+        max_loras=max_loras,
     )
+    harness.broken_adapters = {3}
     for kind, *arguments in events:
         play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
     harness.breaks, harness.refuse_commits = "", 0

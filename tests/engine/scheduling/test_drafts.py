@@ -13,7 +13,7 @@ from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from tests.support.fake_grammar import number_of
-from tests.support.scheduler_harness import GREEDY, SchedulerHarness, answer, prompt
+from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
 
 
 class OracleDrafter:
@@ -27,7 +27,8 @@ class OracleDrafter:
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
         end = sequence.spec.prompt_tokens
         grammar = None if sequence.grammar is None else number_of(sequence.grammar)
-        seed, known = int(sequence.spec.sampling.seed or 0), len(tokens) - end
+        shift = ADAPTER_SHIFT * int(sequence.spec.adapter or 0)
+        seed, known = int(sequence.spec.sampling.seed or 0) + shift, len(tokens) - end
         guess = np.array(answer(tokens[:end], seed, known + most, grammar=grammar)[known:], dtype=np.int32)
         if self.wrong:
             guess[(np.arange(len(guess)) + len(tokens)) % self.wrong == 0] += 1

@@ -23,11 +23,14 @@ ARRIVE = st.tuples(
     # The number of its grammar; with -1 it has none.
     st.sampled_from([-1, -1, 0, 1, 2]),
     st.sampled_from([0, 0, 1]),
+    # The number of its adapter; 3 cannot be loaded.
+    st.sampled_from([0, 0, 0, 1, 2, 3]),
 )
 PUNCTUAL = st.sampled_from([1.0, 0.7])
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
+LOAD = st.tuples(st.sampled_from(["load", "load", "preload"]), st.integers(1, 3))
 SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
 
 
@@ -35,7 +38,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, forks, grammar, scored = numbers
+            kind_of_text, length, most, priority, seed, forks, grammar, scored, adapter = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
@@ -44,14 +47,21 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 grammar=None if grammar < 0 else grammar,
                 fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
                 scored=bool(scored),
+                adapter=adapter if harness.max_loras else 0,
             )
         elif kind == "cancel" and harness.records:
+            # An end that was decided is told first: its owner hears it before it could cancel.
+            harness.receive_flush()
             line_up = [i for i, s in harness.records.items() if s.end is None and not s.cancelled]
             if line_up:
                 harness.cancel(line_up[numbers[0] % len(line_up)])
         elif kind == "step":
             for _ in range(numbers[0]):
                 harness.step()
+        elif kind == "load":
+            harness.load(numbers[0])
+        elif kind == "preload" and harness.max_loras:
+            harness.scheduler.preload(str(numbers[0]), harness.now)
         elif kind == "answer":
             for _ in range(numbers[0]):
                 harness.answer()
@@ -60,10 +70,11 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     SHAPES,
-    st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, CANCEL), max_size=40),
+    st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
     st.none() | st.integers(0, 3).map(OracleDrafter),
     st.booleans(),
     PUNCTUAL,
+    st.integers(0, 2),
 )
 def test_any_history(
     shape: tuple[int, int, int],
@@ -71,6 +82,7 @@ def test_any_history(
     drafter: OracleDrafter | None,
     whole_prompts: bool,
     punctual: float,
+    max_loras: int,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -81,7 +93,9 @@ def test_any_history(
         drafter=drafter,
         max_whole_tokens=64 if whole_prompts else 0,
         punctual=punctual,
+        max_loras=max_loras,
     )
+    harness.broken_adapters = {3}
     play(harness, events)
     harness.finish()
     harness.check_answers()

@@ -90,12 +90,17 @@ def test_bias_follows_the_columns():
     assert torch.equal(found, torch.cat((gate[:16], up[:16], gate[16:], torch.zeros(8), up[16:], torch.zeros(8))))
 
 
-def random_matrix(columns: int, inputs: int, group: int, coding: str = "uint4", seed: int = 0) -> QuantizedMatrix:
+def random_matrix(
+    columns: int, inputs: int, group: int, coding: str = "uint4", seed: int = 0, *, half: bool = False
+) -> QuantizedMatrix:
+    """Random codes and constants; ``half``: these are float16 numbers."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(len(CODINGS[coding]), (columns, inputs), generator=generator).to(torch.uint8)
     if coding == "fp8_e4m3":
         codes[codes & 127 == 127] = 0
     scales, offsets = (normal(columns, -(-inputs // group), seed=seed + part) for part in (1, 2))
+    if half:
+        scales, offsets = scales.half().float(), offsets.half().float()
     return QuantizedMatrix(coding, codes, scales, group, offsets)
 
 
@@ -120,12 +125,14 @@ def test_units_hold_every_code(bits):
     columns=st.integers(1, 70),
     inputs=st.integers(1, 200),
     group=st.sampled_from((16, 32, 96, 1024, 2048)),
+    half=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_packed_codes_are_the_matrix(coding, columns, inputs, group, seed):
+def test_packed_codes_are_the_matrix(coding, columns, inputs, group, half, seed):
     """Its value, from codes, scales and offsets, of one matrix and of two in turn."""
-    matrix, other = (random_matrix(columns, inputs, group, coding, seed + part) for part in (0, 5))
+    matrix, other = (random_matrix(columns, inputs, group, coding, seed + part, half=half) for part in (0, 5))
     kind = packed_kind([matrix, other], "bf16")
+    assert kind.endswith("_half") == (half and "int" in coding)
     packed = pack_linear(matrix, kind)
     assert packed.nbytes == packed.pairs * panel_bytes(kind, packed.depth, packed.group, packed.offsets)
     wanted = matrix.dequantize(torch.float32)
@@ -153,7 +160,22 @@ def test_what_panels_cannot_hold_is_widened():
 def test_symmetric_codes_need_no_offsets():
     """The zero point 8 of uint4 is the value 0 of int4."""
     plain = random_matrix(8, 64, 32)
-    assert has_offsets(plain)
-    assert not has_offsets(replace(plain, offsets=-8 * plain.scales))
-    assert has_offsets(replace(plain, offsets=None))
-    assert not has_offsets(replace(plain, coding="int4", offsets=None))
+    assert has_offsets(plain, "int4")
+    assert not has_offsets(replace(plain, offsets=-8 * plain.scales), "int4")
+    assert has_offsets(replace(plain, offsets=None), "int4")
+    assert not has_offsets(replace(plain, coding="int4", offsets=None), "int4")
+    assert not has_offsets(plain, "bf16")
+
+
+def test_constants_are_float16_where_that_is_exact():
+    """Of all matrices together; a zero point of 8 becomes none, another offset stays with codes from 0 on."""
+    half = random_matrix(8, 64, 32, half=True)
+    assert packed_kind([half], "bf16") == "uint4_half"
+    assert packed_kind([half, random_matrix(8, 64, 32)], "bf16") == "int4"
+    assert packed_kind([replace(half, offsets=-8 * half.scales)], "bf16") == "int4_half"
+    assert packed_kind([replace(half, scales=half.scales * 2**20)], "bf16") == "int4"
+    packed = pack_linear(half, "uint4_half")
+    # A group: scales [32], offsets [32], 8 units of 64 bytes.
+    constants = packed.data.view(1, 2, 2 * 64 + 8 * 64)[0, 1, :128].view(torch.float16).view(2, 32)
+    assert torch.equal(constants[0, :8].float(), half.scales[:, 1])
+    assert torch.equal(constants[1, :8].float(), half.offsets[:, 1])

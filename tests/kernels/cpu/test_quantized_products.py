@@ -22,10 +22,16 @@ from tests.support.kernel_runner import normal, padded, rows_step, runner_of
 
 torch.set_num_threads(1)
 
+# The kinds whose constants are float32, and that of codes that float32 constants do not have.
+CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]
+
 # The codings that give panels of each kind, and whether their groups have offsets.
 PLAIN = [
     Gemm("int4", "bf16", "store"),
     Gemm("int4", "bf16", "add", bias=True, offsets=True),
+    Gemm("int4_half", "bf16", "store"),
+    Gemm("uint4_half", "bf16", "store", offsets=True),
+    Gemm("int8_half", "fp32", "store", offsets=True),
     Gemm("nf4", "bf16", "store"),
     Gemm("int8", "bf16", "gated_silu"),
     Gemm("int8", "bf16", "store"),
@@ -33,7 +39,7 @@ PLAIN = [
     Gemm("int8_whole", "bf16", "store"),
     Gemm("fp8_e4m3", "bf16", "store"),
     Gemm("int4", "fp32", "gated_silu", offsets=True),
-    *(Gemm(kind, "fp32", "store") for kind in CODE_KINDS),
+    *(Gemm(kind, "fp32", "store") for kind in CODES),
 ]
 GROUPED = [
     Gemm("int4", "bf16", "store", grouped=True),
@@ -47,19 +53,22 @@ runner = runner_of(SPECS)
 
 def matrix(spec: Gemm, columns: int, inputs: int, group: int, seed: int) -> QuantizedMatrix:
     """Random codes of the spec's kind, every one of which occurs, and numbers of about 1 / sqrt(inputs)."""
-    coding = {"int4": "uint4" if spec.offsets else "int4", "int8_whole": "int8"}.get(spec.weights, spec.weights)
+    kind = CODE_KINDS[spec.weights]
+    coding = "uint4" if kind.codes == "int4" and spec.offsets else kind.codes.removesuffix("_whole")
     values = CODINGS[coding]
     known = torch.arange(len(values))[values.isfinite()]
-    if spec.weights == "int8":
+    if kind.codes == "int8":
         known = known[known != 128]
     random = torch.Generator().manual_seed(seed)
     codes = known[torch.randint(len(known), (columns, inputs), generator=random)].to(torch.uint8)
-    if spec.weights == "int8_whole":
+    if kind.codes == "int8_whole":
         codes[0, 0] = 128
     groups = -(-inputs // group)
     size = values[known].pow(2).mean().sqrt() * inputs**0.5
     scales = (normal(columns, groups, seed=seed + 1).abs() + 0.5) / size
     offsets = normal(columns, groups, seed=seed + 2) / inputs**0.5 if spec.offsets else None
+    if kind.constant_bytes == 2:
+        scales, offsets = scales.half().float(), None if offsets is None else offsets.half().float()
     return QuantizedMatrix(coding, codes, scales, group, offsets)
 
 
@@ -140,20 +149,21 @@ def test_more_rows_than_totals_have_room_for(runner):
 
 
 @pytest.mark.parametrize("rows", ["bf16", "fp32"])
-@pytest.mark.parametrize("kind", CODE_KINDS)
+@pytest.mark.parametrize("kind", CODES)
 def test_every_code_is_exact(runner, kind, rows):
     """Alone and among others, a code becomes exactly its value; NF4 with bfloat16 rows has 16 bits of it."""
-    spec = Gemm(kind, rows, "store")
-    coding = {"int8_whole": "int8"}.get(kind, kind)
+    spec = next(one for one in PLAIN if (one.weights, one.rows, one.epilogue) == (kind, rows, "store"))
+    coding = CODE_KINDS[kind].codes.removesuffix("_whole")
     values = CODINGS[coding].nan_to_num()
     codes = torch.arange(len(values))
     if kind == "int8":
         codes[128] = 0
     codes[~CODINGS[coding].isfinite()] = 0
+    # A scale of 1 is a float16 number, too.
     weight = QuantizedMatrix(coding, codes.to(torch.uint8).repeat(32, 1), torch.ones(32, 1), len(values))
-    assert packed_kind([weight], "fp32") == kind
+    assert packed_kind([weight], "fp32").removesuffix("_half") in (kind, "int4")
     x = torch.eye(len(values), dtype=torch.float32 if rows == "fp32" else torch.bfloat16)
-    one = GemmCase(spec, [pack_linear(weight, kind)], None, x)
+    one = GemmCase(spec, [pack_linear(weight, kind, spec.offsets)], None, x)
     found, wanted = one.run(runner), values[codes][:, None].expand(-1, 32)
     torch.testing.assert_close(found, wanted, rtol=2**-16 if kind == "nf4" and rows == "bf16" else 0, atol=0)
     for row in (0, 7, len(values) - 1):
@@ -179,7 +189,7 @@ def test_strays_are_noted(runner, short, rows):
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512"])
 def test_sums_stay_in_registers(rows, name):
     """No tile spills a vector, in code for this processor if it has these instructions."""
-    texts = assembly([Gemm(kind, rows, "store") for kind in CODE_KINDS], BY_NAME[name])
+    texts = assembly([Gemm(kind, rows, "store", offsets=True) for kind in CODE_KINDS], BY_NAME[name])
     tiles = {name: text for name, text in texts.items() if "_tile_" in name}
     assert len(tiles) >= len(CODE_KINDS) * (6 + 3)
     for tile, text in tiles.items():

@@ -1,0 +1,12 @@
+"""Map of the LoRA adapters: small matrices that change a model's linear layers for the requests that name them.
+
+    adapter_config.py    what an ``adapter_config.json`` of PEFT says; refuses what cannot be served
+    adapter_files.py     an adapter's folder: its tensors, checked against the model, and its digest
+    adapter_store.py     copies of adapters' folders by their digests, in the model cache
+    adapter_weights.py   an adapter's matrices, laid over the fused linear layers of the decoder
+    adapter_reader.py    makes the matrices of a folder
+    step_adapters.py     multiplies by them in plain torch, the reference for all kernels
+
+Open ``adapter_weights.py`` first. What multiplies by them fast is in ``kernels``. The config, the files and the store
+import no torch, because gateways check and keep adapters, too.
+"""

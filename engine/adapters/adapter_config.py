@@ -1,0 +1,226 @@
+"""Reads the ``adapter_config.json`` of a LoRA adapter as PEFT writes it. Imports no torch.
+
+A key that PEFT knows and nobody here obeys may change the arithmetic, so each key is read, is bookkeeping, or has a
+value that changes nothing; an adapter that says anything else is refused by that key's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pillion.engine.models.config_json import above_zero, read_json, size
+from pillion.errors import ConfigError
+
+CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 2**20
+# Longest expression of a key: a long one may take minutes where a short one takes none.
+MAX_PATTERN_CHARS = 4096
+
+ALL_LINEAR = "all-linear"
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# What trains an adapter or says where it comes from.
+_BOOKKEEPING = _words(
+    """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
+    fan_in_fan_out megatron_core megatron_config eva_config corda_config lora_ga_config loftq_config runtime_config
+    qalora_group_size ensure_weight_tying velora_config
+    """
+)
+_READ = _words(
+    """
+    r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
+    init_lora_weights bias
+    """
+)
+# Ways to begin the training that leave the base model's weights alone. The others move a part of them into the
+# adapter, which then fits changed weights only.
+_HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_REASONS = {
+    "use_dora": "DoRA norms whole weights, which Pillion does not do",
+    "modules_to_save": "an adapter with whole layers of its own is not served",
+    "target_parameters": "experts and other parameters that are no linear layers have no adapters here",
+    "trainable_token_indices": "embeddings have no adapters here",
+    "lora_bias": "adapters add no biases here",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """What of an adapter's config changes its arithmetic.
+
+    Attributes:
+        rank, alpha: of the modules that the patterns do not name.
+        rank_stabilized: whether alpha is divided by the rank's root instead of the rank (rsLoRA).
+        rank_pattern, alpha_pattern: ranks and alphas by expressions that match the end of a module's name.
+        targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
+            ALL_LINEAR.
+        excluded: modules that are not changed, said in the same two ways.
+        layers: the layers that are changed; None for all.
+        layers_pattern: the name before a layer's number; empty for any.
+    """
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+    targets: str | tuple[str, ...]
+    excluded: str | tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+
+    def is_target(self, module: str) -> bool:
+        """Whether the adapter changes a linear layer inside of the decoder's layers, by its name in the model."""
+        if self.excluded and _named(self.excluded, module):
+            return False
+        if self.targets == ALL_LINEAR:
+            return True
+        if isinstance(self.targets, str) or self.layers is None:
+            return _named(self.targets, module)
+        return _named(self.targets, module) and self._layer_of(module) in self.layers
+
+    def _layer_of(self, module: str) -> int:
+        prefixes = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
+        found = next(filter(None, (re.match(rf"{prefix}\.(\d+)\.", module) for prefix in prefixes)), None)
+        return -1 if found is None else int(found[1])
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module's pair of matrices."""
+        return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """What the product of a module's pair is multiplied by."""
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if _ends(pattern, module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def canonical(self) -> bytes:
+        """The same bytes for all configs that mean the same."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+
+def _named(names: str | tuple[str, ...], module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _ends(pattern: str, module: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
+    """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
+    for one that is not served."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{called}: {CONFIG_NAME} is longer than {MAX_CONFIG_BYTES} bytes")
+    try:
+        return parse_adapter_config(read_json(path))
+    except ConfigError as error:
+        # Errors of the readers of single values name the config of a model.
+        message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
+        raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
+
+
+def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
+    """Reads a config. Raises ConfigError, which names the key, for one that is not served."""
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise _refused("peft_type", kind, "only LORA is served")
+    _refuse_others(raw)
+    layers = raw.get("layers_to_transform")
+    return AdapterConfig(
+        rank=size(raw, "r"),
+        alpha=above_zero(raw, "lora_alpha", 8),
+        rank_stabilized=_flag(raw, "use_rslora"),
+        rank_pattern=tuple((key, size(part, key)) for key, part in _patterns(raw, "rank_pattern")),
+        alpha_pattern=tuple((key, above_zero(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
+        targets=_targets(raw),
+        excluded=_modules(raw, "exclude_modules"),
+        # PEFT reads an empty list as all layers.
+        layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
+        layers_pattern=tuple(
+            _expression(name, "layers_pattern") for name in _list_of(str, raw.get("layers_pattern"), "layers_pattern")
+        ),
+    )
+
+
+def _refused(key: str, value: Any, reason: str) -> ConfigError:
+    return ConfigError(f"{CONFIG_NAME}: {key} = {repr(value)[:80]} is not supported: {reason}")
+
+
+def _refuse_others(raw: Mapping[str, Any]) -> None:
+    if raw.get("bias") not in (None, "none"):
+        raise _refused("bias", raw["bias"], _REASONS["lora_bias"])
+    beginning = raw.get("init_lora_weights")
+    if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_BEGINNINGS):
+        raise _refused(
+            "init_lora_weights",
+            beginning,
+            "its base model has other weights; PEFT's path_initial_model_for_weight_conversion writes one that fits",
+        )
+    for key, value in raw.items():
+        if key not in _READ and key not in _BOOKKEEPING and value:
+            raise _refused(key, value, _REASONS.get(key, "nobody here obeys it"))
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key) or False
+    if not isinstance(value, bool):
+        raise ConfigError(f"{CONFIG_NAME}: {key} must be true or false, not {value!r}")
+    return value
+
+
+def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each expression of a key's object, and an object with its value alone."""
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping) or None in found.values():
+        raise ConfigError(f"{CONFIG_NAME}: {key} must give a number for each expression, not {repr(found)[:80]}")
+    return [(_expression(name, key), {name: value}) for name, value in found.items()]
+
+
+def _targets(raw: Mapping[str, Any]) -> str | tuple[str, ...]:
+    found = _modules(raw, "target_modules")
+    if not found:
+        raise ConfigError(f"{CONFIG_NAME}: target_modules names no module")
+    return ALL_LINEAR if isinstance(found, str) and found.lower() == ALL_LINEAR else found
+
+
+def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
+    found = raw.get(key)
+    if isinstance(found, str):
+        return _expression(found, key)
+    # The order of a list says nothing, and PEFT writes a set.
+    return tuple(sorted(set(_list_of(str, found, key))))
+
+
+def _list_of(kind: type, value: Any, key: str) -> list[Any]:
+    """The entries of a list, or a single one; null has none."""
+    entries = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(entry) is not kind for entry in entries):
+        raise ConfigError(f"{CONFIG_NAME}: {key} must be a list of {kind.__name__}, not {repr(value)[:80]}")
+    return entries
+
+
+def _expression(pattern: str, key: str) -> str:
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is no regular expression: {error}") from None
+    return pattern

@@ -1,0 +1,153 @@
+"""Copies of adapters' folders by their digests, which all components of a machine share. Imports no torch.
+
+$PILLION_CACHE or ~/.cache/pillion
+`-- adapters/<digest>/    adapter_config.json and adapter_model.safetensors
+
+A copy is made beside its place, checked, and renamed into it: it is there or not, never half, and never changes. So the
+folder that an adapter came from may be overwritten at any time. Copies that nobody has used for a while make room when
+the store is full; gateways use theirs again and again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, is_adapter_digest
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.checkpoints.model_cache import ModelCache
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError, NotFound
+
+MAX_STORE_BYTES = 64 * 2**30
+# A copy that was not used for so long may be removed.
+KEEP_S = 24 * 3600.0
+# A draft this old has lost its writer.
+MAX_DRAFT_AGE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """A copy in the store. ``rank`` is the highest one of its pairs."""
+
+    digest: str
+    folder: Path
+    rank: int
+    size_bytes: int
+
+
+class AdapterStore:
+    """The store of a machine. ``root`` is the model cache's folder, by default that of this user."""
+
+    def __init__(self, root: Path | None = None, max_bytes: int = MAX_STORE_BYTES) -> None:
+        self._cache = ModelCache(root)
+        self._max_bytes = max_bytes
+
+    def add(self, source: Path, model: ModelConfig, max_rank: int = 0) -> StoredAdapter:
+        """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
+
+        Raises ConfigError, which names what is wrong, for an adapter that cannot be served with the model, and where
+        the store is full or cannot be written.
+        """
+        files = AdapterFiles(source)
+        rank = max(pair.rank for pair in files.pairs(model, max_rank))
+        with self._draft(files.size_bytes) as draft:
+            try:
+                for name in ADAPTER_FILES:
+                    shutil.copyfile(source / name, draft / name)
+            except OSError as error:
+                raise ConfigError(f"{source} cannot be copied: {error.strerror or error}") from None
+            # The folder may have been overwritten meanwhile: what was copied is what counts.
+            copied = AdapterFiles(draft, called=source)
+            rank = max(pair.rank for pair in copied.pairs(model, max_rank))
+            copied.check_numbers()
+            digest = copied.digest()
+            folder = self._keep(draft, digest)
+        return StoredAdapter(digest, folder, rank, copied.size_bytes)
+
+    def find(self, digest: str) -> Path:
+        """The folder of an adapter, which counts as used now. Raises NotFound where there is none."""
+        folder = self._folder(digest)
+        try:
+            os.utime(folder)
+        except OSError:
+            raise NotFound(f"adapter {digest[:12]} is not in the store {folder.parent} of this machine") from None
+        return folder
+
+    @contextmanager
+    def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
+        """Yields a folder for the two files of an adapter that another machine has, which is kept when the block ends.
+        Raises ConfigError where they are not those of ``digest``."""
+        self._folder(digest)
+        with self._draft(size_bytes) as draft:
+            yield draft
+            if AdapterFiles(draft, called=Path(digest)).digest() != digest:
+                raise ConfigError(f"the files that came for the adapter {digest} have another content")
+            self._keep(draft, digest)
+
+    def remove(self, digest: str) -> None:
+        """Removes a damaged copy, so that it is made or fetched again."""
+        shutil.rmtree(self._folder(digest), ignore_errors=True)
+
+    def _folder(self, digest: str) -> Path:
+        if not is_adapter_digest(digest):
+            raise NotFound(f"{digest[:80]!r} is no digest of an adapter")
+        return self._cache.make(ADAPTERS) / digest
+
+    @contextmanager
+    def _draft(self, size_bytes: int) -> Iterator[Path]:
+        root = self._cache.make(ADAPTERS)
+        self._make_room(root, size_bytes)
+        draft = root / f"{secrets.token_hex(8)}.tmp"
+        try:
+            draft.mkdir()
+            yield draft
+        except OSError as error:
+            raise ConfigError(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _keep(self, draft: Path, digest: str) -> Path:
+        target = self._folder(digest)
+        if target.is_dir():
+            try:
+                if AdapterFiles(target).digest() == digest:
+                    os.utime(target)
+                    return target
+            except ConfigError:
+                pass
+            self.remove(digest)
+        try:
+            draft.rename(target)
+        except OSError:
+            # Another process was first, with the same content.
+            if not target.is_dir():
+                raise
+        return target
+
+    def _make_room(self, root: Path, size_bytes: int) -> None:
+        """Removes the copies that were used longest ago until there is room. Raises ConfigError where there is none."""
+        now, kept = time.time(), []
+        for folder in root.iterdir():
+            try:
+                used, is_draft = folder.stat().st_mtime, folder.suffix == ".tmp"
+                if is_draft and now - used > MAX_DRAFT_AGE_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif not is_draft:
+                    kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+            except OSError:
+                continue  # Another process removed it.
+        total = size_bytes + sum(size for _, size, _ in kept)
+        for used, size, folder in sorted(kept):
+            if total <= self._max_bytes or now - used < KEEP_S:
+                break
+            shutil.rmtree(folder, ignore_errors=True)
+            total -= size
+        if total > self._max_bytes:
+            raise ConfigError(f"the adapters in {root} would take {total} bytes, and may take {self._max_bytes}")

@@ -1,0 +1,140 @@
+"""Brings adapters to a worker: their files to its machine, their matrices into the backend's form.
+
+    request --bring--> the files are in this machine's store, or come from the worker's KV node, verified by digest
+    scheduler's order --load--> read and packed on a thread, beside steps --> the scheduler places it between two steps
+
+Requests for one adapter share one transfer. An adapter that cannot be had is an error of those requests alone, which
+the gateway may plan again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from functools import partial
+from pathlib import Path
+
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.backends.loading import LoadedModel
+from pillion.errors import (
+    ConfigError,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.transfer.adapter_pieces import receive_files
+from pillion.observability import metric_catalog
+from pillion.observability.metrics import Meters
+
+log = logging.getLogger("pillion.worker")
+
+# Longest time that the files of an adapter may take from another machine.
+BRING_TIMEOUT_S = 120.0
+# Transfers at once, and those that run or wait. Only one adapter is packed at a time: steps need the cores.
+MAX_TRANSFERS = 2
+MAX_BRINGING = 256
+
+
+class AdapterLoader:
+    """The adapters of one worker. ``store`` is that of its machine, ``node`` its KV node."""
+
+    def __init__(self, model: LoadedModel, store: AdapterStore, node: NodeClient, meters: Meters) -> None:
+        self._model = model
+        self._store = store
+        self._node = node
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
+        self._packing = asyncio.Semaphore(1)
+        self._loads = {ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (1, 0)}
+        self._durations = meters.distribution(metric_catalog.ADAPTER_LOAD)
+        self._transferred = meters.counter(metric_catalog.ADAPTER_TRANSFERS)
+
+    async def bring(self, digest: str) -> None:
+        """Returns when the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded
+        where they cannot be had here: another worker may have them."""
+        try:
+            self._store.find(digest)
+        except NotFound:
+            pass
+        else:
+            return
+        bringing = self._bringing.get(digest)
+        if bringing is None:
+            if len(self._bringing) >= MAX_BRINGING:
+                raise Overloaded(f"{MAX_BRINGING} adapters are on their way to this worker already")
+            bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
+            bringing.add_done_callback(lambda task: self._brought(digest, task))
+        # One of those that wait for it may leave.
+        await asyncio.shield(bringing)
+
+    async def load(self, digest: str) -> PackedAdapter:
+        """Reads and packs an adapter. Raises PillionError; InvalidRequest for one that this worker can never run."""
+        loop = asyncio.get_running_loop()
+        try:
+            # Its copy may have been removed since its requests came.
+            await self.bring(digest)
+            async with self._packing:
+                began_s = loop.time()
+                packed = await asyncio.to_thread(self._pack, digest)
+        except PillionError:
+            self._loads[0].add()
+            raise
+        except Exception:
+            self._loads[0].add()
+            log.exception("adapter %s could not be loaded", digest[:12])
+            raise Internal(f"adapter {digest[:12]} could not be loaded; the worker's log says why") from None
+        self._loads[1].add()
+        self._durations.observe(loop.time() - began_s)
+        log.info("adapter %s is packed, %.1f MiB", digest[:12], packed.nbytes / 2**20)
+        return packed
+
+    def close(self) -> None:
+        """End the transfers under way."""
+        for bringing in self._bringing.values():
+            bringing.cancel()
+
+    def _brought(self, digest: str, task: asyncio.Task[None]) -> None:
+        del self._bringing[digest]
+        if not task.cancelled():
+            # Those that wait for it may have left meanwhile.
+            task.exception()
+
+    async def _bring(self, digest: str) -> None:
+        try:
+            async with asyncio.timeout(BRING_TIMEOUT_S), self._transfers:
+                await self._transfer(digest)
+        except TimeoutError:
+            raise Unavailable(f"adapter {digest[:12]} did not come within {BRING_TIMEOUT_S:.0f} s") from None
+        except (ConfigError, InvalidRequest, OSError) as error:
+            # What came has another content, or there is no room on this machine.
+            raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
+        self._transferred.add()
+        log.info("adapter %s came from another machine", digest[:12])
+
+    async def _transfer(self, digest: str) -> None:
+        async with contextlib.aclosing(self._node.read_adapter(digest)) as pieces:
+            await receive_files(await anext(pieces, None), pieces, partial(self._store.receive, digest))
+
+    def _pack(self, digest: str) -> PackedAdapter:
+        folder = self._store.find(digest)
+        try:
+            return self._model.backend.pack_adapter(self._model.read_adapter(folder, digest))
+        except ConfigError as error:
+            if _is_whole(folder, digest):
+                raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None
+            self._store.remove(digest)
+            raise Unavailable(f"the copy of adapter {digest[:12]} on this machine is damaged") from None
+
+
+def _is_whole(folder: Path, digest: str) -> bool:
+    try:
+        return AdapterFiles(folder).digest() == digest
+    except ConfigError:
+        return False

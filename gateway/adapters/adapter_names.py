@@ -1,0 +1,283 @@
+"""Loads and unloads adapters by name, and shares the names with the other gateways.
+
+load   folder allowed? -> checked, copied into the store by digest -> name means the digest -> told to all gateways
+request's name -> digest, once -> workers, which get the files by digest
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pillion.engine.adapters.adapter_store import KEEP_S, AdapterStore
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import (
+    ConfigError,
+    Conflict,
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from pillion.gateway.adapters.name_table import MAX_NAMES, NamedAdapter, NameTable
+from pillion.gateway.links.defects import Defects
+from pillion.kvstore.index.shared_names import SharedNames
+
+log = logging.getLogger("pillion.gateway")
+
+# A name that is unknown here may have been loaded at another gateway just now; looks for such ones are so far apart.
+LOOK_INTERVAL_S = 0.1
+# The copies of adapters that have names count as used so often.
+USE_INTERVAL_S = KEEP_S / 24
+
+_NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """The flags that decide about adapters. ``folders`` are those of --lora-path; ``updating``: whether names may
+    change while the gateway runs."""
+
+    max_rank: int
+    folders: tuple[str, ...] = ()
+    updating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """One of --lora-modules. ``model`` is the name of its model; "" for that of --model."""
+
+    name: str
+    path: str
+    model: str = ""
+
+
+def parse_lora_modules(texts: Sequence[str]) -> tuple[LoraModule, ...]:
+    """Reads --lora-modules: NAME=PATH, or vLLM's JSON object. Raises ConfigError."""
+    modules = tuple(_parse_module(text) for text in texts)
+    names = [module.name for module in modules]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--lora-modules: two adapters are called {twice!r}")
+    if len(modules) > MAX_NAMES:
+        raise ConfigError(f"--lora-modules: at most {MAX_NAMES} adapters have names")
+    return modules
+
+
+def _parse_module(text: str) -> LoraModule:
+    if text.startswith("{"):
+        try:
+            found = json.loads(text)
+            module = LoraModule(found["name"], found["path"], found.get("base_model_name") or "")
+        except (ValueError, KeyError):
+            module = LoraModule("", "")
+    else:
+        name, _, path = text.partition("=")
+        module = LoraModule(name.strip(), path.strip())
+    texts = (module.name, module.path, module.model)
+    if not all(isinstance(part, str) for part in texts) or not module.path or not _NAME.fullmatch(module.name):
+        raise ConfigError(f'--lora-modules {text!r}: write NAME=PATH, or {{"name": NAME, "path": PATH}}')
+    return module
+
+
+class AdapterNames:
+    """Adapters by the names that clients use.
+
+    Args:
+        models: the config of each served model, by its name; the first one is that of --model.
+        taken: further names that no adapter may have.
+        shared: the names that all gateways share; None where this gateway is alone.
+        store: made when it is needed by default.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ModelConfig],
+        taken: Collection[str],
+        options: AdapterOptions,
+        shared: SharedNames | None = None,
+        store: AdapterStore | None = None,
+    ) -> None:
+        self._models = models
+        self._taken = frozenset(taken) | frozenset(models)
+        self._options = options
+        self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
+        self._shared = shared
+        self._store = store or AdapterStore()
+        self.table = NameTable()
+        self._version = b""
+        self._loading = asyncio.Lock()
+        self._sharing = asyncio.Lock()
+        self._looked_s = float("-inf")
+
+    def load_fixed(self, modules: Sequence[LoraModule]) -> None:
+        """Loads the adapters of --lora-modules. Reads files; raises ConfigError, which names the adapter."""
+        found: list[NamedAdapter] = []
+        for module in modules:
+            try:
+                found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
+            except (InvalidRequest, Conflict) as error:
+                raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
+        self.table = NameTable(found)
+
+    def find(self, name: str) -> NamedAdapter | None:
+        """What a name means now; None where it means no adapter of a model that is served here."""
+        adapter = self.table.find(name)
+        return adapter if adapter is not None and adapter.parent in self._models and name not in self._taken else None
+
+    def all(self) -> list[NamedAdapter]:
+        """The adapters of models that are served here, by name."""
+        return [adapter for adapter in self.table.all() if self.find(adapter.name) is adapter]
+
+    async def look(self, name: str) -> None:
+        """Asks the registry about a name that is unknown here, where nobody has asked it just now."""
+        if name and self.table.find(name) is None and name not in self._taken and self._options.updating:
+            now = time.monotonic()
+            if now - self._looked_s >= LOOK_INTERVAL_S:
+                self._looked_s = now
+                await self._share_quietly()
+
+    async def load(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> NamedAdapter:
+        """Gives ``name`` to the adapter of a folder, for requests that come from now on.
+
+        Args:
+            path: a folder inside of one of --lora-path, absolute or relative to it.
+            in_place: whether the name may mean another adapter already.
+            model: the name of the adapter's model; "" for that of --model.
+
+        Raises:
+            PermissionDenied: names are fixed here, or the folder is in none of --lora-path. NotFound: no such folder.
+            InvalidRequest: the adapter cannot be served. Conflict: the name is taken.
+        """
+        self._check_updating()
+        if not _NAME.fullmatch(name):
+            raise _wrong("lora_name", "a name has from 1 to 256 characters, none of them a space")
+        async with self._loading:
+            await self._share_quietly()
+            self._check_free(name, in_place)
+            folder = await asyncio.to_thread(self._allowed, path)
+            adapter = await asyncio.to_thread(self._load, name, folder, model)
+            self.table.put(adapter, _now_ms())
+        await self._share_quietly()
+        log.info("adapter %s of model %s is %s from %s", name, adapter.parent, adapter.digest[:12], folder)
+        return adapter
+
+    async def unload(self, name: str) -> NamedAdapter:
+        """Takes a name away. Requests that named it go on. Raises NotFound, and PermissionDenied or Conflict where the
+        name is fixed."""
+        self._check_updating()
+        async with self._loading:
+            await self._share_quietly()
+            adapter = self.find(name)
+            if adapter is None:
+                raise NotFound(f"The lora adapter {name[:100]!r} cannot be found.")
+            if name in self.table.fixed:
+                raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
+            self.table.remove(name, _now_ms())
+        await self._share_quietly()
+        log.info("adapter %s is unloaded", name)
+        return adapter
+
+    async def share(self) -> None:
+        """Brings changes to the registry and takes those of the other gateways. Raises Unavailable."""
+        if self._shared is None:
+            return
+        async with self._sharing:
+            while True:
+                sent = self.table.unsent()
+                answer = await self._shared.share(self._version, sent)
+                self.table.merge(sent, answer.values, _now_ms())
+                self._version = answer.version
+                # What the registry turned out to lack is brought at once.
+                if not self.table.unsent() or answer.values is None:
+                    return
+
+    async def run(self, interval_s: float) -> None:
+        """Shares names and keeps their copies in use, until it is cancelled."""
+        defects = Defects("the sharing of adapters' names")
+        used_s = float("-inf")
+        while True:
+            try:
+                await self._share_quietly()
+                if time.monotonic() - used_s > USE_INTERVAL_S:
+                    used_s = time.monotonic()
+                    await asyncio.to_thread(self._use)
+            except Exception as error:  # noqa: BLE001  (without it, gateways would drift apart)
+                defects.note(error)
+            await asyncio.sleep(interval_s)
+
+    async def aclose(self) -> None:
+        """Closes the connections to Redis."""
+        if self._shared is not None:
+            await self._shared.aclose()
+
+    async def _share_quietly(self) -> None:
+        try:
+            await self.share()
+        except Unavailable as error:
+            # What changed here is brought later; what changed elsewhere is learnt then.
+            log.debug("the registry did not take the names of adapters: %s", error.message)
+
+    def _check_updating(self) -> None:
+        if not self._options.updating:
+            raise PermissionDenied("names of adapters are fixed here: --allow-runtime-lora-updating changes that")
+
+    def _check_free(self, name: str, in_place: bool) -> None:
+        if name in self._taken:
+            raise Conflict(f"{name!r} is the name of a model")
+        if name in self.table.fixed:
+            raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
+        if self.table.find(name) is not None and not in_place:
+            raise _wrong(
+                "lora_name",
+                f"The lora adapter {name!r} has already been loaded. If you want to load the adapter in place, set"
+                " 'load_inplace' to True.",
+            )
+        if self.table.find(name) is None and len(self.table.all()) >= MAX_NAMES:
+            raise Conflict(f"{MAX_NAMES} adapters have names already")
+
+    def _allowed(self, path: str) -> Path:
+        """The folder that a caller names. Nothing is said of paths elsewhere, not even whether they exist."""
+        if "\0" in path:
+            raise _wrong("lora_path", "a path has no character 0")
+        found = [folder for root in self._folders if (folder := (root / path).resolve()).is_relative_to(root)]
+        if not found:
+            raise PermissionDenied(f"lora_path: {path[:200]!r} is in none of the folders of --lora-path")
+        there = next((folder for folder in found if folder.is_dir()), None)
+        if there is None:
+            raise NotFound(f"lora_path: there is no folder {path[:200]!r}")
+        return there
+
+    def _load(self, name: str, folder: Path, model: str) -> NamedAdapter:
+        parent = model or next(iter(self._models))
+        if parent not in self._models:
+            raise _wrong("base_model_name", f"{parent[:100]!r} is not served here")
+        if name in self._taken:
+            raise Conflict(f"{name!r} is the name of a model")
+        try:
+            kept = self._store.add(folder, self._models[parent], self._options.max_rank)
+        except ConfigError as error:
+            raise _wrong("lora_path", error.message) from None
+        return NamedAdapter(name=name, parent=parent, digest=kept.digest, rank=kept.rank, path=str(folder))
+
+    def _use(self) -> None:
+        for adapter in self.table.all():
+            try:
+                self._store.find(adapter.digest)
+            except NotFound:
+                log.debug("adapter %s was loaded on another machine", adapter.name)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 10**6
+
+
+def _wrong(field: str, message: str) -> InvalidRequest:
+    return InvalidRequest.of(FieldViolation(field, message))

@@ -1,0 +1,222 @@
+"""What is no adapter, or one that nobody here serves, is refused by name; the digest names what an adapter means."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.models.model_config import load_config
+from pillion.errors import ConfigError
+from tests.support.adapters import edit_config, edit_tensors, make_adapter
+from tests.support.families import FAMILIES, make_model
+
+ATTENTION_OF_LAYER_0 = "base_model.model.model.layers.0.self_attn."
+Q_A, Q_B = f"{ATTENTION_OF_LAYER_0}q_proj.lora_A.weight", f"{ATTENTION_OF_LAYER_0}q_proj.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"), FAMILIES["llama-gqa-tied"])[0]
+
+
+@pytest.fixture(scope="module")
+def good(model_folder, tmp_path_factory):
+    config = {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+    return make_adapter(model_folder, tmp_path_factory.mktemp("good") / "adapter", **config)
+
+
+@pytest.fixture
+def adapter(good, tmp_path):
+    return shutil.copytree(good, tmp_path / "adapter")
+
+
+def check(adapter, model_folder, max_rank=0):
+    files = AdapterFiles(adapter)
+    pairs = files.pairs(load_config(model_folder), max_rank)
+    files.check_numbers()
+    return pairs
+
+
+def refused(adapter, model_folder, words, max_rank=0):
+    with pytest.raises(ConfigError) as error:
+        check(adapter, model_folder, max_rank)
+    assert str(adapter) in error.value.message
+    assert words in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_a_good_one(adapter, model_folder):
+    pairs = check(adapter, model_folder, max_rank=4)
+    assert {pair.projection.layer for pair in pairs} == {f"layers.{n}.{part}" for n in (0, 1) for part in ("qkv", "o")}
+    assert {pair.rank for pair in pairs} == {4}
+    assert {pair.scale for pair in pairs} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported: only LORA"),
+        ({"use_dora": True}, "use_dora = True is not supported: DoRA"),
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head'] is not supported"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+        ({"a_key_of_next_year": 3}, "a_key_of_next_year = 3 is not supported: nobody here obeys it"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' is not supported"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights"),
+        ({"r": 0}, "r must be a whole number above 0, not 0"),
+        ({"r": "8"}, "r must be a whole number"),
+        ({"r": None}, "r must be a whole number"),
+        ({"lora_alpha": -1}, "lora_alpha must be above 0"),
+        ({"lora_alpha": "much"}, "lora_alpha must be a number"),
+        ({"use_rslora": "yes"}, "use_rslora must be true or false"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj must be a whole number above 0"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must give a number"),
+        ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is no regular expression"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern must give a number"),
+        ({"target_modules": None}, "target_modules names no module"),
+        ({"target_modules": [3]}, "target_modules must be a list of str"),
+        ({"target_modules": "("}, "target_modules: '(' is no regular expression"),
+        ({"target_modules": "a" * 5000}, "more than 4096 characters"),
+        ({"layers_to_transform": "first"}, "layers_to_transform must be a list of int"),
+        ({"r": 5}, "_proj.lora_A.weight is [4, 64]; rank and model want [5, 64]"),
+        ({"rank_pattern": {"o_proj": 5}}, "o_proj.lora_A.weight is [4, 64]"),
+        ({"target_modules": ["q_proj"]}, "whose module its config does not name as a target"),
+        ({"layers_to_transform": [0]}, "whose module its config does not name as a target"),
+        ({"exclude_modules": ["o_proj"]}, "whose module its config does not name as a target"),
+        ({"target_modules": ["q_proj", "o_proj", "k_proj"]}, "names model.layers.0.self_attn.k_proj as a target"),
+    ],
+)
+def test_configs(changes, words, adapter, model_folder):
+    refused(edit_config(adapter, **changes), model_folder, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, "q_proj.lora_A.weight is [4, 63]; rank and model want [4, 64]"),
+        (lambda t: t | {Q_B: t[Q_B][1:]}, "q_proj.lora_B.weight is [63, 4]; rank and model want [64, 4]"),
+        (lambda t: t | {Q_A: t[Q_A][0]}, "q_proj.lora_A.weight is [64]"),
+        (lambda t: {n: x for n, x in t.items() if n != Q_A}, "and no lora_A of model.layers.0.self_attn.q_proj"),
+        (lambda t: {n: x for n, x in t.items() if n != Q_B}, "and no lora_B of model.layers.0.self_attn.q_proj"),
+        (lambda t: {n: x for n, x in t.items() if n not in (Q_A, Q_B)}, "for which adapter_model.safetensors has no"),
+        (lambda t: {}, "holds no tensors"),
+        (lambda t: t | {Q_B: t[Q_B] * float("nan")}, "q_proj.lora_B.weight holds NaN or infinite numbers"),
+        (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight holds NaN or infinite numbers"),
+        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).bfloat16()}, "holds NaN or infinite numbers"),
+        (lambda t: t | {Q_A: (t[Q_A] * float("inf")).half()}, "holds NaN or infinite numbers"),
+        (lambda t: t | {Q_A: t[Q_A].double()}, "q_proj.lora_A.weight is F64; only F32, F16, BF16 are read"),
+        (lambda t: t | {"other.weight": t[Q_A]}, "it has a tensor other.weight: no adapter has such a one"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "DoRA is not served"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_B.bias"): t[Q_A]}, "adapters add no biases here"),
+        (
+            lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": t[Q_A]},
+            "embed_tokens.lora_embedding_A: embeddings have no adapters here",
+        ),
+        (lambda t: t | module_of(t, "lm_head"), "is for lm_head, which cannot be served: the head has no adapters"),
+        (lambda t: t | module_of(t, "model.embed_tokens"), "embeddings have no adapters here"),
+        (lambda t: t | module_of(t, "model.layers.0.mlp.gate"), "routers of experts have no adapters here"),
+        (lambda t: t | module_of(t, "model.layers.1.mlp.experts.3.up_proj"), "experts have no adapters here"),
+        (lambda t: t | module_of(t, "model.layers.2.self_attn.q_proj"), "the model has 2 layers"),
+        (lambda t: t | module_of(t, "model.layers.0.self_attn.c_attn"), "which a llama model does not have"),
+        (lambda t: t | module_of(t, "model.layers.0.self_attn.qkv_proj"), "which a llama model does not have"),
+    ],
+)
+def test_tensors(change, words, adapter, model_folder):
+    refused(edit_tensors(adapter, change), model_folder, words)
+
+
+def module_of(tensors, module):
+    return {f"base_model.model.{module}.lora_{half}.weight": tensors[name] for half, name in (("A", Q_A), ("B", Q_B))}
+
+
+def test_a_rank_above_the_bound(adapter, model_folder):
+    refused(adapter, model_folder, "_proj has rank 4, and --max-lora-rank is 3", max_rank=3)
+
+
+def test_pickles_and_missing_files(adapter, model_folder):
+    tensors = adapter / "adapter_model.safetensors"
+    tensors.rename(adapter / "adapter_model.bin")
+    refused(adapter, model_folder, "adapter_model.bin is pickled, and a pickle may run any program")
+    (adapter / "adapter_model.bin").unlink()
+    refused(adapter, model_folder, "it has no adapter_model.safetensors")
+    (adapter / "adapter_config.json").unlink()
+    refused(adapter, model_folder, "it has no adapter_config.json")
+    refused(adapter / "nowhere", model_folder, "it has no adapter_config.json")
+
+
+def test_damaged_files(adapter, model_folder):
+    tensors, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    whole = tensors.read_bytes()
+    for content in (b"", whole[:-1], whole[:100], b"\xff" * 100):
+        tensors.write_bytes(content)
+        refused(adapter, model_folder, "adapter_model.safetensors cannot be read")
+    for text in ("", "[]", "{", '"LORA"', "{}"):
+        config.write_text(text)
+        refused(adapter, model_folder, "adapter_config.json")
+    config.write_text('{"r": "' + "1" * 2**20 + '"}')
+    refused(adapter, model_folder, "is longer than 1048576 bytes")
+
+
+def test_harmless_keys(adapter, model_folder):
+    """What trained the adapter changes nothing, and neither does the transposition of layers that are none of GPT-2."""
+    before = AdapterFiles(adapter).digest()
+    changes = {"lora_dropout": 0.3, "fan_in_fan_out": True, "init_lora_weights": "eva", "eva_config": {"rho": 2}}
+    edit_config(adapter, **changes, base_model_name_or_path="elsewhere", a_key_of_next_year=None)
+    assert len(check(adapter, model_folder)) == 4
+    assert AdapterFiles(adapter).digest() == before
+
+
+def test_the_digest_names_what_an_adapter_means(adapter):
+    first = AdapterFiles(adapter).digest()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    # The file's own order and what its header says besides are no part of it.
+    save_file(dict(reversed(tensors.items())), adapter / "adapter_model.safetensors", metadata={"by": "another tool"})
+    edit_config(adapter, target_modules=["o_proj", "q_proj"])
+    assert AdapterFiles(adapter).digest() == first
+    found = {first}
+    for changes in ({"lora_alpha": 9}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 4}}):
+        found.add(AdapterFiles(edit_config(adapter, **changes)).digest())
+    one = tensors[Q_A].clone()
+    one[0, 0] = torch.nextafter(one[0, 0], torch.tensor(9.0))
+    found.add(AdapterFiles(edit_tensors(adapter, lambda t: t | {Q_A: one})).digest())
+    assert len(found) == 5
+
+
+def test_images_have_another_prefix(adapter, model_folder):
+    """Models of text and images have their decoder under another name, by which expressions match."""
+    edit_tensors(adapter, lambda t: {n.replace("model.layers", "model.language_model.layers"): x for n, x in t.items()})
+    edit_config(adapter, target_modules=r"model\.language_model\.layers\.\d+\.self_attn\.(q|o)_proj")
+    assert len(check(adapter, model_folder)) == 4
+
+
+def test_dense_layers_among_experts(tmp_path):
+    """A mixture of experts with some dense layers takes adapters for these and for attention."""
+    folder = make_model(tmp_path / "moe", FAMILIES["qwen3-moe-some-dense"])[0]
+    config = load_config(folder)
+    dense = [index for index, has_experts in enumerate(config.moe.layers) if not has_experts]
+    shapes = {"A": (2, config.hidden_size), "B": (config.intermediate_size, 2)}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(
+        {
+            f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_{half}.weight": torch.ones(shape)
+            for layer in dense
+            for half, shape in shapes.items()
+        },
+        adapter / "adapter_model.safetensors",
+    )
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["up_proj"]})
+    )
+    assert [pair.projection.layer for pair in check(adapter, folder)] == [f"layers.{n}.gate_up" for n in dense]

@@ -1,0 +1,171 @@
+"""Adapters beside transformers with PEFT in float32: a model of each family, every kind of config, mixed steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pillion.config import ModelFlags
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_reader import read_adapter
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config
+from tests.support.adapters import ATTENTION, adapted_model, make_adapter
+from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.oracle import Oracle, first_difference
+from tests.support.quantized import PRODUCERS, quantize_folder
+from tests.support.torch_model import BackendDriver
+
+torch.set_num_threads(1)
+
+TOLERANCE = 2e-4
+# A model of each family, and those whose tensors have other shapes or names.
+MODELS = (
+    "llama-odd-hidden",
+    "llama-mqa-biases",
+    "smollm3-nope",
+    "mistral-window",
+    "ministral",
+    "mixtral",
+    "qwen2-bias",
+    "qwen3-qk-norm",
+    "qwen3-moe-some-dense",
+    "phi3",
+    "phi3-partial-rope",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "granite",
+)
+CONFIGS = {
+    "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "qkv_proj"]},
+    "stabilized": {"r": 16, "lora_alpha": 4, "use_rslora": True, "target_modules": list(ATTENTION)},
+    "expression": {"r": 3, "target_modules": r".*\.layers\.1\.(self_attn|mlp)\.(k_proj|down_proj)"},
+    "some-layers": {"r": 8, "target_modules": ["o_proj", "up_proj"], "layers_to_transform": [1]},
+    "one-layer": {"r": 8, "target_modules": ["o_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+    "excluded": {"r": 8, "exclude_modules": ["gate_proj"]},
+    "dense-layers": {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "patterns": {
+        "r": 2,
+        "lora_alpha": 3,
+        "rank_pattern": {"q_proj": 5, "layers.0.mlp.down_proj": 9},
+        "alpha_pattern": {"v_proj": 7, r".*\.1\.self_attn\.q_proj": 1},
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("llama"), FAMILIES["llama-gqa-tied"])
+
+
+def weights_of(folder, prepared, dtype=torch.float32):
+    files = AdapterFiles(folder)
+    return read_adapter(files, load_config(prepared.folder), dtype, files.digest())
+
+
+@torch.inference_mode()
+def logits_of(model, text):
+    return model(torch.tensor([text])).logits[0].float()
+
+
+def driver_with(flags, *adapters, num_slots=64):
+    prepared = prepare(flags)
+    driver = BackendDriver(prepared, 16, num_slots)
+    driver.backend.bind_adapters(len(adapters), 16)
+    for place, folder in enumerate(adapters):
+        driver.backend.place_adapter(place, driver.backend.pack_adapter(weights_of(folder, prepared)))
+    return driver
+
+
+def check_adapter(folder, flags, adapter):
+    """Logits of a text in chunks, and greedy tokens; the adapter must matter."""
+    oracle, driver, text = adapted_model(folder, adapter), driver_with(flags, adapter), tokens_of(PROMPT_TOKENS, 2)
+    wanted = logits_of(oracle, text)
+    (number,) = driver.sequences.add(adapter=0)
+    found = driver.run_all(number, text, [17, 1])
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    with oracle.disable_adapter():
+        plain = logits_of(oracle, text)
+    assert (plain - wanted).std() > 0.01 * wanted.std()
+    (number,) = driver.sequences.add()
+    torch.testing.assert_close(driver.run_all(number, text, []), plain, atol=TOLERANCE, rtol=TOLERANCE)
+    return oracle, driver
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_of_each_family(family, tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    # PEFT counts experts among the linear layers.
+    targets = list(ATTENTION) if FAMILIES[family].get("stacked_experts") or "mix" in family else "all-linear"
+    adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets)
+    oracle, driver = check_adapter(folder, flags, adapter)
+    prompt = tokens_of(20, 5)
+    (number,) = driver.sequences.add(adapter=0)
+    tokens = [int(driver.step((number, prompt)).argmax())]
+    while len(tokens) < 12:
+        tokens.append(int(driver.step((number, tokens[-1:])).argmax()))
+    assert not first_difference(Oracle(oracle).greedy(prompt, 12), tokens, 1e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_kind_of_config(config, llama, tmp_path):
+    folder, flags = llama
+    check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **CONFIGS[config]))
+
+
+def test_fused_projections_with_a_list_of_targets(tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES["phi3-partial-rope"])
+    config = {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"]}
+    check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config))
+
+
+@pytest.mark.parametrize("producer", ["gptq", "w4a16", "nf4"])
+def test_quantized_base_weights(producer, llama, tmp_path):
+    few, wide = quantize_folder(llama[0], tmp_path / "quantized", PRODUCERS[producer](16))
+    adapter = make_adapter(wide, tmp_path / "adapter", r=4)
+    check_adapter(wide, ModelFlags(model=str(few), dtype="float32"), adapter)
+
+
+def test_one_step_mixes_adapters_and_the_base(llama, tmp_path):
+    folder, flags = llama
+    adapters = [make_adapter(folder, tmp_path / str(seed), seed=seed, r=2 + 3 * seed) for seed in range(3)]
+    driver, text = driver_with(flags, *adapters), tokens_of(40, 3)
+    wanted = [logits_of(adapted_model(folder, adapter), text) for adapter in adapters]
+    places = [2, -1, 0, 1, 0]
+    numbers = [driver.sequences.add(adapter=place)[0] for place in places]
+    cuts = [(0, 13), (13, 14), (14, 40)]
+    for begin, end in cuts:
+        found = driver.step(*((number, text[begin:end]) for number in numbers))
+        for place, logits in zip(places, found, strict=True):
+            if place >= 0:
+                torch.testing.assert_close(logits, wanted[place][end - 1], atol=TOLERANCE, rtol=TOLERANCE)
+    assert (found[2] == found[4]).all()
+    assert not torch.allclose(found[0], found[1])
+
+
+def test_a_place_takes_another_adapter(llama, tmp_path):
+    folder, flags = llama
+    first, second = (make_adapter(folder, tmp_path / str(seed), seed=seed, r=4) for seed in (1, 2))
+    driver, text = driver_with(flags, first), tokens_of(20, 3)
+    driver.backend.place_adapter(0, driver.backend.pack_adapter(weights_of(second, driver.prepared)))
+    (number,) = driver.sequences.add(adapter=0)
+    wanted = logits_of(adapted_model(folder, second), text)
+    torch.testing.assert_close(driver.run_all(number, text, []), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_bfloat16_rounds_the_scaled_matrix_once(llama, tmp_path):
+    folder, flags = llama
+    adapter, prepared = make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=10), prepare(flags)
+    wide, short = weights_of(adapter, prepared), weights_of(adapter, prepared, torch.bfloat16)
+    for name, pairs in wide.layers.items():
+        for pair, rounded in zip(pairs, short.layers[name], strict=True):
+            assert (pair.b.bfloat16() == rounded.b).all()
+            assert (pair.a.bfloat16() == rounded.a).all()

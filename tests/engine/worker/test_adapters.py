@@ -1,0 +1,223 @@
+"""Adapters at real workers and a real KV node: files on this machine and on others, loading, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pillion.adapter_folders import ADAPTERS
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.errors import InvalidRequest, NotFound, PillionError, Unavailable
+from pillion.kvstore.client.node_client import call_unary
+from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
+from pillion.v1 import kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
+from testbed.conditions import WITHIN_S, until
+from tests.support.fake_backend import greedy
+from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
+
+PROMPT = list(range(21))
+LORA = {"enable_lora": True, "max_loras": 2}
+
+
+@pytest.fixture
+def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def store(root: pathlib.Path, number: int) -> str:
+    """Put the adapter of that number into a model cache. Returns its digest."""
+    draft = root / "draft"
+    draft.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (draft / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    pair = {name.format("A"): torch.full((1, 4), float(number)), name.format("B"): torch.ones(4, 1)}
+    save_file(pair, draft / "adapter_model.safetensors")
+    digest = AdapterFiles(draft).digest()
+    (root / ADAPTERS).mkdir(exist_ok=True)
+    draft.rename(root / ADAPTERS / digest)
+    return digest
+
+
+class AdapterLine:
+    """A connection to running workers; the tickets of its requests are held until all is over."""
+
+    def __init__(self, workers: Workers, connection: Connection) -> None:
+        self.workers = workers
+        self.connection = connection
+        self._tickets: list[OpenTicketReply] = []
+
+    async def ask(self, key: int, adapter: str) -> Answer:
+        ticket = await self.workers.ticket(PROMPT, hits=False)
+        self._tickets.append(ticket)
+        return await self.connection.submit(submit_of(key, ticket, PROMPT, 6, adapter=adapter))
+
+    async def quiet(self) -> None:
+        await self.workers.release(*self._tickets)
+        await self.workers.quiet()
+
+
+@contextlib.asynccontextmanager
+async def line(flags: dict[str, Any] = LORA) -> AsyncIterator[AdapterLine]:
+    async with running_workers(decode=flags, prefill=flags) as workers, connected(workers) as connection:
+        yield AdapterLine(workers, connection)
+
+
+async def check(answer: Answer, adapter: str) -> None:
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    assert answer.last is not None
+    assert answer.last.error is None, answer.last.error
+    assert answer.token_ids == greedy(PROMPT, 6, adapter)
+
+
+async def failure(answer: Answer) -> tuple[type[Exception] | int, bool, str]:
+    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    assert answer.last is not None
+    assert answer.last.error is not None
+    return answer.last.error.code, answer.last.error.retryable, answer.last.error.message
+
+
+async def test_streams_with_more_adapters_than_places_and_without(cache: pathlib.Path) -> None:
+    digests = ["", *(store(cache, number) for number in range(3))]
+    async with line() as here:
+        answers = [await here.ask(key, digests[key % 4]) for key in range(12)]
+        for key, answer in enumerate(answers):
+            await check(answer, digests[key % 4])
+        record = here.workers.decode.worker.describe()
+        assert record.max_loras == 2
+        assert len(record.adapters) == 2
+        assert set(record.adapters) < set(digests[1:])
+        assert record.adapter_waits == 0
+        await here.quiet()
+
+
+async def test_a_span_and_its_tail_have_one_adapter(cache: pathlib.Path) -> None:
+    digest = store(cache, 1)
+    async with line() as here:
+        ticket = await here.workers.ticket(PROMPT)
+        span = here.workers.span(ticket, PROMPT, [8, 12], adapter=digest)
+        acks = [ack.end_tokens async for ack in here.workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)]
+        assert acks == [8, 20]
+        assert here.workers.prefill.worker.describe().adapters == (digest,)
+        answer = await here.connection.submit(submit_of(1, ticket, PROMPT, 6, adapter=digest))
+        await check(answer, digest)
+        await here.workers.release(ticket)
+        await here.quiet()
+
+
+async def test_files_come_from_the_nodes_machine_once(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    digest = store(tmp_path / "elsewhere", 1)
+    async with line() as here:
+        here.workers.kvnode.adapters.root = tmp_path / "elsewhere"
+        answers = [await here.ask(key, digest) for key in range(3)]
+        for answer in answers:
+            await check(answer, digest)
+        assert here.workers.decode_backend.packed == [digest]
+        assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
+        await until("the end of the reads", lambda: here.workers.kvnode.adapters.reading == 0)
+        await here.quiet()
+
+
+async def test_an_adapter_that_nobody_has_is_a_retryable_error_by_name(cache: pathlib.Path) -> None:
+    digest = "ab" * 32
+    async with line() as here:
+        code, retryable, message = await failure(await here.ask(1, digest))
+        assert (code, retryable) == (NotFound.code, True)
+        assert digest[:12] in message
+        ticket = await here.workers.ticket(PROMPT)
+        with pytest.raises(Exception, match=digest[:12]):
+            async for _ in here.workers.prefill_stub.RunSpan(here.workers.span(ticket, PROMPT, [20], adapter=digest)):
+                pass
+        await here.workers.release(ticket)
+        await here.quiet()
+
+
+async def test_files_of_another_content_are_not_kept(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """And a copy that was damaged on this machine is dropped, so that the next request gets a good one."""
+    elsewhere = tmp_path / "elsewhere"
+    digest, other = store(elsewhere, 1), store(elsewhere, 2)
+    good, bad = elsewhere / ADAPTERS / digest, elsewhere / ADAPTERS / other
+    good.rename(elsewhere / "good")
+    shutil.copytree(bad, good)
+    async with line() as here:
+        here.workers.kvnode.adapters.root = elsewhere
+        code, retryable, _ = await failure(await here.ask(1, digest))
+        assert (code, retryable) == (Unavailable.code, True)
+        assert list((cache / ADAPTERS).iterdir()) == []
+        shutil.copytree(bad, cache / ADAPTERS / digest)
+        code, retryable, message = await failure(await here.ask(2, digest))
+        assert (code, retryable) == (Unavailable.code, True)
+        assert "damaged" in message
+        shutil.rmtree(good)
+        (elsewhere / "good").rename(good)
+        answer = await here.ask(3, digest)
+        await check(answer, digest)
+        await here.quiet()
+
+
+async def test_loading_holds_up_nobody_and_a_stream_may_leave_meanwhile(cache: pathlib.Path) -> None:
+    digest = store(cache, 1)
+    async with line() as here:
+        here.workers.decode_backend.packing.clear()
+        gone, kept = [await here.ask(key, digest) for key in (1, 2)]
+        plain = await here.ask(3, "")
+        await check(plain, "")
+        await here.connection.cancel(1)
+        assert not kept.token_ids
+        here.workers.decode_backend.packing.set()
+        await check(kept, digest)
+        assert not gone.token_ids
+        await here.quiet()
+
+
+async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:
+    async with line({}) as here:
+        code, retryable, message = await failure(await here.ask(1, "ab" * 32))
+        assert (code, retryable) == (Unavailable.code, True)
+        assert "--enable-lora" in message
+        code, retryable, message = await failure(await here.ask(2, "sql"))
+        assert (code, retryable) == (InvalidRequest.code, False)
+        assert "adapter" in message
+        await here.quiet()
+
+
+async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """As gateways bring it; what is no adapter, or breaks off, leaves nothing behind."""
+    digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
+    folder = tmp_path / "gateway" / ADAPTERS
+    async with line() as here:
+        node = here.workers.node
+        assert await node.missing_adapters([digest, other]) == (digest, other)
+        await node.keep_adapter(digest, open_files(folder / digest))
+        assert await node.missing_adapters([digest, other]) == (other,)
+        await check(await here.ask(1, digest), digest)
+        # Kept twice, it stays.
+        await node.keep_adapter(digest, open_files(folder / digest))
+        for wrong in ("sql", "../" + "a" * 61):
+            # A call that is refused while it still sends has no clearer error.
+            with pytest.raises(PillionError):
+                await node.keep_adapter(wrong, open_files(folder / other))
+            with pytest.raises(InvalidRequest):
+                await node.missing_adapters([wrong])
+
+        async def broken_off() -> AsyncIterator[AdapterPiece]:
+            async for piece in pieces_of(open_files(folder / other), other):
+                yield piece
+                if piece.data:
+                    return
+
+        with pytest.raises(InvalidRequest, match="too early"):
+            await call_unary(kvnode_pb2_grpc.KVNodeStub(node.channel).KeepAdapter, broken_off())
+        assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
+        await here.quiet()

@@ -1,0 +1,298 @@
+"""Names of adapters at a real gateway with scripted peers, over HTTP, gRPC and a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from pillion.config import GatewayFlags
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
+from pillion.gateway.adapters.adapter_names import parse_lora_modules
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.gateway_server import start_gateway
+from pillion.kvstore.hashing import request_root
+from testbed.conditions import until
+from tests.support.adapters import make_adapter
+from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
+from tests.support.families import FAMILIES, make_model
+from tests.support.http import call
+
+TEXT = {"prompt": "hi"}
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("boss", "narrow", "free")}
+TENANTS = '[tenant.boss]\noperator = true\n[tenant.narrow]\nmodels = ["sql"]\n[tenant.free]\n'
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model's folder, and three adapters."""
+    root = tmp_path_factory.mktemp("made")
+    folder = make_model(root / "model", FAMILIES["llama-gqa-tied"])[0]
+    return folder, [
+        make_adapter(folder, root / str(n), seed=n, r=4, target_modules=["q_proj", "down_proj"]) for n in range(3)
+    ]
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """The only folder whose adapters may be loaded."""
+    for number, source in enumerate(made[1]):
+        shutil.copytree(source, tmp_path / "adapters" / f"v{number}")
+    return tmp_path / "adapters"
+
+
+@pytest.fixture
+def flags(made, folder):
+    return {
+        "enable_lora": True,
+        "allow_runtime_lora_updating": True,
+        "lora_path": (str(folder),),
+        "heartbeat_ms": 50,
+    }
+
+
+def running(made, **flags):
+    """A fake cluster whose workers say that they run adapters, before a gateway with a real config.json."""
+    return running_fake_cluster(config=made[0] / "config.json", **flags)
+
+
+def digest_of(made, number):
+    return AdapterFiles(made[1][number]).digest()
+
+
+async def load(fakes, name, path, key="", **more):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return await call(fakes.gateway.http_address, "/v1/load_lora_adapter", body, headers)
+
+
+async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags, folder):
+    modules = (f"sql={made[1][0]}", json.dumps({"name": "chat", "path": str(made[1][1])}))
+    async with running(made, lora_modules=modules, **flags) as fakes:
+        address, digest = fakes.gateway.http_address, digest_of(made, 0)
+        listed = {one["id"]: one for one in (await call(address, "/v1/models")).json["data"]}
+        assert [*listed] == ["toy", "chat", "sql"]
+        assert (listed["sql"]["parent"], listed["sql"]["root"], listed["sql"]["digest"]) == ("toy", "toy", digest)
+        assert listed["toy"]["parent"] is None
+        assert (await call(address, "/v1/models/sql")).json == listed["sql"]
+        said = (await call(address, "/v1/completions", TEXT | {"model": "sql"})).json
+        assert (said["model"], said["choices"][0]["text"]) == ("sql", "The answer.")
+        assert said["system_fingerprint"] == f"fp_{FINGERPRINT[:10]}_{digest[:10]}"
+        with_adapter = fakes.decode.submits[-1]
+        plain = (await call(address, "/v1/completions", TEXT | {"model": "toy"})).json
+        assert plain["system_fingerprint"] == f"fp_{FINGERPRINT[:10]}"
+        without = fakes.decode.submits[-1]
+        assert (with_adapter.adapter, without.adapter) == (digest, "")
+        namespace = bytes.fromhex(record("x", "decode", "").namespace)
+        assert with_adapter.root_hash == request_root(namespace, digest) != without.root_hash
+        chat = {"messages": [{"role": "user", "content": "hi"}], "model": "chat", "max_tokens": 4}
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat),
+            ("/v1/responses", {"model": "chat", "input": "hi"}),
+        ):
+            assert (await call(address, path, body)).json["model"] == "chat"
+            assert fakes.decode.submits[-1].adapter == digest_of(made, 1)
+        async with contextlib.aclosing(fakes.client.generate("hi", model="sql")) as deltas:
+            assert "".join([delta.text async for delta in deltas]) == "The answer."
+        assert fakes.decode.submits[-1].adapter == digest
+        infos = {info.name: info for info in await fakes.client.models()}
+        assert (infos["sql"].parent, infos["sql"].adapter, infos["toy"].parent) == ("toy", digest, "")
+        await fakes.settled()
+
+
+async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
+    async with running(made, **flags) as fakes:
+        address, body = fakes.gateway.http_address, TEXT | {"model": "sql"}
+        missing = await call(address, "/v1/completions", body)
+        assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+        loaded = await load(fakes, "sql", folder / "v0")
+        assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'sql' added successfully.")
+        first = (await call(address, "/v1/completions", body)).json["system_fingerprint"]
+        again = await load(fakes, "sql", folder / "v1")
+        assert again.status == 400
+        assert "has already been loaded" in again.error["message"]
+        # The same folder with other content, as a trainer overwrites it.
+        shutil.copytree(folder / "v1", folder / "v0", dirs_exist_ok=True)
+        assert (await call(address, "/v1/completions", body)).json["system_fingerprint"] == first
+        assert (await load(fakes, "sql", "v0", load_inplace=True)).status == 200
+        both = (await call(address, "/v1/completions", {"prompt": ["hi", "ho"], "model": "sql"})).json
+        assert both["system_fingerprint"].endswith(digest_of(made, 1)[:10])
+        assert {submit.adapter for submit in fakes.decode.submits[-2:]} == {digest_of(made, 1)}
+        gone = await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": None})
+        assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'sql' removed successfully.")
+        assert (await call(address, "/v1/completions", body)).status == 404
+        assert (await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql"})).status == 404
+        # The same by gRPC.
+        info = await fakes.client.load_adapter("sql", "v2")
+        assert (info.name, info.parent, info.adapter) == ("sql", "toy", digest_of(made, 2))
+        with pytest.raises(InvalidRequest, match="has already been loaded"):
+            await fakes.client.load_adapter("sql", "v1")
+        await fakes.client.load_adapter("sql", "v1", in_place=True)
+        await fakes.client.unload_adapter("sql")
+        with pytest.raises(NotFound):
+            await fakes.client.unload_adapter("sql")
+        await fakes.settled()
+
+
+async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tmp_path):
+    outside = tmp_path / "outside"
+    shutil.copytree(folder / "v0", outside)
+    (folder / "link").symlink_to(outside)
+    (folder / "wide").mkdir()
+    shutil.copytree(folder / "v0", folder / "dora")
+    config = folder / "dora" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    async with running(made, lora_modules=(f"fixed={made[1][0]}",), **flags | {"max_lora_rank": 4}) as fakes:
+        for name, path, status, words in (
+            ("x", outside, 403, "is in none of the folders of --lora-path"),
+            ("x", folder / "link", 403, "is in none of the folders of --lora-path"),
+            ("x", folder / ".." / "outside", 403, "is in none of the folders of --lora-path"),
+            ("x", "/etc/no-such-folder", 403, "is in none of the folders of --lora-path"),
+            ("x", "nowhere", 404, "lora_path: there is no folder 'nowhere'"),
+            ("x", "a\0b", 400, "lora_path"),
+            ("x", "wide", 400, "it has no adapter_config.json"),
+            ("x", "dora", 400, "use_dora = True is not supported"),
+            ("", "v0", 400, "lora_name"),
+            ("a b", "v0", 400, "lora_name"),
+            ("toy", "v0", 409, "'toy' is the name of a model"),
+            ("models/toy", "v0", 409, "is the name of a model"),
+            ("fixed", "v0", 409, "is one of --lora-modules"),
+        ):
+            reply = await load(fakes, name, path)
+            assert (reply.status, words in reply.error["message"]) == (status, True), reply.error["message"]
+        other = await load(fakes, "x", "v0", base_model_name="another")
+        assert (other.status, "'another' is not served here" in other.error["message"]) == (400, True)
+        with pytest.raises(Conflict, match="is one of --lora-modules"):
+            await fakes.client.unload_adapter("fixed")
+        address = fakes.gateway.http_address
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            for body in ({}, [], {"lora_name": 3}, {"lora_name": "x", "lora_path": "v0", "more": 1}):
+                assert (await call(address, path, body)).status == 400
+        assert [info.name for info in await fakes.client.models()] == ["toy", "fixed"]
+
+
+async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path):
+    keys = tmp_path / "keys.toml"
+    entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
+    keys.write_text(TENANTS + entries)
+    async with running(made, api_keys=str(keys), **flags) as fakes:
+        address = fakes.gateway.http_address
+        assert (await load(fakes, "sql", "v0")).status == 401
+        refused = await load(fakes, "sql", "v0", KEYS["free"])
+        assert (refused.status, "operator = true" in refused.error["message"]) == (403, True)
+        assert (await load(fakes, "sql", "v0", KEYS["boss"])).status == 200
+        assert (await load(fakes, "poetry", "v1", KEYS["boss"])).status == 200
+        seen = {}
+        for name, key in KEYS.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            listed = (await call(address, "/v1/models", headers=headers)).json["data"]
+            seen[name] = [one["id"] for one in listed]
+            for model in ("toy", "sql", "poetry", ""):
+                reply = await call(address, "/v1/completions", TEXT | {"model": model}, headers)
+                assert reply.status == (200 if model in ("", *seen[name]) else 404)
+                tokenized = await call(address, "/tokenize", TEXT | {"model": model}, headers)
+                assert tokenized.status == reply.status
+        assert seen == {"boss": ["toy", "poetry", "sql"], "narrow": ["sql"], "free": ["toy", "poetry", "sql"]}
+        with_key = {"Authorization": f"Bearer {KEYS['narrow']}"}
+        assert (await call(address, "/v1/models/poetry", headers=with_key)).status == 404
+        assert (await call(address, "/v1/completions", TEXT | {"model": "sql"}, with_key)).status == 200
+
+
+async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
+    async with running(made, **flags) as fakes:
+        more = {"redis_url": fakes.redis.url, "block_size": 4, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
+        model = toy_model(fakes.folder / "model2")
+        shutil.copy(made[0] / "config.json", model.folder)
+        other = await start_gateway(GatewayFlags(**more), prepared=model)
+        try:
+            await fakes.client.load_adapter("sql", "v0")
+            # A name that is asked for at once is known at the other one, too.
+            await until("the other gateway to be ready", lambda: not other.gateway.not_ready())
+
+            async def answer():
+                reply = await call(other.http_address, "/v1/completions", TEXT | {"model": "sql"})
+                return reply.json if reply.status == 200 else None
+
+            said = await until("the other gateway to know the name", answer)
+            assert said["system_fingerprint"].endswith(digest_of(made, 0)[:10])
+            names = other.gateway.adapters
+
+            def means(number):
+                return lambda: names.find("sql") is not None and names.find("sql").digest == digest_of(made, number)
+
+            await fakes.client.load_adapter("sql", "v1", in_place=True)
+            await until("the swap to be known", means(1))
+            fakes.redis.command("FLUSHALL")
+            third = await start_gateway(GatewayFlags(**more), prepared=model)
+            try:
+                names = third.gateway.adapters
+                await until("a new gateway to learn the name after Redis was emptied", means(1))
+            finally:
+                await third.stop()
+            names = other.gateway.adapters
+            await fakes.client.unload_adapter("sql")
+            await until("the name to be gone", lambda: names.find("sql") is None)
+            fakes.gateway.gateway.adapters.table.check_integrity()
+            names.table.check_integrity()
+        finally:
+            await other.stop()
+
+
+async def test_names_are_fixed_without_the_flag(made):
+    async with running(made, enable_lora=True, lora_modules=(f"sql={made[1][0]}",)) as fakes:
+        with pytest.raises(PermissionDenied, match="--allow-runtime-lora-updating"):
+            await fakes.client.load_adapter("x", "v0")
+        reply = await call(fakes.gateway.http_address, "/v1/unload_lora_adapter", {"lora_name": "sql"})
+        assert (reply.status, reply.error["code"]) == (403, "permission_denied")
+    async with running_fake_cluster() as fakes:
+        with pytest.raises(PermissionDenied, match="--enable-lora"):
+            await fakes.client.load_adapter("x", "v0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"lora_modules": ("a=b",)}, "--lora-modules needs --enable-lora"),
+        ({"lora_path": ("a",)}, "--lora-path needs --enable-lora"),
+        ({"enable_lora": True, "lora_path": ("a",)}, "need each other"),
+        ({"enable_lora": True, "allow_runtime_lora_updating": True}, "need each other"),
+        (
+            {"enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",), "host": "0.0.0.0"},
+            "needs --api-keys",
+        ),
+        (
+            {"enable_lora": True, "lora_modules": ("a=nowhere",)},
+            "--lora-modules a: lora_path: nowhere holds no adapter",
+        ),
+        ({"enable_lora": True, "lora_modules": ("toy=nowhere",)}, "'toy' is the name of a model"),
+        ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "two adapters are called 'a'"),
+        ({"enable_lora": True, "lora_modules": ("nothing",)}, "write NAME=PATH"),
+    ],
+)
+async def test_flags_that_cannot_work(flags, words, made, tmp_path):
+    model = toy_model(tmp_path / "model")
+    shutil.copy(made[0] / "config.json", model.folder)
+    given = {"redis_url": "redis://127.0.0.1:1", "block_size": 4, "chunk_size": 8, "http_port": 0, "grpc_port": 0}
+    with pytest.raises(ConfigError) as error:
+        await start_gateway(GatewayFlags(**given | flags), prepared=model)
+    assert words in error.value.message
+
+
+def test_lora_modules():
+    (plain, listed) = parse_lora_modules(["a=/b=c", '{"name": "d", "path": "e", "base_model_name": "f"}'])
+    assert (plain.name, plain.path, plain.model) == ("a", "/b=c", "")
+    assert (listed.name, listed.path, listed.model) == ("d", "e", "f")
+    for wrong in ("", "a=", "=b", "a b=c", "{", "{}", '{"name": 3, "path": "e"}', "[]"):
+        with pytest.raises(ConfigError):
+            parse_lora_modules([wrong])

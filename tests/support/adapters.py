@@ -1,0 +1,50 @@
+"""Small random LoRA adapters, which PEFT makes, saves and runs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def make_adapter(
+    model_folder: pathlib.Path, into: pathlib.Path, *, seed: int = 0, strength: float = 0.5, **config: Any
+) -> pathlib.Path:
+    """Writes an adapter for a model, whose matrices are random and whose effect is of the order of ``strength``;
+    ``config`` are options of PEFT's LoraConfig. Returns the folder."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": "all-linear"} | config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name and parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape) * strength / parameter.shape[1] ** 0.5)
+    adapted.save_pretrained(into)
+    return into
+
+
+def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
+    """transformers' model with PEFT's adapter, in float32."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapter).eval()
+
+
+def edit_config(adapter: pathlib.Path, **changes: Any) -> pathlib.Path:
+    """Changes keys of an adapter's config. Returns the folder."""
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return adapter
+
+
+def edit_tensors(adapter: pathlib.Path, change: Any) -> pathlib.Path:
+    """Writes what ``change`` makes of an adapter's tensors. Returns the folder."""
+    path = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.clone().contiguous() for name, tensor in change(load_file(path)).items()}, path)
+    return adapter
