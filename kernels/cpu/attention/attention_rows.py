@@ -128,7 +128,9 @@ class PoolLines:
         factor = 1.0 if self.bf16_rows else FLOAT_FACTORS[self._shape.codes]
         return scales if factor == 1.0 else scales * factor
 
-    def add(self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int) -> None:
+    def add(
+        self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
+    ) -> None:
         """Adds loaded lines times one step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
 
         Parts of lines come one after the other, so that few of them are in registers at a time.
