@@ -33,8 +33,8 @@ LEAST_MAXIMUM = -1e29
 # A row of scores, later of weights in their place. It has a spare line, so that rows do not share cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
 # Groups that are read in turns, some lines of each: memory delivers several groups side by side faster than one after
-# the other. The lines of the groups behind them are prefetched into the second cache: the first cache has too few places
-# for lines on their way.
+# the other. The groups behind them are prefetched into the second cache: the first one has too few places for lines that
+# are on their way.
 SIDE_GROUPS = 4
 # Tokens of a group's V, and lines of its K, in a turn.
 TURN_TOKENS, TURN_LINES = 8, 8
@@ -131,7 +131,7 @@ class PoolLines:
     def add(
         self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
     ) -> None:
-        """Adds loaded lines times one step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
+        """Adds loaded lines times a step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
 
         Parts of lines come one after the other, so that few of them are in registers at a time.
         """

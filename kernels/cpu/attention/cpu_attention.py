@@ -148,8 +148,8 @@ class Attention(KernelSpec):
 
 
 class _ItemPass:
-    """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed again and
-    not stored.
+    """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed
+    again and not stored.
     """
 
     def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, tile: RowTile) -> None:
