@@ -33,8 +33,8 @@ LEAST_MAXIMUM = -1e29
 # A row of scores, later of weights in their place. It has a spare line, so that rows do not share cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
 # Groups that are read in turns, some lines of each: memory delivers several groups side by side faster than one after
-# the other. The groups behind them are prefetched into the second cache: the first one has too few places for lines that
-# are on their way.
+# the other. The groups behind them are prefetched into the second cache: the first one has too few places for lines on
+# their way.
 SIDE_GROUPS = 4
 # Tokens of a group's V, and lines of its K, in a turn.
 TURN_TOKENS, TURN_LINES = 8, 8
