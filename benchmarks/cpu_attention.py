@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for isa in args.kernels:
         for name, (head_dim, group, kv_heads) in SHAPES.items():
             for bf16, codes in KINDS[isa]:
@@ -143,8 +143,8 @@ def main() -> None:
     for heading in ("kernels", "head x group", "K and V", *rows[0]["share_of_read"]):
         table.add_column(heading, justify="right")
     for row in rows:
-        shares = [f"{share:.2f}" for share in row["share_of_read"].values()]
-        table.add_row(row["kernels"], row["heads"], row["kv"], *shares)
+        cells = [f"{share:.2f}" for share in row["share_of_read"].values()]
+        table.add_row(row["kernels"], row["heads"], row["kv"], *cells)
     show_table(table)
     save("cpu_attention", {"rounds": args.rounds, "rows": rows})
 
