@@ -142,8 +142,11 @@ def _bitsandbytes(raw: Raw) -> Quantization:
 
 
 def _own(raw: Raw) -> Quantization:
-    refuse_others(raw, "quant_method weights", "quantization_config")
-    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD)
+    refuse_others(raw, "quant_method weights row_codes", "quantization_config")
+    row_codes = raw.get("row_codes", "")
+    if row_codes not in ("", "dynamic"):
+        raise ConfigError(f"config.json: quantization_config: row_codes must be dynamic, not {row_codes!r}")
+    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD, row_codes=row_codes)
 
 
 METHODS: Mapping[str, Callable[[Raw], Quantization]] = {

@@ -53,6 +53,28 @@ def test_rounded_activations_are_noted():
     groups = {"group_0": {**GROUP, "weights": {**FP8, "strategy": "channel"}, "input_activations": ROWS}}
     assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == "fp8"
     assert parsed(PACKED).activations == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_codes", "activations"),
+    [
+        ({}, "dynamic", ""),
+        ({"symmetric": False}, "asymmetric", ""),
+        ({"strategy": "tensor", "dynamic": False}, "static", ""),
+        ({"strategy": None, "dynamic": False}, "static", ""),
+        ({"strategy": "tensor"}, "", "int8"),
+        ({"strategy": "group", "group_size": 32}, "", "int8"),
+        ({"strategy": "token", "dynamic": False}, "", "int8"),
+    ],
+)
+def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
+    made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
+    found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
+    assert (found.schemes[0][1].row_codes, found.activations) == (row_codes, activations)
+    assert found.rounds_rows == bool(row_codes)
+
+
+def test_plain_checkpoints_have_no_quantization():
     assert parse_quantization("llama", {}) is None
 
 
@@ -90,6 +112,7 @@ def test_rounded_activations_are_noted():
         ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must have a list of targets"),
         ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "no regular expression"),
         (with_group({"num_bits": 3, "group_size": 128}), "3 bits of type int"),
+        ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic, not 'static'"),
         (with_group({"num_bits": 4, "type": "float", "group_size": 32}), "4 bits of type float"),
         (with_group({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}), "strategy tensor_group"),
         (with_group({"num_bits": 4, "strategy": "group"}), "group_size must be a whole number"),
