@@ -35,8 +35,8 @@ PLACE = RecordLayout(
     pointers=(
         "a",  # tiles of A, whose outputs are the ranks of all pairs, one behind the other
         "b",  # tiles of B, a tile for each 16 packed outputs of the layer
-        # int32 [tiles of B]: bytes from a row of shrunk to the tile's first rank; 0 for a tile without a pair, which has
-        # only zeros.
+        # int32 [tiles of B]: bytes from a row of shrunk to the tile's first rank; 0 for a tile without a pair, which
+        # has only zeros.
         "first_ranks",
     ),
     numbers=(
@@ -52,6 +52,8 @@ RANK_MULTIPLE = 8
 _STEPS_PER_ITERATION = 4
 # Bytes of a row that meet a step's vector of weights: one float32, or a pair of bfloat16.
 _ROW_STEP_BYTES = 4
+# A run of few rows waits for A, which is prefetched so far ahead; the processor's own prefetcher ends at each page.
+_FEW_ROWS, _AHEAD_BYTES = 4, 4096
 
 
 def run_rows(isa: Isa) -> int:
@@ -158,7 +160,10 @@ class Shrink(KernelSpec):
         sums = [[k.variable(k.vector(0.0)) for _ in range(sides)] for _ in range(height)]
         with k.range(steps, step=_STEPS_PER_ITERATION) as first:
             for number in range(_STEPS_PER_ITERATION):
-                weights = _weights(k, a + (first + number) * VECTOR_BYTES, self.rows)
+                at = a + (first + number) * VECTOR_BYTES
+                if height <= _FEW_ROWS:
+                    k.prefetch(at + _AHEAD_BYTES, near=False)
+                weights = _weights(k, at, self.rows)
                 for row, totals in zip(rows, sums, strict=True):
                     total = totals[number % sides]
                     total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, self.rows)
