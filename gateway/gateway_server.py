@@ -105,6 +105,8 @@ class GatewayServer:
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
         if gateway.adapters is not None:
             self._tasks.append(asyncio.create_task(gateway.adapters.run(heartbeat_s), name="adapters"))
+        if gateway.adapter_spread is not None:
+            self._tasks.append(asyncio.create_task(gateway.adapter_spread.run(heartbeat_s), name="files of adapters"))
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
         if ports.probe is not None:
@@ -342,5 +344,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
+        weights=model.weights,
         folder=model.folder,
     )

@@ -318,8 +318,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve. The parsers are the formats in which it calls tools and reasons, or "none". An
-    adapter has the name of its model as ``parent``, and the digest of its content as ``adapter``."""
+    """A model that live workers serve.
+
+    The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
+    ``parent``, and the digest of its content as ``adapter``. ``weights`` says how the model's weights are kept, such as
+    "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
+    """
 
     name: str
     max_model_len_tokens: int
@@ -328,6 +332,7 @@ class ModelInfo:
     reasoning_parser: str = ""
     parent: str = ""
     adapter: str = ""
+    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class PreparedModel:
         max_model_len: most tokens of prompt and answer together.
         eos_token_ids: tokens that end a text.
         original_tokens: longest text with the rotary frequencies of training, where longer ones have others; else 0.
+        weights: how the weights are kept, such as "awq, 4 bits in groups of 128"; ``dtype`` where they are plain.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class PreparedModel:
     bos_token_id: int | None
     alias: str = ""
     original_tokens: int = 0
+    weights: str = ""
 
     def rope_shift(self, text_tokens: int) -> int:
         """Returns where in the rotary tables a text of at most ``text_tokens`` tokens begins; 0 stands for unknown."""
@@ -67,7 +69,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     weights = WeightKind(dtype, flags.quantization, flags.quantization_group_size)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
     name = flags.served_model_name or source.name
-    original = original_tokens(load_config(Path(record.folder)).ropes)
+    config = load_config(Path(record.folder))
+    original = original_tokens(config.ropes)
     return PreparedModel(
         folder=Path(record.folder),
         name=name,
@@ -79,6 +82,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
         eos_token_ids=record.eos_token_ids,
         bos_token_id=record.bos_token_id,
         original_tokens=original,
+        weights=config.quantization.words if config.quantization else dtype,
     )
 
 

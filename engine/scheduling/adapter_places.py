@@ -100,6 +100,13 @@ class AdapterPlaces:
             self._since_s[sequence.seq_id] = now
             self._changed = True
 
+    def preload(self, digest: str) -> None:
+        """A sequence with this adapter will join soon: load it into an idle place, if nobody else waits for that."""
+        if digest not in self._of and not self._waiting:
+            place = self._place_for(digest)
+            if place is not None:
+                self._use(place)
+
     def leave(self, sequence: Sequence) -> None:
         """A sequence leaves the queues. One that is in none is ignored."""
         if not sequence.spec.adapter:

@@ -197,6 +197,10 @@ class Scheduler:
         """Give up an adopted ticket that no sequence holds."""
         self._block_manager.let_go(holding)
 
+    def preload(self, digest: str, now: float) -> None:
+        """A sequence with this adapter comes as soon as its prompt's chain is there."""
+        self.adapters.preload(digest)
+
     def adapter_loaded(self, digest: str, packed: PackedAdapter, now: float) -> None:
         """An adapter of Outcome.adapters is ``packed`` for the backend."""
         self.adapters.loaded(digest, packed)

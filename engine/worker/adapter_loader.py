@@ -12,11 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from pillion.adapter_folders import ADAPTER_FILES
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.backend import PackedAdapter
@@ -31,14 +29,13 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.transfer.adapter_pieces import receive_files
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
-from pillion.v1.kvnode_pb2 import AdapterPiece
 
 log = logging.getLogger("pillion.worker")
 
-# Largest adapter that is taken from another machine, and the longest time that this may take.
-MAX_ADAPTER_BYTES = 8 * 2**30
+# Longest time that the files of an adapter may take from another machine.
 BRING_TIMEOUT_S = 120.0
 # Transfers at once, and those that run or wait. Only one adapter is packed at a time: steps need the cores.
 MAX_TRANSFERS = 2
@@ -115,7 +112,7 @@ class AdapterLoader:
                 await self._transfer(digest)
         except TimeoutError:
             raise Unavailable(f"adapter {digest[:12]} did not come within {BRING_TIMEOUT_S:.0f} s") from None
-        except (ConfigError, OSError) as error:
+        except (ConfigError, InvalidRequest, OSError) as error:
             # What came has another content, or there is no room on this machine.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
         self._transferred.add()
@@ -123,20 +120,7 @@ class AdapterLoader:
 
     async def _transfer(self, digest: str) -> None:
         async with contextlib.aclosing(self._node.read_adapter(digest)) as pieces:
-            first = await anext(pieces, None)
-            if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES:
-                raise ConfigError(f"a node names {first.total_bytes if first else 0} bytes for its files")
-            loop = asyncio.get_running_loop()
-
-            def next_piece() -> AdapterPiece | None:
-                return asyncio.run_coroutine_threadsafe(_next(pieces), loop).result(BRING_TIMEOUT_S)
-
-            # Files are written and verified on a thread. Where nobody waits any more, it ends with its next piece.
-            await asyncio.to_thread(self._receive, digest, first, next_piece)
-
-    def _receive(self, digest: str, first: AdapterPiece, next_piece: Callable[[], AdapterPiece | None]) -> None:
-        with self._store.receive(digest, first.total_bytes) as folder:
-            _write(folder, first, next_piece)
+            await receive_files(await anext(pieces, None), pieces, partial(self._store.receive, digest))
 
     def _pack(self, digest: str) -> PackedAdapter:
         folder = self._store.find(digest)
@@ -147,31 +131,6 @@ class AdapterLoader:
                 raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None
             self._store.remove(digest)
             raise Unavailable(f"the copy of adapter {digest[:12]} on this machine is damaged") from None
-
-
-async def _next(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None:
-    return await anext(pieces, None)
-
-
-def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPiece | None]) -> None:
-    """Writes an adapter's files. Raises ConfigError where they are not those that a node sends."""
-    left_bytes, names = first.total_bytes, set(ADAPTER_FILES)
-    piece: AdapterPiece | None = first
-    with contextlib.ExitStack() as stack:
-        file: BinaryIO | None = None
-        while piece is not None:
-            if piece.file_name:
-                if piece.file_name not in names:
-                    raise ConfigError(f"an adapter has no file {piece.file_name[:80]!r}, or only one")
-                names.remove(piece.file_name)
-                file = stack.enter_context((folder / piece.file_name).open("xb"))
-            left_bytes -= len(piece.data)
-            if file is None or left_bytes < 0:
-                raise ConfigError("a node sends other files of an adapter than it said")
-            file.write(piece.data)
-            piece = next_piece()
-    if left_bytes or names:
-        raise ConfigError("a node sent less of an adapter than it said")
 
 
 def _is_whole(folder: Path, digest: str) -> bool:

@@ -183,6 +183,11 @@ class WorkerEpoch:
         self.idle.clear()
         self._steps.post_event(Scheduler.add, sequence)
 
+    def preload(self, digest: str) -> None:
+        """Load an adapter for a sequence that is still to come, if there is an idle place."""
+        if digest not in self.load.adapters:
+            self._steps.post_event(Scheduler.preload, digest)
+
     def cancel(self, seq_id: int) -> None:
         """End a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:

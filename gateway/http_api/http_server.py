@@ -134,6 +134,7 @@ class _Pages:
             "max_model_len": info.max_model_len_tokens,
             "tool_call_parser": info.tool_call_parser,
             "reasoning_parser": info.reasoning_parser,
+            "weights": info.weights,
         }
 
 

@@ -346,6 +346,10 @@ class Cluster:
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
+    def nodes(self) -> list[NodeLink]:
+        """The links to all KV nodes."""
+        return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]
+
     def prefill(self, component_id: str) -> PrefillLink:
         """The link to a prefill worker. Raises Unavailable."""
         link = self._links["prefill"].get(component_id)

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
+from pillion.kvstore.transfer.adapter_pieces import pieces_of
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
@@ -198,6 +199,17 @@ class NodeClient:
                 yield piece
         finally:
             call.cancel()
+
+    async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
+        """Those of the adapters that the node's machine lacks; the others count as used there."""
+        request = kvnode_pb2.FindAdaptersRequest(digests=digests)
+        return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
+
+    async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
+        """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
+        does not take them; Internal if it refused them while they were sent."""
+        async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
+            await call_unary(self._stub.KeepAdapter, pieces, ADAPTER_TIMEOUT_S)
 
     async def reattach(self, epoch: int) -> int:
         """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an

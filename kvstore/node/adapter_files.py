@@ -3,39 +3,49 @@
 worker --ReadAdapter--> its node --the files are here--> pieces
                            '--they are not--> ReadAdapter at each other node, until one has them --> pieces
 
-The node neither understands the files nor keeps what it passes on: the worker verifies them by their digest and keeps
-them in the model cache of its machine.
+gateway --FindAdapters--> those that are missing here --KeepAdapter--> the model cache of this machine
+
+The node does not understand the files, and keeps nothing that it passes on. Workers verify what they get, and what they
+read from the model cache, by its digest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import os
+import secrets
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
-from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, cache_root, is_adapter_digest
+from pillion.adapter_folders import ADAPTERS, cache_root, is_adapter_digest
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of, receive_files
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 log = logging.getLogger("pillion.kvnode")
 
 # Adapters that are read here at once, those that are passed on included.
 MAX_READS = 16
-MAX_PIECE_BYTES = 2**19
-# Nodes that are asked for one adapter.
+# Nodes that are asked for one adapter, and adapters that a gateway asks for at once.
 MAX_ASKED_NODES = 16
+MAX_ASKED_DIGESTS = 4096
+# What an adapter leaves free on the disk.
+MIN_FREE_BYTES = 2**30
 
 
-class AdapterFileReads:
-    """The reads of one node. ``addresses`` returns the address of each live node, by its id.
+class NodeAdapters:
+    """The adapters of one node's machine. ``addresses`` returns the address of each live node, by its id.
 
     Attributes:
         root: the model cache's folder.
-        reading: reads that are under way.
+        reading: adapters that are read or kept now.
     """
 
     def __init__(self, node_id: str, addresses: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
@@ -53,12 +63,63 @@ class AdapterFileReads:
             raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
         self.reading += 1
         try:
-            files = await asyncio.to_thread(_open_files, self.root / ADAPTERS / digest)
-            async with aclosing(_read(files) if files else self._from_others(digest, ask_others)) as pieces:
+            files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
+            async with aclosing(pieces_of(files) if files else self._from_others(digest, ask_others)) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
             self.reading -= 1
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Those of the adapters that this machine lacks; the others count as used now. Raises InvalidRequest for what
+        is no digest, and for too many."""
+        if len(digests) > MAX_ASKED_DIGESTS or not all(map(is_adapter_digest, digests)):
+            raise InvalidRequest(f"at most {MAX_ASKED_DIGESTS} digests of adapters can be asked for")
+        return await asyncio.to_thread(lambda: [digest for digest in digests if not self._touch(digest)])
+
+    def _touch(self, digest: str) -> bool:
+        with contextlib.suppress(OSError):
+            os.utime(self.root / ADAPTERS / digest)
+            return True
+        return False
+
+    async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
+        """Keeps an adapter's files under the digest in the first piece. Raises InvalidRequest for what are none,
+        Overloaded where MAX_READS are under way or the disk is full."""
+        first = await anext(pieces, None)
+        digest = first.digest if first is not None else ""
+        if not is_adapter_digest(digest):
+            raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
+        if self.reading >= MAX_READS:
+            raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
+        self.reading += 1
+        try:
+            await receive_files(first, pieces, partial(self._room, digest))
+        except OSError as error:
+            raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
+        finally:
+            self.reading -= 1
+        log.info("adapter %s is kept on this machine", digest[:12])
+
+    @contextlib.contextmanager
+    def _room(self, digest: str, size_bytes: int) -> Iterator[Path]:
+        """Yields a folder beside the adapter's place, which is renamed into it: it is there whole or not at all."""
+        target = self.root / ADAPTERS / digest
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES + size_bytes:
+            raise OSError(errno.ENOSPC, "the disk of the model cache is nearly full")
+        draft = target.with_name(f"{secrets.token_hex(8)}.tmp")
+        draft.mkdir()
+        try:
+            yield draft
+            try:
+                draft.rename(target)
+            except OSError:
+                # Somebody else has kept it meanwhile.
+                if not target.is_dir():
+                    raise
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     async def _from_others(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
         nodes = await self._addresses() if ask_others else {}
@@ -79,29 +140,3 @@ class AdapterFileReads:
             finally:
                 await client.aclose()
         raise NotFound(f"no KV node that was asked has the files of adapter {digest[:12]}")
-
-
-def _open_files(folder: Path) -> list[BinaryIO]:
-    """An adapter's files, open, so that the folder may be removed from now on; none where one of them is missing."""
-    files: list[BinaryIO] = []
-    try:
-        files.extend((folder / name).open("rb") for name in ADAPTER_FILES)
-    except OSError:
-        for file in files:
-            file.close()
-        return []
-    return files
-
-
-async def _read(files: list[BinaryIO]) -> AsyncGenerator[AdapterPiece, None]:
-    try:
-        total_bytes = sum(file.seek(0, 2) for file in files)
-        for name, file in zip(ADAPTER_FILES, files, strict=True):
-            file.seek(0)
-            yield AdapterPiece(file_name=name, total_bytes=total_bytes)
-            total_bytes = 0
-            while data := await asyncio.to_thread(file.read, MAX_PIECE_BYTES):
-                yield AdapterPiece(data=data)
-    finally:
-        for file in files:
-            file.close()

@@ -23,7 +23,7 @@ from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
-from pillion.kvstore.node.adapter_files import AdapterFileReads
+from pillion.kvstore.node.adapter_files import NodeAdapters
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
@@ -86,7 +86,7 @@ class KVNode:
         self._memory = NodeMemory(flags)
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
-        self.adapters = AdapterFileReads(flags.node_id, self._addresses)
+        self.adapters = NodeAdapters(flags.node_id, self._addresses)
         self._attach = AttachServer(
             flags.attach_socket,
             self._memory.fileno,

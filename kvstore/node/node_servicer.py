@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from pillion.kvstore.node.adapter_files import AdapterFileReads
+from pillion.kvstore.node.adapter_files import NodeAdapters
 from pillion.kvstore.node.pool import Pool
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1 import kvnode_pb2_grpc
@@ -32,7 +32,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         node_id: str,
         status: Callable[[], NodeStatus],
         stopping: asyncio.Event,
-        adapters: AdapterFileReads,
+        adapters: NodeAdapters,
     ) -> None:
         self._pool = pool
         self._node_id = node_id
@@ -77,6 +77,15 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def FindAdapters(self, request: pb.FindAdaptersRequest, context: Context) -> pb.FindAdaptersReply:
+        return pb.FindAdaptersReply(missing=await self._adapters.missing(request.digests))
+
+    async def KeepAdapter(
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
+    ) -> pb.KeepAdapterReply:
+        await self._adapters.keep(aiter(request_iterator))
+        return pb.KeepAdapterReply()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)

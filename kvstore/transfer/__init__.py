@@ -8,6 +8,7 @@
     nixl_plane.py      the plane with NIXL and UCX: one-sided reads.
     nixl_agent.py      the few calls of NIXL that it needs.
     plane_factory.py   chooses the plane by --kv-transport.
+    adapter_pieces.py  beside the blocks: the files of adapters, from machine to machine.
 
 Which node is asked for a prompt is the gateway's decision; a failure here brings fewer blocks, never wrong ones.
 """

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pillion.cli.console import table_console
 from pillion.client.client import Client
-from pillion.types import ClusterStatus, ComponentStatus, Delta, StructuredOutputs, TokenLogprob
+from pillion.types import ClusterStatus, ComponentStatus, Delta, ModelInfo, StructuredOutputs, TokenLogprob
 
 TABLE_WIDTH = 120
 
@@ -85,12 +85,14 @@ def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
 def run_status(reach: dict[str, Any], as_json: bool) -> None:
     """Prints the cluster's state. Raises PillionError."""
     with Client(**reach) as client:
-        status = client.status()
+        status, models = client.status(), client.models()
     if as_json:
-        print(json.dumps(asdict(status), indent=2))
+        print(json.dumps({**asdict(status), "models": [asdict(model) for model in models]}, indent=2))
         return
     console = table_console(TABLE_WIDTH)
     console.print(status_table(status))
+    for model in models:
+        console.print(model_line(model))
     console.print(summary(status))
 
 
@@ -120,6 +122,13 @@ def status_table(status: ClusterStatus) -> Table:
             pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
         )
     return table
+
+
+def model_line(model: ModelInfo) -> str:
+    """What is served under a name, in one line."""
+    if model.parent:
+        return f"{model.name}: adapter of {model.parent}"
+    return f"{model.name}: texts of up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:

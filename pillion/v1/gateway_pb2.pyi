@@ -501,6 +501,7 @@ class Model(_message.Message):
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
@@ -512,6 +513,8 @@ class Model(_message.Message):
     """An adapter's model, by its name; empty for a model."""
     adapter: _builtins.str
     """SHA-256 of an adapter's content, hexadecimal; empty for a model."""
+    weights: _builtins.str
+    """How its weights are kept, such as "awq, 4 bits in groups of 128"; where they are plain, the type of arithmetic."""
     def __init__(
         self,
         *,
@@ -522,10 +525,11 @@ class Model(_message.Message):
         reasoning_parser: _builtins.str = ...,
         parent: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        weights: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

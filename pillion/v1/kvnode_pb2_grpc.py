@@ -85,6 +85,16 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.FromString,
                 _registered_method=True)
+        self.FindAdapters = channel.unary_unary(
+                '/pillion.v1.KVNode/FindAdapters',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.FindAdaptersRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindAdaptersReply.FromString,
+                _registered_method=True)
+        self.KeepAdapter = channel.stream_unary(
+                '/pillion.v1.KVNode/KeepAdapter',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.KeepAdapterReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/pillion.v1.KVNode/Heartbeat',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.HeartbeatRequest.SerializeToString,
@@ -196,6 +206,21 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindAdapters(self, request, context):
+        """Says which of some adapters the node's machine lacks, and counts the others as used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepAdapter(self, request_iterator, context):
+        """Keeps the files of an adapter in the model cache of the node's machine.
+        RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced.
         """
@@ -278,6 +303,16 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.ReadAdapter,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.SerializeToString,
+            ),
+            'FindAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindAdapters,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindAdaptersRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.FindAdaptersReply.SerializeToString,
+            ),
+            'KeepAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.KeepAdapter,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.KeepAdapterReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -571,6 +606,60 @@ class KVNode(object):
             '/pillion.v1.KVNode/ReadAdapter',
             pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/FindAdapters',
+            pillion_dot_v1_dot_kvnode__pb2.FindAdaptersRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.FindAdaptersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pillion.v1.KVNode/KeepAdapter',
+            pillion_dot_v1_dot_kvnode__pb2.AdapterPiece.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.KeepAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,12 @@ class KVNodeStub:
     NOT_FOUND: no node that was asked has the adapter.
     RESOURCE_EXHAUSTED: too many adapters are read here already.
     """
+    FindAdapters: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.FindAdaptersRequest, _kvnode_pb2.FindAdaptersReply]
+    """Says which of some adapters the node's machine lacks, and counts the others as used."""
+    KeepAdapter: _grpc.StreamUnaryMultiCallable[_kvnode_pb2.AdapterPiece, _kvnode_pb2.KeepAdapterReply]
+    """Keeps the files of an adapter in the model cache of the node's machine.
+    RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
+    """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]
@@ -139,6 +145,12 @@ class KVNodeAsyncStub(KVNodeStub):
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
     NOT_FOUND: no node that was asked has the adapter.
     RESOURCE_EXHAUSTED: too many adapters are read here already.
+    """
+    FindAdapters: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.FindAdaptersRequest, _kvnode_pb2.FindAdaptersReply]  # type: ignore[assignment]
+    """Says which of some adapters the node's machine lacks, and counts the others as used."""
+    KeepAdapter: _aio.StreamUnaryMultiCallable[_kvnode_pb2.AdapterPiece, _kvnode_pb2.KeepAdapterReply]  # type: ignore[assignment]
+    """Keeps the files of an adapter in the model cache of the node's machine.
+    RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
@@ -254,6 +266,24 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         that has them. Nobody but the reader verifies them: their digest is what it asked for.
         NOT_FOUND: no node that was asked has the adapter.
         RESOURCE_EXHAUSTED: too many adapters are read here already.
+        """
+
+    @_abc_1.abstractmethod
+    def FindAdapters(
+        self,
+        request: _kvnode_pb2.FindAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.FindAdaptersReply, _abc.Awaitable[_kvnode_pb2.FindAdaptersReply]]:
+        """Says which of some adapters the node's machine lacks, and counts the others as used."""
+
+    @_abc_1.abstractmethod
+    def KeepAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kvnode_pb2.AdapterPiece],
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.KeepAdapterReply, _abc.Awaitable[_kvnode_pb2.KeepAdapterReply]]:
+        """Keeps the files of an adapter in the model cache of the node's machine.
+        RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
         """
 
     @_abc_1.abstractmethod

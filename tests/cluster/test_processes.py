@@ -19,11 +19,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from pillion import Client, Delta
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound
 from pillion.types import TokenLogprob
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import save_model
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
 
@@ -163,10 +166,12 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
     wait_for("all slots back", lambda: idle(cluster))
 
 
-def test_several_sampled_answers_survive_kills(model: str) -> None:
-    """Each answer is replayed by itself, with its own seed, and none loses or repeats a token (I6).
+@needs_kernels
+def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(model: str) -> None:
+    """Each of several sampled answers is replayed by itself, with its own seed, and none loses or repeats a token (I6).
 
-    The test has a cluster of its own, since a supervisor gives up after too many deaths in a short time.
+    The test has a cluster of its own, since a supervisor gives up after too many deaths in a short time. Its KV is in
+    8 bits, whose codes a replay has to find again bit by bit.
     """
     ids = prompt(8, 300)
     asked = {"n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True, "frequency_penalty": 0.2}
@@ -182,8 +187,10 @@ def test_several_sampled_answers_survive_kills(model: str) -> None:
         assert killed == bool(victim)
         return found
 
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as running:
+    flags = (*FLAGS, "--kv-cache-dtype", "fp8")
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as running:
         with Client(running.target) as client:
+            check_against_one_process(running, client, model, ids)
             expected = read(client, "before", "")
             for role in ("decode", "kvnode"):
                 assert read(client, f"after {role}", role) == expected
@@ -192,6 +199,22 @@ def test_several_sampled_answers_survive_kills(model: str) -> None:
         assert all(len(tokens) == 150 for tokens in expected.values())
         assert len({tuple(tokens) for tokens in expected.values()}) == 3
         wait_for("all slots back", lambda: idle(running))
+
+
+def check_against_one_process(running: ServedCluster, client: Client, model: str, ids: list[int]) -> None:
+    """A prompt that a prefill worker computed, and the same prompt from the KV node's memory, are answered as by an
+    engine in this process, whose KV is in 8 bits too."""
+    prepared = prepare(ModelFlags(model=model, dtype="float32", max_model_len=1024))
+    few, plain = (CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=kv)) for kv in ("fp8", "auto"))
+    assert running.node_status().block_bytes == few.backend.layout.block_bytes
+    wanted = few.greedy(ids, 200)
+    assert wanted != plain.greedy(ids, 200)  # Otherwise equal tokens would prove nothing.
+    asked: Any = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True, "cache_salt": "one process"}
+    for cached_tokens in (0, (len(ids) - 1) // 16 * 16):
+        deltas = list(client.generate(ids, **asked))
+        assert [token for delta in deltas for token in delta.token_ids] == wanted
+        assert deltas[-1].usage is not None
+        assert deltas[-1].usage.cached_tokens == cached_tokens
 
 
 def score_over_a_kill(running: ServedCluster, client: Client) -> None:

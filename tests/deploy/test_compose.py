@@ -82,6 +82,13 @@ def test_services() -> None:
     assert edge.stop_grace_s > float(edge.environment["PILLION_DRAIN_TIMEOUT_S"])
 
 
+@pytest.mark.parametrize("name", ["QUANTIZATION", "QUANTIZATION_GROUP_SIZE", "KV_CACHE_DTYPE"])
+def test_all_that_must_agree_about_few_bits_are_told_the_same(name: str) -> None:
+    services = read_services({name: "x"})
+    for component in COMPONENTS | {"prepare"}:
+        assert services[component].environment[f"PILLION_{name}"] == "x", component
+
+
 def test_gpu_workers_map_a_pool_on_the_gpu() -> None:
     services = read_services({})
     node = services["kvnode-gpu"].environment

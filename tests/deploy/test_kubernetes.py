@@ -175,6 +175,24 @@ def test_kinds_of_pods() -> None:
     assert [one["name"] for one in pod_of(of_kind(split, "Deployment", "-decode"))["containers"]] == ["decode-0"]
 
 
+def test_all_containers_are_told_the_same_of_few_bits() -> None:
+    told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
+    wanted = {
+        "PILLION_QUANTIZATION": "int4",
+        "PILLION_QUANTIZATION_GROUP_SIZE": "128",
+        "PILLION_KV_CACHE_DTYPE": "int8",
+    }
+    own = [
+        container
+        for pod in pods(render({"model": told}))
+        for container in containers(pod)
+        if "PILLION_MODEL" in environment(container)
+    ]
+    assert {"prepare", "kvnode", "gateway"} <= {container["name"] for container in own}
+    for container in own:
+        assert wanted.items() <= environment(container).items(), container["name"]
+
+
 def test_secrets_are_files() -> None:
     manifests = render(SECURED)
     assert not any(one["kind"] in ("StatefulSet", "Secret") for one in manifests), "Redis is somebody else's"

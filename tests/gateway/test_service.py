@@ -311,7 +311,9 @@ async def test_http_pages() -> None:
         assert await asyncio.to_thread(get, address, "/health") == (200, {"status": "ok"})
         assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
         _, models = await asyncio.to_thread(get, address, "/v1/models")
-        assert [(m["id"], m["object"], m["max_model_len"]) for m in models["data"]] == [("toy", "model", 256)]
+        assert [(m["id"], m["object"], m["max_model_len"], m["weights"]) for m in models["data"]] == [
+            ("toy", "model", 256, "gptq, 8 bits")
+        ]
         await fakes.servers["decode"].stop(0)
         await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
         assert await asyncio.to_thread(get, address, "/health") == (

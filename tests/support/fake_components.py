@@ -383,6 +383,7 @@ def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
         eos_token_ids=(EOS,),
         bos_token_id=None,
         alias="models/toy",
+        weights="gptq, 8 bits",
     )
 
 

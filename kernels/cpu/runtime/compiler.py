@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,14 +134,16 @@ def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) ->
 
 
 def _optimized(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    kernels = KernelModule(isa, checked)
-    for spec in specs:
-        kernels.add(spec)
-    add_thread_pool(kernels.module, isa)
     target = target_of(isa)
-    kernels.module.triple = target.triple
     machine = _machine(target)
-    module = llvm.parse_assembly(str(kernels.module))
+    with _no_collection():
+        kernels = KernelModule(isa, checked)
+        for spec in specs:
+            kernels.add(spec)
+        add_thread_pool(kernels.module, isa)
+        kernels.module.triple = target.triple
+        text = str(kernels.module)
+    module = llvm.parse_assembly(text)
     module.verify()
     # The kernels' own code decides what is a vector and what is unrolled.
     options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -147,6 +151,22 @@ def _optimized(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[ll
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
     return module, machine
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector of garbage waits meanwhile.
+
+    A module is some millions of objects that all live until its text is written. The collector would go through all of
+    them many times and find nothing, which takes longer than making them.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _machine(target: CompileTarget) -> llvm.TargetMachine:

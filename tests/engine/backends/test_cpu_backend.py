@@ -18,7 +18,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
 from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
-from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.cpu_model import SHELF, CpuDriver, KernelUse, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
@@ -38,10 +38,9 @@ MODELS = {
 
 DTYPES = ("float32", "bfloat16")
 # KV of the model's type, and of either type of 8 bits with windows and soft caps.
+MODELS_AND_KV = [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8"), ("gemma2", "float32", "int8")]
 EACH_MODEL_AND_KV = pytest.mark.parametrize(
-    ("folder", "prepared", "kv"),
-    [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8"), ("gemma2", "float32", "int8")],
-    indirect=["folder", "prepared"],
+    ("folder", "prepared", "kv"), MODELS_AND_KV, indirect=["folder", "prepared"]
 )
 
 
@@ -52,11 +51,20 @@ def own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def folders(own_cache, tmp_path_factory):
+    """The folder of each model, all of whose kernels are compiled together."""
+    found = {name: save_model(tmp_path_factory.mktemp("model") / name, **shape) for name, shape in MODELS.items()}
+    for folder in found.values():
+        perturb_vectors(folder)
+    models = [(prepare(ModelFlags(model=str(found[name]), dtype=dtype)), kv) for name, dtype, kv in MODELS_AND_KV]
+    SHELF.expect(KernelUse(prepared, kv=kv, checked=checked) for prepared, kv in models for checked in (False, True))
+    return found
+
+
 @pytest.fixture(params=MODELS, scope="module")
-def folder(request, own_cache, tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model") / request.param, **MODELS[request.param])
-    perturb_vectors(folder)
-    return folder
+def folder(request, folders):
+    return folders[request.param]
 
 
 @pytest.fixture(params=DTYPES, scope="module")
@@ -65,9 +73,8 @@ def prepared(request, folder):
 
 
 @pytest.fixture(scope="module")
-def llama(own_cache, tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model") / "llama")
-    return prepare(ModelFlags(model=str(folder), dtype="bfloat16"))
+def llama(folders):
+    return prepare(ModelFlags(model=str(folders["llama"]), dtype="bfloat16"))
 
 
 def text_of(count: int, seed: int) -> list[int]:

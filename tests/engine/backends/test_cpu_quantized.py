@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.cpu.cpu_weights import CpuWeights
+from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.checkpoints.checkpoint import Checkpoint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from testbed.tiny_model import save_model
-from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.cpu_model import SHELF, CpuDriver, KernelUse, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver
 
 torch.set_num_threads(1)
@@ -73,9 +74,12 @@ def few_bits(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype, kernels):
-    folder = save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model])
-    prepared, exact = (prepare(ModelFlags(model=str(folder), dtype=kind)) for kind in (dtype, "float32"))
+    folders = {name: save_model(tmp_path / name, num_hidden_layers=3, **shape) for name, shape in MODELS.items()}
+    prepared, exact = (prepare(ModelFlags(model=str(folders[model]), dtype=kind)) for kind in (dtype, "float32"))
+    models = (prepare(ModelFlags(model=str(folder), dtype=dtype)) for folder in folders.values())
     try:
+        # Both models' kernels are compiled together, once for each type and instruction set.
+        SHELF.expect(KernelUse(model, kernels=kernels) for model in models)
         backend = cpu_backend(prepared, threads=2, kernels=kernels)
     except ConfigError as error:
         pytest.skip(error.message)
@@ -101,9 +105,7 @@ def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype,
 def test_an_order_that_leaves_the_row_is_refused(few_bits, tmp_path):
     """Kernels trust it."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "m", num_hidden_layers=3)), dtype="bfloat16"))
-    backend = cpu_backend(prepared)
-    backend.close()
-    weights = CpuWeights(ModelCache().packed_weights(prepared.fingerprint, "cpu"))
+    weights = load_cpu_weights(prepared, load_config(prepared.folder), print, ModelCache())
     name = next(name for name in weights.tensors if name.endswith(".order")).removesuffix(".order")
     assert weights.linear(name).order is not None
     for wrong in (-1, weights.linear(name).depth):

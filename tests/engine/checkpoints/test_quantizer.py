@@ -194,6 +194,5 @@ def test_four_bits_take_a_third_of_bfloat16(tmp_path, monkeypatch):
     ]
     weights = 2 * 3 * 256 * 1024
     assert [size / weights for size in sizes] == [0.75, 0.5625]
-    found = load_config(quantized(folder, "int4").folder).quantization
-    assert found is not None
-    assert found.words == "int4 in groups of 32"
+    assert quantized(folder, "int4").weights == "int4 in groups of 32"
+    assert quantized(folder, "none").weights == "float32"

@@ -4,6 +4,7 @@ on the CPU kernels."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.cpu_model import ISA, SHELF, CpuDriver, KernelUse, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
@@ -24,6 +25,16 @@ torch.set_num_threads(1)
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums.
 TOLERANCE = 1e-4
+
+# Families that are served with KV in 8 bits: the mean difference of logits over their standard deviation.
+KV_IN_8_BITS = [
+    ("gemma2", "fp8", 0.08),  # windows and soft caps
+    ("gemma3", "int8", 0.03),  # norms of heads
+    ("olmo2", "fp8", 0.08),  # norms of whole projections
+    ("phi3-partial-rope", "int8", 0.03),
+    ("qwen3-moe", "fp8", 0.08),
+]
+IN_BFLOAT16 = ["qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "mixtral", "qwen3-moe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +68,33 @@ def own_cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def flags_of(own_cache, tmp_path_factory):
+    """Makes a family's model, once; returns the flags with which it is served."""
+    return functools.cache(lambda name: make_model(tmp_path_factory.mktemp("model"), FAMILIES[name])[1])
+
+
+@pytest.fixture(scope="module")
+def kernels(request, flags_of):
+    """The kernels of all families that this run tests are compiled together."""
+    if ISA is None:
+        return
+    here = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    tested = {value for params in here for value in params.values()} & FAMILIES.keys()
+    uses = [KernelUse(prepare(flags_of(name)), block, checked=block == 32) for name in tested for block in (16, 32)]
+    uses += [KernelUse(prepare(flags_of(name)), kv=kv) for name, kv, _ in KV_IN_8_BITS if name in tested]
+    rounded = (dataclasses.replace(flags_of(name), dtype="bfloat16") for name in tested.intersection(IN_BFLOAT16))
+    SHELF.expect([*uses, *(KernelUse(prepare(flags)) for flags in rounded)])
+
+
 @pytest.fixture(params=FAMILIES, scope="module")
-def on_torch(request, own_cache, tmp_path_factory):
-    folder, flags = make_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
-    return FamilyCase(prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+def on_torch(request, flags_of, kernels):
+    flags = flags_of(request.param)
+    return FamilyCase(prepare(flags), AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval())
 
 
 @pytest.fixture(params=["torch", pytest.param("cpu", marks=needs_kernels)])
@@ -102,20 +136,9 @@ def test_many_chunks_and_single_tokens(case):
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    ("on_torch", "kv", "most"),
-    [
-        ("gemma2", "fp8", 0.08),  # windows and soft caps
-        ("gemma3", "int8", 0.03),  # norms of heads
-        ("olmo2", "fp8", 0.08),  # norms of whole projections
-        ("phi3-partial-rope", "int8", 0.03),
-        ("qwen3-moe", "fp8", 0.08),
-    ],
-    indirect=["on_torch"],
-)
+@pytest.mark.parametrize(("on_torch", "kv", "most"), KV_IN_8_BITS, indirect=["on_torch"])
 def test_kv_in_8_bits(on_torch, kv, most):
-    """In chunks and token by token: the same bits, near transformers' logits; ``most`` is the mean difference over
-    their standard deviation."""
+    """In chunks and token by token: the same bits, near transformers' logits."""
     text, driver = tokens_of(PROMPT_TOKENS, 2), dataclasses.replace(on_torch, kernels="cpu").driver(kv=kv)
     wanted = on_torch.logits(text)
     one, other = driver.sequences.add(2)
@@ -187,11 +210,9 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_kernels)])
-@pytest.mark.parametrize(
-    "name", ["qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "mixtral", "qwen3-moe"]
-)
-def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name, kernels):
+@pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpu", marks=needs_kernels)])
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(kernels, tmp_path, name, runs_on):
     """Errors are summed over several models if a rounding can choose another expert, which is a matter of luck."""
     text, ours, theirs = tokens_of(PROMPT_TOKENS, 2), 0.0, 0.0
     for seed in range(4 if "num_experts_per_tok" in FAMILIES[name] else 1):
@@ -200,11 +221,11 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(tmp_path, name, k
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
         ]
         exact, rounded = (FamilyCase(None, model.eval()).logits(text) for model in models)
-        driver = FamilyCase(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, kernels).driver(
+        driver = FamilyCase(prepare(dataclasses.replace(flags, dtype="bfloat16")), None, runs_on).driver(
             16, num_slots=20
         )
         (number,) = driver.sequences.add()
         ours += float((driver.run_all(number, text, [32, 1]) - exact).abs().mean())
         theirs += float((rounded - exact).abs().mean())
     # Torch rounds where transformers does; the kernels keep float32 wherever nothing asks for less.
-    assert ours < (1.25 if kernels == "torch" else 1.0) * theirs
+    assert ours < (1.25 if runs_on == "torch" else 1.0) * theirs

@@ -63,6 +63,20 @@ def test_an_idle_adapter_gives_way_the_least_recently_used_first() -> None:
     assert harness.evicted_adapters == 2
 
 
+def test_an_adapter_is_loaded_ahead_of_its_sequence_into_an_idle_place_only() -> None:
+    harness = SchedulerHarness(max_loras=1)
+    harness.scheduler.preload("1", harness.now)
+    steps(harness, 1)
+    assert harness.loading == ["1"]
+    harness.load()
+    harness.submit(prompt(1, 5), 9, adapter=1)
+    steps(harness, 1)
+    harness.scheduler.preload("2", harness.now)
+    steps(harness, 1)
+    assert not harness.loading
+    run_out(harness)
+
+
 def test_more_adapters_than_places_take_turns() -> None:
     harness = SchedulerHarness(max_loras=2, slots=200)
     for turn in range(12):

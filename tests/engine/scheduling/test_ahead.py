@@ -333,6 +333,9 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
             harness.answer()
     elif kind == "load":
         harness.load(numbers[0])
+    elif kind == "preload":
+        if harness.max_loras:
+            harness.scheduler.preload(str(numbers[0]), harness.now)
     elif kind == "scribble":
         harness.scribble()
     elif kind == "refuse":

@@ -30,7 +30,7 @@ PUNCTUAL = st.sampled_from([1.0, 0.7])
 CANCEL = st.tuples(st.just("cancel"), st.integers(0, 30))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ANSWER = st.tuples(st.just("answer"), st.integers(1, 4))
-LOAD = st.tuples(st.just("load"), st.integers(1, 2))
+LOAD = st.tuples(st.sampled_from(["load", "load", "preload"]), st.integers(1, 3))
 SHAPES = st.tuples(st.integers(12, 60), st.integers(4, 24), st.integers(1, 4))
 
 
@@ -60,6 +60,8 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 harness.step()
         elif kind == "load":
             harness.load(numbers[0])
+        elif kind == "preload" and harness.max_loras:
+            harness.scheduler.preload(str(numbers[0]), harness.now)
         elif kind == "answer":
             for _ in range(numbers[0]):
                 harness.answer()

@@ -16,8 +16,11 @@ from safetensors.torch import save_file
 
 from pillion.adapter_folders import ADAPTERS
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.errors import InvalidRequest, NotFound, Unavailable
-from pillion.v1.kvnode_pb2 import OpenTicketReply
+from pillion.errors import InvalidRequest, NotFound, PillionError, Unavailable
+from pillion.kvstore.client.node_client import call_unary
+from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
+from pillion.v1 import kvnode_pb2_grpc
+from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -186,4 +189,35 @@ async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:
         code, retryable, message = await failure(await here.ask(2, "sql"))
         assert (code, retryable) == (InvalidRequest.code, False)
         assert "adapter" in message
+        await here.quiet()
+
+
+async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """As gateways bring it; what is no adapter, or breaks off, leaves nothing behind."""
+    digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
+    folder = tmp_path / "gateway" / ADAPTERS
+    async with line() as here:
+        node = here.workers.node
+        assert await node.missing_adapters([digest, other]) == (digest, other)
+        await node.keep_adapter(digest, open_files(folder / digest))
+        assert await node.missing_adapters([digest, other]) == (other,)
+        await check(await here.ask(1, digest), digest)
+        # Kept twice, it stays.
+        await node.keep_adapter(digest, open_files(folder / digest))
+        for wrong in ("sql", "../" + "a" * 61):
+            # A call that is refused while it still sends has no clearer error.
+            with pytest.raises(PillionError):
+                await node.keep_adapter(wrong, open_files(folder / other))
+            with pytest.raises(InvalidRequest):
+                await node.missing_adapters([wrong])
+
+        async def broken_off() -> AsyncIterator[AdapterPiece]:
+            async for piece in pieces_of(open_files(folder / other), other):
+                yield piece
+                if piece.data:
+                    return
+
+        with pytest.raises(InvalidRequest, match="too early"):
+            await call_unary(kvnode_pb2_grpc.KVNodeStub(node.channel).KeepAdapter, broken_off())
+        assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
         await here.quiet()

@@ -14,11 +14,19 @@ import pytest
 
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, with_model
-from pillion.cli.talk import given, pool_use, show, show_each, status_table, summary
+from pillion.cli.talk import given, model_line, pool_use, show, show_each, status_table, summary
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import component_process
-from pillion.types import ClusterStatus, ComponentStatus, Delta, FinishReason, SamplingParams, TokenLogprob
+from pillion.types import (
+    ClusterStatus,
+    ComponentStatus,
+    Delta,
+    FinishReason,
+    ModelInfo,
+    SamplingParams,
+    TokenLogprob,
+)
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -292,6 +300,9 @@ def test_status_as_a_table() -> None:
     assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")
     assert "Redis does not answer" in summary(status)
+    model = ModelInfo("m", 4096, "", weights="awq, 4 bits in groups of 128")
+    assert model_line(model) == "m: texts of up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
+    assert model_line(ModelInfo("french", 4096, "", parent="m", adapter="00")) == "french: adapter of m"
 
 
 def test_a_component_command_is_made_of_its_flags() -> None:

@@ -68,6 +68,8 @@ PILLION_MAX_MODEL_LEN: {{ .Values.model.maxModelLen | int | toString | quote }}
 PILLION_BLOCK_SIZE: {{ .Values.model.blockSize | int | toString | quote }}
 PILLION_CPU_KERNELS: {{ .Values.model.cpuKernels | quote }}
 PILLION_QUANTIZATION: {{ .Values.model.quantization | quote }}
+PILLION_QUANTIZATION_GROUP_SIZE: {{ .Values.model.quantizationGroupSize | toString | quote }}
+PILLION_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype | quote }}
 PILLION_METRICS_HOST: "0.0.0.0"
 PILLION_INSECURE_INTERNAL: {{ empty .Values.internalTls.existingSecret | toString | quote }}
 {{- if .Values.internalTls.existingSecret }}

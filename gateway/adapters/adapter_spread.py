@@ -1,0 +1,80 @@
+"""Brings the files of adapters that have names to the machines of KV nodes, where their workers find them.
+
+a name is given, a node joins --> which of the adapters does its machine lack? --> it gets those that this gateway has
+
+On one machine all components share the model cache, so nothing is lacking. What cannot be brought is tried again later;
+meanwhile workers ask their nodes, and these each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from pillion.adapter_folders import ADAPTERS, cache_root
+from pillion.errors import PillionError
+from pillion.gateway.links.defects import Defects
+from pillion.gateway.links.node_link import NodeLink
+from pillion.kvstore.transfer.adapter_pieces import open_files
+
+log = logging.getLogger("pillion.gateway")
+
+# How often a node is asked again though nothing has changed: its machine's copies then count as used.
+ASK_AGAIN_S = 600.0
+# How often it is asked again while it lacks something.
+RETRY_S = 5.0
+
+
+class AdapterSpread:
+    """The files of one gateway's adapters. ``nodes`` returns the links to all KV nodes, ``digests`` the adapters that
+    have names now."""
+
+    def __init__(self, nodes: Callable[[], Iterable[NodeLink]], digests: Callable[[], Iterable[str]]) -> None:
+        self._nodes = nodes
+        self._digests = digests
+        self._root = cache_root()
+        # By node: the session and the adapters that it was asked about, and until when that holds.
+        self._asked: dict[str, tuple[int, frozenset[str], float]] = {}
+        self._spreading = asyncio.Lock()
+
+    async def spread(self) -> None:
+        """Brings each node what its machine lacks. Failures are tried again by a later call."""
+        async with self._spreading:
+            digests = frozenset(self._digests())
+            nodes = [node for node in self._nodes() if node.alive]
+            self._asked = {node.node_id: self._asked[node.node_id] for node in nodes if node.node_id in self._asked}
+            now = time.monotonic()
+            asked = [self._bring(node, digests) for node in nodes if digests and not self._knows(node, digests, now)]
+            await asyncio.gather(*asked)
+
+    async def run(self, interval_s: float) -> None:
+        """Spreads what changes, until it is cancelled."""
+        defects = Defects("the spreading of adapters")
+        while True:
+            try:
+                await self.spread()
+            except Exception as error:  # noqa: BLE001  (without it, other machines would lack new adapters)
+                defects.note(error)
+            await asyncio.sleep(interval_s)
+
+    def _knows(self, node: NodeLink, digests: frozenset[str], now: float) -> bool:
+        epoch, known, until_s = self._asked.get(node.node_id, (0, frozenset(), 0.0))
+        return epoch == node.epoch and digests <= known and now < until_s
+
+    async def _bring(self, node: NodeLink, digests: frozenset[str]) -> None:
+        epoch, complete = 0, True
+        try:
+            epoch = node.epoch
+            for digest in await node.client.missing_adapters(sorted(digests)):
+                files = await asyncio.to_thread(open_files, self._root / ADAPTERS / digest)
+                if files:
+                    await node.client.keep_adapter(digest, files)
+                    log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
+                # Else another gateway has loaded it, and brings it.
+                complete = complete and bool(files)
+        except (PillionError, OSError) as error:
+            log.info("KV node %s did not get the adapters that it lacks: %s", node.node_id, error)
+            complete = False
+        self._asked[node.node_id] = (epoch, digests, time.monotonic() + (ASK_AGAIN_S if complete else RETRY_S))

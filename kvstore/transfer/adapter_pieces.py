@@ -1,0 +1,98 @@
+"""Adapters' files as a stream of pieces, read and written: how they come from machine to machine.
+
+Nobody here understands the files. Who asks for an adapter by its digest verifies that they are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import BinaryIO
+
+from pillion.adapter_folders import ADAPTER_FILES
+from pillion.errors import InvalidRequest
+from pillion.v1.kvnode_pb2 import AdapterPiece
+
+# Largest adapter that is taken from another machine.
+MAX_ADAPTER_BYTES = 8 * 2**30
+MAX_PIECE_BYTES = 2**19
+# Longest silence of the other side while files are written.
+PIECE_TIMEOUT_S = 60.0
+
+
+def open_files(folder: Path) -> list[BinaryIO]:
+    """An adapter's files, open, so that the folder may be removed from now on; none where one of them is missing."""
+    files: list[BinaryIO] = []
+    try:
+        files.extend((folder / name).open("rb") for name in ADAPTER_FILES)
+    except OSError:
+        for file in files:
+            file.close()
+        return []
+    return files
+
+
+async def pieces_of(files: list[BinaryIO], digest: str = "") -> AsyncGenerator[AdapterPiece, None]:
+    """Yields the files that :func:`open_files` gave, and closes them; the first piece names ``digest``."""
+    try:
+        total_bytes = sum(file.seek(0, 2) for file in files)
+        for name, file in zip(ADAPTER_FILES, files, strict=True):
+            file.seek(0)
+            yield AdapterPiece(digest=digest, file_name=name, total_bytes=total_bytes)
+            digest, total_bytes = "", 0
+            while data := await asyncio.to_thread(file.read, MAX_PIECE_BYTES):
+                yield AdapterPiece(data=data)
+    finally:
+        for file in files:
+            file.close()
+
+
+async def receive_files(
+    first: AdapterPiece | None,
+    pieces: AsyncIterator[AdapterPiece],
+    room: Callable[[int], AbstractContextManager[Path]],
+) -> None:
+    """Writes files, on a thread, into the folder that ``room`` yields when it is given their bytes; on the same thread
+    that folder is then verified or kept. ``first`` is the first piece, None where there was none.
+
+    Raises InvalidRequest for what are no files of an adapter, and what ``pieces`` and ``room`` raise.
+    """
+    if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES:
+        raise InvalidRequest(f"an adapter of {first.total_bytes if first else 0} bytes; at most {MAX_ADAPTER_BYTES}")
+    loop = asyncio.get_running_loop()
+
+    def next_piece() -> AdapterPiece | None:
+        return asyncio.run_coroutine_threadsafe(_next(pieces), loop).result(PIECE_TIMEOUT_S)
+
+    def write() -> None:
+        with room(first.total_bytes) as folder:
+            _write(folder, first, next_piece)
+
+    await asyncio.to_thread(write)
+
+
+async def _next(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None:
+    return await anext(pieces, None)
+
+
+def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPiece | None]) -> None:
+    left_bytes, names = first.total_bytes, set(ADAPTER_FILES)
+    piece: AdapterPiece | None = first
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        while piece is not None:
+            if piece.file_name:
+                if piece.file_name not in names:
+                    raise InvalidRequest(f"an adapter has no file {piece.file_name[:80]!r}, or only one")
+                names.remove(piece.file_name)
+                file = stack.enter_context((folder / piece.file_name).open("xb"))
+            left_bytes -= len(piece.data)
+            if file is None or left_bytes < 0:
+                raise InvalidRequest("these are other files of an adapter than their sender said")
+            file.write(piece.data)
+            piece = next_piece()
+    if left_bytes or names:
+        raise InvalidRequest("an adapter's files ended too early")

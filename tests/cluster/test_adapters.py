@@ -1,0 +1,245 @@
+"""Adapters in a cluster of real processes: every answer is that of transformers with peft, whatever dies or is swapped.
+
+All tests share one cluster: two decode workers and a prefill worker with places for two adapters, of which four are
+served. Greedy tokens are compared, in float32.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import pathlib
+import shutil
+import signal
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion import Client
+from pillion.adapter_folders import ADAPTERS, cache_root
+from pillion.errors import NotFound, PillionError
+from testbed.cluster import ServedCluster, served
+from testbed.conditions import wait_for
+from testbed.tiny_model import save_model
+from tests.support.adapters import adapted_model, make_adapter
+from tests.support.oracle import Oracle, first_difference
+
+pytestmark = pytest.mark.cluster
+
+NAMES = ("red", "green", "blue")
+EPSILON = 1e-3
+FLAGS = (
+    *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64"),
+    *("--decode-workers", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
+    "--allow-runtime-lora-updating",
+)
+Tokens = Callable[[str, list[int], int], Any]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[pathlib.Path]:
+    """A model, adapters for it, and a model cache of the test's own."""
+    with tempfile.TemporaryDirectory(prefix="pil-") as name, pytest.MonkeyPatch.context() as patch:
+        folder = pathlib.Path(name)
+        # Machine code is made once for all tests.
+        compiled = cache_root() / "kernels"
+        compiled.mkdir(parents=True, exist_ok=True)
+        (folder / "cache").mkdir()
+        (folder / "cache" / "kernels").symlink_to(compiled)
+        patch.setenv("PILLION_CACHE", str(folder / "cache"))
+        save_model(folder / "tiny")
+        for seed, adapter in enumerate((*NAMES, "x", "y", "z")):
+            make_adapter(folder / "tiny", folder / "adapters" / adapter, seed=seed, r=4 + seed % 2, lora_alpha=8)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: pathlib.Path) -> Iterator[ServedCluster]:
+    modules = [word for name in NAMES for word in ("--lora-modules", f"{name}={folder / 'adapters' / name}")]
+    flags = (*FLAGS, *modules, "--lora-path", str(folder / "adapters"))
+    (folder / "run").mkdir()
+    with served(folder / "run", str(folder / "tiny"), *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(folder: pathlib.Path) -> Tokens:
+    """The oracle's greedy answer by the name of an adapter; "" is the model alone."""
+    torch.set_num_threads(1)
+    oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32))}
+
+    def greedy(adapter: str, ids: list[int], count: int) -> Any:
+        if adapter not in oracles:
+            oracles[adapter] = Oracle(adapted_model(folder / "tiny", folder / "adapters" / adapter))
+        return oracles[adapter].greedy(ids, count)
+
+    return greedy
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
+
+
+def answer(client: Client, model: str, ids: list[int], count: int, **options: Any) -> list[int]:
+    stream = client.generate(ids, model=model, temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+    return [token for delta in stream for token in delta.token_ids]
+
+
+def settled(cluster: ServedCluster) -> None:
+    """Nothing is held, nobody waits, and all parts serve."""
+
+    def idle() -> bool:
+        status = cluster.node_status()
+        return not (status.tickets or status.pinned_blocks or status.reserved_blocks)
+
+    wait_for("all slots back", idle)
+    wait_for("all parts", lambda: len(cluster.components("decode")) == 2 and bool(cluster.component("prefill")))
+
+
+def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster, expected: Tokens) -> None:
+    tasks = [(model, prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
+    with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+        found = list(pool.map(lambda task: answer(client, *task, 16), tasks))
+        workers = [c for c in client.status().components if c.role == "decode"]
+    for (model, ids), tokens in zip(tasks, found, strict=True):
+        assert first_difference(expected(model, ids, 16), tokens, EPSILON) == "", model
+    assert len(workers) == 2
+    settled(cluster)
+
+
+def test_other_answers_of_a_prompt_and_guesses_of_shape_have_the_adapter(
+    cluster: ServedCluster, expected: Tokens
+) -> None:
+    ids = prompt(3, 90)
+    with Client(cluster.target) as client:
+        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for delta in client.generate(ids, model="red", temperature=0.0, max_tokens=12, ignore_eos=True, n=3):
+            found[delta.index] += delta.token_ids
+    for tokens in found.values():
+        assert first_difference(expected("red", ids, 12), tokens, EPSILON) == ""
+    settled(cluster)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, role: str) -> None:
+    tasks = [(model, prompt(40 + seed, 300)) for seed, model in enumerate(("red", "green", "blue", ""))]
+    with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+
+        def read(task: tuple[str, list[int]]) -> tuple[list[int], int]:
+            model, ids = task
+            stream = client.generate(
+                ids, model=model, temperature=0.0, max_tokens=400, ignore_eos=True, cache_salt=f"{role} {model}"
+            )
+            got = []
+            for delta in stream:
+                got += delta.token_ids
+                counts[model] = len(got)
+            return got, delta.timings.replays if delta.timings else 0
+
+        counts = dict.fromkeys((model for model, _ in tasks), 0)
+        if role == "prefill":
+            # So the spans that it gets are not done when it dies.
+            cluster.kill(role, signal.SIGSTOP)
+        reading = [pool.submit(read, task) for task in tasks]
+        if role == "decode":
+            wait_for("all streams", lambda: min(counts.values()) > 4)
+        else:
+            wait_for("all spans", lambda: cluster.node_status().tickets >= len(tasks))
+        # All of them, so that every stream is met, wherever it runs.
+        for victim in cluster.components(role):
+            victim.kill()
+        found = [future.result() for future in reading]
+    for (model, ids), (tokens, _) in zip(tasks, found, strict=True):
+        assert first_difference(expected(model, ids, 400), tokens, EPSILON) == "", model
+    assert role != "decode" or sum(replays for _, replays in found) >= 1
+    settled(cluster)
+
+
+def http_port(cluster: ServedCluster) -> int:
+    """The port of the gateway's HTTP API, which its process has besides that of gRPC."""
+    gateway = cluster.component("gateway")
+    assert gateway is not None
+    grpc_port = int(cluster.target.rpartition(":")[2])
+    ports = {one.laddr.port for one in gateway.net_connections("tcp") if one.status == "LISTEN"}
+    for port in sorted(ports - {grpc_port}):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5):
+            return port
+    raise AssertionError(f"no HTTP API at {ports}")
+
+
+def complete(port: int, model: str, ids: list[int]) -> tuple[str, str]:
+    """An answer's text, and the version of the weights that it names."""
+    body = {"model": model, "prompt": ids, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        answered = json.load(reply)
+    return answered["choices"][0]["text"], answered["system_fingerprint"]
+
+
+def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pathlib.Path, expected: Tokens) -> None:
+    """One folder, overwritten again and again: each answer is that of one version, which it names."""
+    ids, port, live = prompt(7, 70), http_port(cluster), folder / "adapters" / "live"
+    with Client(cluster.target) as client:
+
+        def swap(version: str) -> None:
+            shutil.copytree(folder / "adapters" / version, live, dirs_exist_ok=True)
+            client.load_adapter("live", "live", in_place=True)
+
+        known = {}
+        for version in ("x", "y"):
+            swap(version)
+            assert first_difference(expected(version, ids, 24), answer(client, "live", ids, 24), EPSILON) == ""
+            known[version] = complete(port, "live", ids)
+        assert known["x"][0] != known["y"][0]
+        assert known["x"][1] != known["y"][1]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asked = []
+            for turn in range(6):
+                asked += [pool.submit(complete, port, "live", ids) for _ in range(4)]
+                swap("xy"[turn % 2])
+            found = {future.result() for future in asked}
+        assert found == set(known.values())
+        client.unload_adapter("live")
+    settled(cluster)
+
+
+def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, expected: Tokens) -> None:
+    ids = prompt(9, 30)
+    with Client(cluster.target) as client:
+        client.load_adapter("passing", "x")
+        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=300, ignore_eos=True)
+        got = list(next(stream).token_ids)
+        client.unload_adapter("passing")
+        with pytest.raises(NotFound):
+            answer(client, "passing", ids, 2)
+        for delta in stream:
+            got += delta.token_ids
+    assert first_difference(expected("x", ids, 300), got, EPSILON) == ""
+    settled(cluster)
+
+
+def test_an_adapter_whose_files_are_gone_is_an_error_by_name(
+    cluster: ServedCluster, folder: pathlib.Path, expected: Tokens
+) -> None:
+    """No machine has them any more; others are served meanwhile, and it is as soon as they are back."""
+    ids, store = prompt(11, 40), folder / "cache" / ADAPTERS
+    with Client(cluster.target) as client:
+        digest = client.load_adapter("lost", "z").adapter
+        shutil.move(store / digest, folder / "away")
+        with pytest.raises(PillionError, match=digest[:12]):
+            answer(client, "lost", ids, 4)
+        assert first_difference(expected("red", ids, 8), answer(client, "red", ids, 8), EPSILON) == ""
+        shutil.move(folder / "away", store / digest)
+        assert first_difference(expected("z", ids, 8), answer(client, "lost", ids, 8), EPSILON) == ""
+        client.unload_adapter("lost")
+    settled(cluster)

@@ -1,0 +1,93 @@
+"""Files of adapters go to the nodes whose machines lack them, once, and again to nodes that are new."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import pytest
+
+from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS
+from pillion.errors import Overloaded
+from pillion.gateway.adapters import adapter_spread
+from pillion.gateway.adapters.adapter_spread import AdapterSpread
+
+OURS, OTHERS = "ab" * 32, "cd" * 32
+
+
+class FakeNodeClient:
+    """A node's machine that has ``kept`` adapters; ``full`` refuses more."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.asked = 0
+        self.full = False
+
+    async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
+        self.asked += 1
+        return [digest for digest in digests if digest not in self.kept]
+
+    async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
+        assert [file.read() for file in files] == [name.encode() for name in ADAPTER_FILES]
+        for file in files:
+            file.close()
+        if self.full:
+            raise Overloaded("full")
+        self.kept.append(digest)
+
+
+def link(name: str) -> Any:
+    return SimpleNamespace(node_id=name, alive=True, epoch=1, client=FakeNodeClient())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> SimpleNamespace:
+    """The time; and a model cache that has OURS alone."""
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path))
+    folder = tmp_path / ADAPTERS / OURS
+    folder.mkdir(parents=True)
+    for name in ADAPTER_FILES:
+        (folder / name).write_text(name)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(adapter_spread, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
+    nodes, names = [link("a"), link("b")], {OURS}
+    nodes[1].alive = False
+    spread = AdapterSpread(lambda: nodes, lambda: names)
+    for _ in range(3):
+        await spread.spread()
+    assert (nodes[0].client.kept, nodes[0].client.asked) == ([OURS], 1)
+    assert nodes[1].client.asked == 0
+    nodes[1].alive = True
+    await spread.spread()
+    assert nodes[1].client.kept == [OURS]
+    # Another session: the node may be on another machine now.
+    nodes[0].epoch, nodes[0].client.kept = 2, []
+    await spread.spread()
+    assert nodes[0].client.kept == [OURS]
+    clock.now += adapter_spread.ASK_AGAIN_S
+    await spread.spread()
+    assert [node.client.asked for node in nodes] == [3, 2]
+
+
+async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock: SimpleNamespace) -> None:
+    nodes = [link("a")]
+    spread = AdapterSpread(lambda: nodes, lambda: {OTHERS})
+    for _ in range(2):
+        await spread.spread()
+    assert nodes[0].client.asked == 1
+    clock.now += adapter_spread.RETRY_S
+    await spread.spread()
+    assert (nodes[0].client.asked, nodes[0].client.kept) == (2, [])
+    nodes[0].client.full = True
+    spread = AdapterSpread(lambda: nodes, lambda: {OURS})
+    await spread.spread()
+    nodes[0].client.full = False
+    clock.now += adapter_spread.RETRY_S
+    await spread.spread()
+    assert nodes[0].client.kept == [OURS]
