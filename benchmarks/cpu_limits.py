@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pillion.kernels.cpu.attention.attention_rows import PARTITION_GROUPS, AttentionShape, Groups
 from pillion.kernels.cpu.attention.cpu_attention import GroupRange, each_attention_item, emit_groups
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable
 from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
@@ -22,37 +23,43 @@ _SIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class PeakDots(KernelSpec):
-    """Products of bfloat16 pairs (or of float32) that never leave the registers: ``rounds`` on each thread.
+    """Products of bfloat16 pairs, float32 or int8 codes that never leave the registers: ``rounds`` on each thread.
 
     A round has as many sums as the largest tile of products: enough to hide the latency of a product, few enough to
     stay in registers. Without an instruction for bfloat16 pairs, the limit of bfloat16 is that of float32.
+
+    ``rows``: "bf16", "fp32" or "int8".
     """
 
     layout = RecordLayout("peak", pointers=("sink",), numbers=("rounds",))
 
-    bf16: bool
+    rows: str
 
     def operations(self, isa: Isa) -> int:
         """Multiplications and additions of a round."""
-        return self._sums(isa) * LANES * (4 if self._pairs(isa) else 2)
+        return self._sums(isa) * LANES * {"fp32": 2, "bf16": 4, "int8": 8}[self._rows(isa)]
 
-    def _pairs(self, isa: Isa) -> bool:
-        return self.bf16 and bool(isa.bf16_dot)
+    def _rows(self, isa: Isa) -> str:
+        return "fp32" if self.rows == "bf16" and not isa.bf16_dot else self.rows
 
     def _sums(self, isa: Isa) -> int:
-        tiles = isa.bf16_tiles if self._pairs(isa) else isa.fp32_tiles
+        tiles = {"fp32": isa.fp32_tiles, "bf16": isa.bf16_tiles, "int8": isa.int8_tiles}[self._rows(isa)]
         return max(2 * tiles.wide, tiles.narrow)
 
     def emit(self, call: KernelCall) -> None:
-        k, sink = call.k, call.args.pointer("sink") + call.thread * VECTOR_BYTES
-        values, pairs = k.load(sink), k.load_pairs(sink)
-        sums = [k.variable(k.vector(0.0)) for _ in range(self._sums(k.isa))]
+        k, sink, rows = call.k, call.args.pointer("sink") + call.thread * VECTOR_BYTES, self._rows(call.k.isa)
+        values, pairs, quads = k.load(sink), k.load_pairs(sink), k.load_quads(sink)
+        sums = [k.variable(quads if rows == "int8" else values) for _ in range(self._sums(k.isa))]
         with k.range(call.args.number("rounds")):
-            for total in sums:
-                total.value = (
-                    k.dot(total.value, pairs, pairs) if self._pairs(k.isa) else k.fma(values, values, total.value)
-                )
-        k.store(sink, _added(sums))
+            for number, total in enumerate(sums):
+                if rows == "int8":
+                    # Codes that do not stay the same: a product that is several instructions could leave the loop.
+                    total.value = k.dot_codes(total.value, sums[(number + 1) % len(sums)].value, quads)
+                elif rows == "bf16":
+                    total.value = k.dot(total.value, pairs, pairs)
+                else:
+                    total.value = k.fma(values, values, total.value)
+        k.write(sink, _added(sums).ir, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,8 @@ class AttentionRead(KernelSpec):
                 total.value = total.value + k.load(base + offset)
 
 
-def _added(sums: list[KernelVariable]) -> Vec:
-    result: Vec = sums[0].value
+def _added(sums: list[KernelVariable]) -> Any:
+    result = sums[0].value
     for total in sums[1:]:
         result = result + total.value
     return result

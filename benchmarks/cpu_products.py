@@ -10,6 +10,7 @@ machine:
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,13 +19,14 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.cpu_limits import ReadAll
+from benchmarks.cpu_limits import PeakDots, ReadAll
+from benchmarks.cpu_steps import PEAK_ROUNDS
 from benchmarks.report import show_table
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from pillion.kernels.cpu.products.codes import CODE_KINDS
+from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, panel_bytes
+from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS_BYTES
+from pillion.kernels.cpu.products.packing import FEW_BITS, INT8_DOTS, PANEL_COLUMNS, panel_bytes
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
@@ -34,6 +36,7 @@ SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192))
 # Kinds of weights, inputs of a group, and whether groups have offsets.
 CASES = (
     ("bf16", 0, False),
+    (INT8_DOTS, 0, False),
     ("int8", 512, False),
     ("int8_half", 32, False),
     ("fp8_e4m3", 128, False),
@@ -54,11 +57,14 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
     weights = aligned_bytes(size)
     # Each byte is a code, and four of them are a float32 of about 1, whatever place they have.
     weights[:] = np.random.default_rng(0).integers(0x3C, 0x3F, size, np.uint8)
-    groups = -(-depth // group) if group else 0
+    # A row of codes has its constants where other rows have sums of groups.
+    groups = -(-depth // group) if group else ROW_CONSTANTS_BYTES // 4
+    if spec.weights == INT8_DOTS:
+        x = x.to(torch.int8)
     values = {
         "x": x[:, :depth],
         "weights": weights,
-        "input_sums": torch.ones(rows, max(1, groups)),
+        "input_sums": torch.ones(rows, groups),
         "bias": None,
         "out": torch.zeros(rows, columns),
         "group_starts": None,
@@ -69,7 +75,7 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
         "num_groups": 1,
         "group_bytes": size,
         "inputs": group,
-        "input_sums_stride": 4 * max(1, groups),
+        "input_sums_stride": 4 * groups,
         "factor": 1.0,
     }
     return Operation(spec, values)
@@ -93,6 +99,13 @@ def fastest_ms(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, 
     return best
 
 
+def _registers_alone(peak: PeakDots, isa: Isa, kernels: CompiledKernels, pool: ThreadPool, threads: int) -> float:
+    """Return the most G operations/s of products that never leave the registers."""
+    values = {"sink": np.ones(16 * threads, np.float32), "rounds": PEAK_ROUNDS}
+    found = fastest_ms({peak.rows: runner([Operation(peak, values)], kernels, pool, 1)}, 5)[peak.rows]
+    return peak.operations(isa) * PEAK_ROUNDS * threads / found / 1e6
+
+
 def main() -> None:
     """Print a table for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -108,9 +121,12 @@ def main() -> None:
         raise ConfigError("there are no kernels for this processor")
     specs = {case: Gemm(case[0], args.row_type, "store", offsets=case[2]) for case in CASES}
     read = ReadAll()
-    kernels = compile_kernels([*specs.values(), read], isa)
+    peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
+    kernels = compile_kernels([*specs.values(), read, *peaks], isa)
     pool = ThreadPool(kernels, args.threads)
-    assert {kind for kind, _, _ in CASES} <= {"bf16", *CODE_KINDS}
+    assert {kind for kind, _, _ in CASES} <= {"bf16", *FEW_BITS}
+    alone = {peak.rows: _registers_alone(peak, isa, kernels, pool, args.threads) for peak in peaks}
+    print(", ".join(f"registers alone: {rate:.0f} G operations/s of {rows}" for rows, rate in alone.items()))
     for rows in map(int, args.rows.split(",")):
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
         # A row has an odd number of cache lines, as in a worker's buffers, so that rows do not share places in a cache.
@@ -134,11 +150,25 @@ def main() -> None:
         found = fastest_ms(calls, args.repeats)
         rate = sizes["a streaming read"] / found["a streaming read"]
         table = Table(title=f"{rows} rows of {args.row_type}, {isa.name}, {args.threads} threads, {args.layers} layers")
-        for heading in ("weights", "ms", "GB/s", "share of the read's rate", "bf16's time / this time"):
+        for heading in (
+            "weights",
+            "ms",
+            "G operations/s",
+            "GB/s",
+            "share of the read's rate",
+            "bf16's time / this time",
+        ):
             table.add_column(heading, justify="right")
         for name, middle in found.items():
             speed = sizes[name] / middle
-            cells = f"{middle:.3f}", f"{speed / 1e6:.1f}", f"{speed / rate:.2f}", f"{found['bf16'] / middle:.2f}"
+            work = 0 if "read" in name else 2e-6 * args.layers * rows * sum(math.prod(shape) for shape in SHAPES)
+            cells = (
+                f"{middle:.3f}",
+                f"{work / middle:.0f}",
+                f"{speed / 1e6:.1f}",
+                f"{speed / rate:.2f}",
+                f"{found['bf16'] / middle:.2f}",
+            )
             table.add_row(name, *cells)
         show_table(table)
     pool.close()

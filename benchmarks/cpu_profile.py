@@ -17,13 +17,14 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.cpu_steps import CpuStepBench, fastest, kernels_bench, limits_of
+from benchmarks.cpu_steps import CpuStepBench, dots_rate, fastest, kernels_bench, limits_of
 from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.products.packing import INT8_DOTS
 from pillion.kernels.cpu.runtime.program import Operation
 
 CONTEXT_TOKENS = 264
@@ -32,10 +33,12 @@ DECODES = (1, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
-    """What this processor can do at most: operations of products, and bytes read from memory, each second."""
+    """What this processor can do at most, each second: operations of products, and those of products of int8 codes, and
+    bytes read from memory."""
 
     operations: float
     read_bytes: float
+    int8_operations: float
 
 
 def label(operation: Operation) -> str:
@@ -45,27 +48,29 @@ def label(operation: Operation) -> str:
     return f"{operation.spec.name} {operation.values['pairs'] * 32}x{operation.values['depth']}"
 
 
-def product_work(operations: list[Operation], batch: StepBatch) -> tuple[int, int]:
-    """Return the operations of products, and the bytes of weights that they read at least once."""
-    work = size = 0
+def product_work(operations: list[Operation], batch: StepBatch) -> tuple[int, int, int]:
+    """Return the operations of products, those of products of int8 codes, and the bytes of weights that they read."""
+    work = int8_work = size = 0
     for operation in operations:
         if isinstance(operation.spec, Gemm):
             values, spec = operation.values, operation.spec
             rows = (len(batch.sample_rows) if spec.rows_of == "num_samples" else batch.num_tokens) * values["x"].each
-            work += 2 * rows * values["pairs"] * 32 * values["depth"]
+            mine = 2 * rows * values["pairs"] * 32 * values["depth"]
+            work, int8_work = (work, int8_work + mine) if spec.weights == INT8_DOTS else (work + mine, int8_work)
             size += values["group_bytes"] * min(rows, values["num_groups"])
-    return work, size
+    return work, int8_work, size
 
 
 def describe(operations: list[Operation], batch: StepBatch, seconds: float, peaks: PeakRates) -> dict[str, Any]:
     """Return the figures of some operations that took ``seconds``."""
-    work, size = product_work(operations, batch)
+    work, int8_work, size = product_work(operations, batch)
     found: dict[str, Any] = {"ms": seconds * 1000}
-    if work:
-        least = max(work / peaks.operations, size / peaks.read_bytes)
+    if work or int8_work:
+        in_registers = work / peaks.operations + int8_work / peaks.int8_operations
+        least = max(in_registers, size / peaks.read_bytes)
         found |= {
-            "gops": work / seconds / 1e9,
-            "of_registers": work / seconds / peaks.operations,
+            "gops": (work + int8_work) / seconds / 1e9,
+            "of_registers": in_registers / seconds,
             "of_read": size / seconds / peaks.read_bytes,
             "of_limit": least / seconds,
         }
@@ -119,10 +124,11 @@ def main() -> None:
     steps = {}
     for name, batch in batches.items():
         bench.backend.forward(batch)
-        peaks = PeakRates(*limits_of(bench.backend, args.threads))
+        peaks = PeakRates(*limits_of(bench.backend, args.threads), dots_rate(bench.backend, args.threads, "int8"))
         steps[name] = profile(bench, batch, args.repeats, peaks)
         show(f"{name}; {bench.backend.model.isa.name}, {prepared.dtype}, {args.threads} threads", steps[name])
-        print(f"registers allow {peaks.operations / 1e9:.0f} G operations/s, memory {peaks.read_bytes / 1e9:.1f} GB/s")
+        dots = f"{peaks.operations / 1e9:.0f} G operations/s, of int8 {peaks.int8_operations / 1e9:.0f}"
+        print(f"registers allow {dots}, memory {peaks.read_bytes / 1e9:.1f} GB/s")
     save(f"cpu_profile-{bench.backend.model.isa.name}", {"dtype": prepared.dtype, "steps": steps})
 
 

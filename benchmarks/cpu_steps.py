@@ -91,19 +91,25 @@ def kernels_bench(
     model = load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype)
     specs = [operation.spec for operation in model.plan.operations]
     stream = AttentionRead(attention_shape(model.config, model.layout, model.dtype))
-    limits: list[KernelSpec] = [stream, PeakDots(model.dtype == "bfloat16"), ReadAll()]
+    limits: list[KernelSpec] = [stream, *map(PeakDots, ("bf16", "fp32", "int8")), ReadAll()]
     return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
 
 def limits_of(backend: CpuBackend, threads: int) -> tuple[float, float]:
     """Measure the most operations and bytes a second: products in registers, and a read of the packed weights."""
     sink = np.ones(16 * SINK_THREADS, np.float32)
-    dots = PeakDots(backend.model.dtype == "bfloat16")
-    multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
     data = backend.model.weights.linear("lm_head").data
     size = data.numel() * data.element_size() // 65536 * 65536
     read = backend.again([Operation(ReadAll(), {"data": data, "sink": sink, "bytes": size})])
-    return dots.operations(backend.model.isa) * PEAK_ROUNDS * threads / fastest(multiply, 5), size / fastest(read, 5)
+    rows = {"bfloat16": "bf16", "float32": "fp32"}[backend.model.dtype]
+    return dots_rate(backend, threads, rows), size / fastest(read, 5)
+
+
+def dots_rate(backend: CpuBackend, threads: int, rows: str) -> float:
+    """Measure the most operations a second of products in registers, of rows of a type of :class:`PeakDots`."""
+    dots, sink = PeakDots(rows), np.ones(16 * SINK_THREADS, np.float32)
+    multiply = backend.again([Operation(dots, {"sink": sink, "rounds": PEAK_ROUNDS})])
+    return dots.operations(backend.model.isa) * PEAK_ROUNDS * threads / fastest(multiply, 5)
 
 
 def fastest(call: Callable[[], None], repeats: int) -> float:

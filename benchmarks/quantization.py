@@ -32,6 +32,7 @@ KINDS = {
     "bfloat16": ("none", "auto", "auto"),
     "int8": ("int8", "auto", "auto"),
     "int8, groups of 32": ("int8", "32", "auto"),
+    "int8-dynamic": ("int8-dynamic", "auto", "auto"),
     "int4, groups of 32": ("int4", "32", "auto"),
     "int4, groups of 128": ("int4", "128", "auto"),
     "bfloat16, KV fp8": ("none", "auto", "fp8"),

@@ -37,8 +37,10 @@ MAX_LORAS = 256
 MAX_LORA_RANK = 512
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
-CPU_KERNEL_CHOICES = ("auto", "avx512_bf16", "avx512", "avx2", "neon", "torch")
-QUANTIZATION_CHOICES = ("none", "int8", "int4")
+CPU_KERNEL_CHOICES = (
+    "auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
+)  # fmt: skip
+QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
 QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # float16, alias half, computes in float32, which holds its numbers exactly.
@@ -195,7 +197,9 @@ class ModelFlags:
         "auto", "Type of plain weights, arithmetic and KV; float16 is run in float32.", choices=DTYPE_CHOICES
     )
     quantization: str = flag(
-        "none", "Linear layers' weights of a plain checkpoint in 8 or 4 bits.", choices=QUANTIZATION_CHOICES
+        "none",
+        "Linear layers' weights of a plain checkpoint in 8 or 4 bits; int8-dynamic: their inputs in 8 bits, too (CPU).",
+        choices=QUANTIZATION_CHOICES,
     )
     quantization_group_size: str = flag(
         "auto",

@@ -36,11 +36,16 @@ TORCH_BFLOAT16 = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and the backend that runs it. ``operators`` names the kernels in logs and metrics."""
+    """A model and the backend that runs it.
+
+    ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
+    cores; 0: it has no board.
+    """
 
     prepared: PreparedModel
     backend: Backend
     operators: str = "torch"
+    core_share: float = 0.0
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""
@@ -71,7 +76,7 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
-    for note in precision_notes(prepared):
+    for note in precision_notes(prepared, device):
         log.warning("%s", note)
     quantization = load_config(prepared.folder).quantization
     if quantization is not None:
@@ -107,7 +112,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         model.layout.dtype,
     )
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}")
+    owned = threads / share.board.cores if share is not None else 0.0
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
 
 
 def _core_share(flags: WorkerFlags) -> CoreShare | None:
@@ -122,7 +128,7 @@ def _core_share(flags: WorkerFlags) -> CoreShare | None:
         return None
 
 
-def precision_notes(prepared: PreparedModel) -> Iterator[str]:
+def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:
     """Yields a sentence for each reason why answers are not those of the checkpoint in transformers."""
     saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
     half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
@@ -132,11 +138,15 @@ def precision_notes(prepared: PreparedModel) -> Iterator[str]:
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
             " --dtype float32 computes with exactly its weights"
         )
-    if config.quantization is not None and config.quantization.activations:
-        yield (
-            "the checkpoint's producer also rounds the inputs of quantized layers to"
-            f" {config.quantization.activations}; here they are not rounded, which is nearer to the unquantized model"
-        )
+    if config.quantization is not None:
+        rounded = config.quantization.activations
+        if device == "cuda" and config.quantization.rounds_rows:
+            rounded = rounded or "int8"
+        if rounded:
+            yield (
+                f"the checkpoint's producer also rounds the inputs of quantized layers to {rounded}; here they are not"
+                " rounded, which is nearer to the unquantized model"
+            )
     for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (

@@ -97,7 +97,12 @@ class WeightKind:
     @property
     def group(self) -> int:
         """Weights that share a scale; 0 for one scale for each output."""
-        chosen = {"int4": 32, "int8": 0}[self.quantization]
+        if self.quantization == "int8-dynamic" and self.quantization_group_size != "auto":
+            raise ConfigError(
+                f"--quantization-group-size {self.quantization_group_size} is for int4 and int8; int8-dynamic"
+                " has a scale for each output, because its products add up whole numbers"
+            )
+        chosen = {"int4": 32, "int8": 0, "int8-dynamic": 0}[self.quantization]
         return chosen if self.quantization_group_size == "auto" else int(self.quantization_group_size)
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ CODE_RANGES = {
     "int4": CodeRange("uint4", 0, 15, True),
     # -128 is left out, so that the largest weights of both signs are alike.
     "int8": CodeRange("int8", -127, 127, False),
+    "int8-dynamic": CodeRange("int8", -127, 127, False),
 }
 
 
@@ -209,7 +210,8 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     finally:
         torch.set_num_threads(threads)
     words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
-    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words}
+    rows = {"row_codes": "dynamic"} if kind == "int8-dynamic" else {}
+    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words, **rows}
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 

@@ -16,7 +16,7 @@ from pillion.engine.models.decoder import LayerWeights, ModelWeights
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Types of arithmetic and KV, by their names in flags and layouts.
@@ -30,7 +30,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
     not fit the config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
-        return Linear(plain(weight, dtype), bias)
+        return Linear(plain(weight, dtype), bias, row_codes=row_codes_of([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
         embedding = checkpoint.take("embedding", dtype)

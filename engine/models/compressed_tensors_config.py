@@ -96,6 +96,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     if type(bits) is not int or not (floats or (kind == "int" and bits in (4, 8))):
         raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, and 8 of float are")
     rows, size = _shares(weights)
+    activations, row_codes = _activations(group.get("input_activations"))
     return MatrixScheme(
         layout=layout,
         kind="fp8" if floats else "int",
@@ -103,7 +104,8 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         rows=rows,
         group=size,
         symmetric=bool(weights.get("symmetric", True)),
-        activations=_activations(group.get("input_activations")),
+        activations=activations,
+        row_codes=row_codes,
     )
 
 
@@ -123,9 +125,18 @@ def _shares(weights: Raw) -> tuple[int, int]:
     raise unsupported(f"{_WHERE} with the strategy {strategy}", "tensor, channel, group and block are")
 
 
-def _activations(inputs: Any) -> str:
+def _activations(inputs: Any) -> tuple[str, str]:
+    """The scheme's ``activations`` and ``row_codes``."""
     if not inputs:
-        return ""
+        return "", ""
     if not isinstance(inputs, Mapping) or inputs.get("num_bits", 8) != 8:
         raise unsupported(f"{_WHERE} with input_activations = {repr(inputs)[:60]}", "8 bits are")
-    return "fp8" if words_of(inputs, "type", "int") == "float" else "int8"
+    refuse_others(inputs, _NUMBER_KEYS, "input_activations")
+    if words_of(inputs, "type", "int") == "float":
+        return "fp8", ""
+    dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)
+    strategy = words_of(inputs, "strategy", "token" if dynamic else "tensor")
+    if dynamic is True and strategy == "token":
+        return "", "dynamic" if symmetric else "asymmetric"
+    # One scale for all rows that are there at a time would make a row's result depend on the others.
+    return ("", "static") if not dynamic and strategy == "tensor" else ("int8", "")

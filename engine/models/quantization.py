@@ -35,8 +35,10 @@ class MatrixScheme:
         group: inputs that share a scale; 0 for all inputs.
         rows: outputs that share a scale; 0 for all outputs.
         symmetric: whether there are no zero points.
-        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8"), or "". Products here
-            do not round them.
+        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8") where no product here
+            does, or "".
+        row_codes: how products here round a layer's inputs to int8, one of
+            :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
     """
 
     layout: str
@@ -46,6 +48,7 @@ class MatrixScheme:
     rows: int = 1
     symmetric: bool = True
     activations: str = ""
+    row_codes: str = ""
 
     @property
     def words(self) -> str:
@@ -65,11 +68,13 @@ class Quantization:
         schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
             on. The first match decides. In Pillion's own format the tensors themselves say all.
         weights: what the config says of its weights in words, where there are no schemes.
+        row_codes: as in a scheme, for all modules, where there are no schemes.
     """
 
     method: str
     schemes: tuple[tuple[str, MatrixScheme], ...] = ()
     weights: str = ""
+    row_codes: str = ""
 
     @property
     def words(self) -> str:
@@ -80,9 +85,14 @@ class Quantization:
 
     @property
     def activations(self) -> str:
-        """The types to which the producer rounds the inputs of layers, or ""."""
+        """The types to which the producer rounds the inputs of layers and products here do not, or ""."""
         found = (scheme.activations for _, scheme in self.schemes if scheme.activations)
         return " and ".join(dict.fromkeys(found))
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether products on CPUs round the inputs of some layers to int8."""
+        return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
 
 
 def unsupported(what: str, why: str = "") -> ConfigError:

@@ -6,6 +6,8 @@ This is the plain form, with one code a byte, of one layer at a time; no product
 that all kernels must have:
 
     weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
+
+Where the matrix has ``row_codes``, a row that meets it is rounded before.
 """
 
 from __future__ import annotations
@@ -49,6 +51,47 @@ _PIECE_WEIGHTS = 2**22
 _WHOLE = ("uint4", "int4", "int8")
 
 
+# The ways in which rows become codes.
+ROW_SCHEMES = ("dynamic", "asymmetric", "static")
+# The numbers of int8, and what the largest size in a row becomes where codes are symmetric, as in compressed-tensors.
+LEAST_CODE, MOST_CODE, SYMMETRIC_CODE = -128, 127, 127.5
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """How rows that meet a matrix are rounded to int8: x becomes scale * (code - zero).
+
+    Attributes:
+        scheme: one of ROW_SCHEMES. "dynamic": each row has a scale, by its largest size, and no zero. "asymmetric":
+            each row has a scale and a zero, by its least and largest value. "static": all rows have ``scale`` and
+            ``zero``.
+        scale: of all rows.
+        zero: of all rows, -128 to 127.
+    """
+
+    scheme: str = "dynamic"
+    scale: float = 1.0
+    zero: int = 0
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether rows may have zero points."""
+        return self.scheme == "asymmetric" or self.zero != 0
+
+    def round(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [..., K] -> the numbers that their codes stand for, of the same shape and type."""
+        wide = rows.float()
+        scale, zero = torch.tensor(self.scale), torch.tensor(float(self.zero))
+        if self.scheme == "dynamic":
+            scale, zero = wide.abs().amax(-1, keepdim=True) / SYMMETRIC_CODE, torch.tensor(0.0)
+        elif self.scheme == "asymmetric":
+            low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+            scale = (high - low) / (MOST_CODE - LEAST_CODE)
+            zero = (LEAST_CODE - low / scale).clamp(LEAST_CODE, MOST_CODE).round()
+        codes = (wide / scale + zero).round().clamp(LEAST_CODE, MOST_CODE)
+        return torch.where(scale == 0, 0.0, (codes - zero) * scale).to(rows.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [N outputs, K inputs] in few bits.
@@ -60,6 +103,7 @@ class QuantizedMatrix:
         offsets: float32, of the shape of ``scales``, or None where all are 0.
         group: inputs that share a scale; K or more for one scale for each output.
         order: int64 [K], the input that each column belongs to (GPTQ's act-order), or None where columns are in order.
+        row_codes: how rows are rounded that meet the matrix, or None where they are taken as they are.
     """
 
     coding: str
@@ -68,6 +112,7 @@ class QuantizedMatrix:
     group: int
     offsets: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    row_codes: RowCodes | None = None
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -111,6 +156,25 @@ def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
+def row_codes_of(matrices: Sequence[Matrix]) -> RowCodes | None:
+    """How rows are rounded that meet all these matrices; None where they are taken as they are.
+
+    Where the scales of all rows differ, the least scale and zero that hold the numbers of all of them are taken.
+    """
+    found = [matrix.row_codes if isinstance(matrix, QuantizedMatrix) else None for matrix in matrices]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found) or len({each.scheme for each in known}) != 1:
+        return None
+    if len(set(known)) == 1:
+        return known[0]
+    low = min(each.scale * (LEAST_CODE - each.zero) for each in known)
+    high = max(each.scale * (MOST_CODE - each.zero) for each in known)
+    if not any(each.zero for each in known):
+        return RowCodes("static", max(each.scale for each in known))
+    scale = (high - low) / (MOST_CODE - LEAST_CODE)
+    return RowCodes("static", scale, max(LEAST_CODE, min(MOST_CODE, round(LEAST_CODE - low / scale))))
+
+
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
     """The outputs that ``index`` names."""
     return matrix.rows(index) if isinstance(matrix, QuantizedMatrix) else matrix[index]
@@ -129,6 +193,7 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
         alike = _alike(quantized)
         return replace(
             alike[0],
+            row_codes=row_codes_of(parts),
             codes=torch.cat([part.codes for part in alike]),
             scales=torch.cat([part.scales for part in alike]),
             offsets=None
@@ -152,7 +217,9 @@ def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
     least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
-    return groups and codings and all(same_order(part, first) for part in parts)
+    # Rows are rounded for all parts or for none.
+    rounded = len({part.row_codes and part.row_codes.scheme for part in parts}) == 1
+    return groups and codings and rounded and all(same_order(part, first) for part in parts)
 
 
 def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:

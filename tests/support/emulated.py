@@ -94,11 +94,11 @@ class EmulatedRunner:
     One emulated process runs all kernels, a line in and a line out for each, because an emulator starts slowly.
     """
 
-    def __init__(self, specs: Sequence[KernelSpec], folder: Path, checked: bool) -> None:
+    def __init__(self, specs: Sequence[KernelSpec], folder: Path, checked: bool, isa: str = "neon") -> None:
         self.kernels = SimpleNamespace(checked=checked)  # The attribute that tests read of a runner.
         self._names = list(dict.fromkeys(spec.name for spec in specs))
         self._program, self._memory = folder / "program", folder / "memory"
-        (folder / "kernels.o").write_bytes(object_code(specs, BY_NAME["neon"], checked=checked))
+        (folder / "kernels.o").write_bytes(object_code(specs, BY_NAME[isa], checked=checked))
         numbers = range(len(self._names))
         source = _DRIVER.format(
             declared="\n".join(f'extern word k{i}() __asm__("{self._names[i]}");' for i in numbers),

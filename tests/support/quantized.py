@@ -185,6 +185,42 @@ def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weight
     return Producer({"quant_method": "compressed-tensors", "ignore": ["lm_head"], **config}, quantize)
 
 
+def static_int8(symmetric: bool = True) -> Producer:
+    """compressed-tensors W8A8 with one scale for all rows that meet a module."""
+    rows = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": symmetric}
+    base = compressed("int-quantized", rows, num_bits=8, strategy="channel")
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = base.quantize(name, weight)
+        tensors[f"{module_of(name)}.input_scale"] = torch.tensor([0.025])
+        if not symmetric:
+            tensors[f"{module_of(name)}.input_zero_point"] = torch.tensor([5], dtype=torch.int8)
+        return tensors, values
+
+    return Producer(base.config, quantize)
+
+
+def round_rows(model: Any, few: pathlib.Path) -> Any:
+    """A transformers model of plain values, whose linear layers round their inputs as compressed-tensors does for the
+    checkpoint ``few``; the model itself where this checkpoint says nothing of int8."""
+    config = json.loads((few / "config.json").read_text())["quantization_config"]
+    groups = config.get("config_groups", {})
+    rows = groups.get("group_0", {}).get("input_activations") or {}
+    if rows.get("type") != "int":
+        return model
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    group = {"targets": ["Linear"], "input_activations": rows}
+    made = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"], quantization_status="frozen")
+    apply_quantization_config(model, made)
+    noted = load_file(few / "model.safetensors")
+    for name, module in model.named_modules():
+        for part in ("input_scale", "input_zero_point"):
+            if f"{name}.{part}" in noted:
+                getattr(module, part).data = noted[f"{name}.{part}"]
+    return model
+
+
 def _library_scales(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales in bfloat16 and zero points, of the shapes that compressed-tensors gives them."""
     rows, columns = weight.shape
@@ -248,6 +284,17 @@ def fp8(block: tuple[int, int] | None = (32, 16), scale_fmt: str = "float") -> P
 
     config = {"quant_method": "fp8", "weight_block_size": block and list(block), "scale_fmt": scale_fmt}
     return Producer({**config, "activation_scheme": "dynamic" if block else "static"}, quantize, stacks=True)
+
+
+def fbgemm_fp8() -> Producer:
+    """A scale for each output, and a bound of the scales of inputs."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales = weight.abs().amax(1, keepdim=True) / 448
+        codes = (weight / scales).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale": scales}, codes.float() * scales
+
+    return Producer({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, quantize)
 
 
 def nf4(nested: bool = True, block: int = 64) -> Producer:
@@ -323,7 +370,12 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "w8a16": lambda group: compressed("naive-quantized", num_bits=8, strategy="group", group_size=group),
     "w8a8": lambda group: compressed("int-quantized", INT8_ROWS, num_bits=8, strategy="channel"),
     "w8a8-asymmetric": lambda group: compressed(
-        "int-quantized", INT8_ROWS, num_bits=8, strategy="channel", symmetric=False
+        "int-quantized", {**INT8_ROWS, "symmetric": False}, num_bits=8, strategy="channel", symmetric=False
+    ),
+    "w8a8-static": lambda group: static_int8(),
+    "w8a8-static-asymmetric": lambda group: static_int8(False),
+    "w4a8": lambda group: compressed(
+        "pack-quantized", {**INT8_ROWS, "symmetric": False}, num_bits=4, strategy="group", group_size=group
     ),
     "fp8-tensor": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="tensor"),
     "fp8-channel": lambda group: compressed("float-quantized", FP8_ROWS, num_bits=8, type="float", strategy="channel"),
@@ -333,6 +385,7 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "deepseek-fp8": lambda group: fp8((32, 16)),
     "deepseek-fp8-ue8m0": lambda group: fp8((32, 16), "ue8m0"),
     "fp8-static": lambda group: fp8(None),
+    "fbgemm-fp8": lambda group: fbgemm_fp8(),
     "nf4": lambda group: nf4(nested=False),
     "nf4-nested": lambda group: nf4(),
     "bnb-int8": lambda group: bnb_int8(),

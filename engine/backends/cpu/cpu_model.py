@@ -26,7 +26,7 @@ from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_adapters import AdapterTable
-from pillion.engine.backends.cpu.cpu_weights import CpuWeights
+from pillion.engine.backends.cpu.cpu_weights import CpuLinear, CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
@@ -37,9 +37,10 @@ from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerg
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
-from pillion.kernels.cpu.products.input_rows import GatherInputs, SumInputs
+from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS_BYTES, CodeInputs, GatherInputs, SumInputs
 from pillion.kernels.cpu.products.low_rank import AdapterGemm, Shrink
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
+from pillion.kernels.cpu.products.packing import INT8_DOTS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
@@ -147,16 +148,27 @@ class OperationBuilder:
             values |= {"x_stride": x.stride, "out_stride": ordered.stride}
             yield Operation(GatherInputs(self.bf16, self.rows_of), values, self.when)
             x = ordered
-        sums = None
-        if linear.offsets:
+        sums, rows = None, "fp32" if x.dtype == "float32" else "bf16"
+        if linear.row_codes is not None:
+            operation = self.coded(linear, x)
+            x, sums = operation.values["out"], operation.values["constants"]
+            yield operation
+        if linear.offsets and sums is None:
             groups = -(-linear.depth // linear.inputs)
             sums = self.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
             values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.inputs}
             values |= {"x_stride": x.stride, "sums_stride": sums.stride}
             yield Operation(SumInputs(self.bf16, self.rows_of, x.each), values, self.when)
-        rows, grouped = "fp32" if x.dtype == "float32" else "bf16", group_starts is not None
-        has_bias = linear.bias is not None
-        spec = spec_type(linear.kind, rows, epilogue, f"num_{self.rows_of}", has_bias, grouped, linear.offsets)
+        spec = spec_type(
+            linear.kind,
+            rows,
+            epilogue,
+            f"num_{self.rows_of}",
+            bias=linear.bias is not None,
+            grouped=group_starts is not None,
+            offsets=linear.offsets,
+            zeros=linear.kind == INT8_DOTS and linear.row_codes is not None and linear.row_codes.has_zeros,
+        )
         values = {
             "x": x,
             "weights": linear.data,
@@ -176,6 +188,29 @@ class OperationBuilder:
             **added,
         }
         yield Operation(spec, values, self.when)
+
+    def coded(self, linear: CpuLinear, x: Buffer) -> Operation:
+        """Rounds ``x`` for the matrix: to codes for a product in integers, else to the numbers that they stand for."""
+        row_codes, depth, as_codes = linear.row_codes, linear.depth, linear.kind == INT8_DOTS
+        assert row_codes is not None
+        out = self.buffer(f"{'codes' if as_codes else 'rounded'}{depth}x{x.each}", depth, x.dtype, x.each)
+        constants = None
+        if as_codes:
+            out = replace(out, dtype="int8")
+            constants = self.buffer(f"row_constants{x.each}", ROW_CONSTANTS_BYTES // 4, "float32", x.each)
+        values = {
+            "x": x,
+            "out": out,
+            "constants": constants,
+            "depth": depth,
+            "x_stride": x.stride,
+            "out_stride": out.stride,
+            "constants_stride": 0 if constants is None else constants.stride,
+            "scale": row_codes.scale,
+            "zero": row_codes.zero,
+        }
+        spec = CodeInputs(row_codes.scheme, x.dtype != "float32", self.rows_of, x.each, as_codes)
+        return Operation(spec, values, self.when)
 
     def _shrink(self, adapters: AdapterTable, name: str, x: Buffer) -> Operation:
         """shrunk = A x for the rows with an adapter."""

@@ -29,6 +29,8 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.packing import (
     DEPTH_MULTIPLE,
+    FEW_BITS,
+    INT8_DOTS,
     MAX_GROUP_INPUTS,
     PANEL_COLUMNS,
     PackedWeight,
@@ -42,7 +44,14 @@ from pillion.kernels.cpu.products.packing import (
     panel_bytes,
 )
 from pillion.kernels.cpu.products.packing import DTYPES as KINDS
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
+from pillion.kernels.torch.quantized_matrix import (
+    ROW_SCHEMES,
+    Matrix,
+    QuantizedMatrix,
+    RowCodes,
+    row_codes_of,
+    select_rows,
+)
 from pillion.kernels.torch.torch_linear import Linear
 
 # The numbers of a matrix in the file; the kind is its place in KINDS.
@@ -62,6 +71,7 @@ class CpuLinear:
         pairs: pairs of 16 columns with padding.
         inputs: inputs that share a scale, in few bits; else 0.
         offsets: whether such groups have offsets.
+        row_codes: how rows are rounded before the product, or None where they are taken as they are.
     """
 
     kind: str
@@ -74,6 +84,7 @@ class CpuLinear:
     group_bytes: int
     inputs: int
     offsets: bool
+    row_codes: RowCodes | None = None
 
 
 class CpuWeights(PackedFile):
@@ -89,11 +100,18 @@ class CpuWeights(PackedFile):
         kind, offsets = list(KINDS)[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
-        linear = CpuLinear(kind=kind, data=data, bias=bias, order=order, offsets=offsets, **numbers)
+        codes = self.tensors.get(f"{name}.row_codes")
+        row_codes = None if codes is None else _row_codes(codes)
+        linear = CpuLinear(
+            kind=kind, data=data, bias=bias, order=order, offsets=offsets, row_codes=row_codes, **numbers
+        )
         sound = min(linear.depth, linear.pairs, linear.num_groups) > 0 and data.dtype == KINDS[kind]
         if kind in CODE_KINDS:
             sound = sound and 0 < linear.inputs <= MAX_GROUP_INPUTS
-            sound = sound and linear.depth % DEPTH_MULTIPLE == 0 == linear.inputs % DEPTH_MULTIPLE
+            sound = sound and linear.inputs % DEPTH_MULTIPLE == 0
+        if kind in FEW_BITS:
+            sound = sound and linear.depth % DEPTH_MULTIPLE == 0
+        sound = sound and (kind != INT8_DOTS or row_codes is not None)
         sound = sound and linear.group_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.inputs, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_groups * linear.group_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_groups * linear.pairs * PANEL_COLUMNS)
@@ -171,14 +189,15 @@ class _Packer:
         for mlp in mlps:
             weight, order = mlp.gate_up.weight, _inner_order(mlp)
             inner = weight.shape[0] // 2
-            halves = (select_rows(weight, part) for part in (slice(0, inner), slice(inner, None)))
-            gates.append([select_rows(half, order) for half in halves])
+            parts = (slice(0, inner), slice(inner, None))
+            gates.append([select_rows(select_rows(weight, part), order) for part in parts])
             down = mlp.down.weight
             downs.append(replace(down, order=None) if isinstance(down, QuantizedMatrix) else down)
-        kind, offsets = self._chosen([half for pair in gates for half in pair], len(mlps))
-        self._write(prefix + "gate_up", [pack_gated(gate, up, kind, offsets) for gate, up in gates])
+        halves = [half for pair in gates for half in pair]
+        kind, offsets = self._chosen(halves, len(mlps))
+        self._write(prefix + "gate_up", [pack_gated(gate, up, kind, offsets) for gate, up in gates], halves)
         kind, offsets = self._chosen(downs, len(mlps))
-        self._write(prefix + "down", [pack_linear(down, kind, offsets) for down in downs])
+        self._write(prefix + "down", [pack_linear(down, kind, offsets) for down in downs], downs)
 
     def _chosen(self, matrices: Sequence[Matrix], num_groups: int = 1) -> tuple[str, bool]:
         """The kind of panels that hold all of the matrices, and whether they have offsets."""
@@ -198,20 +217,29 @@ class _Packer:
             self.writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
 
     def _linear(self, name: str, linear: Linear) -> None:
-        self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))])
+        self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))], [linear.weight])
         if linear.bias is not None:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))
 
-    def _write(self, name: str, packed: list[PackedWeight]) -> None:
-        """Writes one matrix, or the matrices of all experts one behind the other."""
+    def _write(self, name: str, packed: list[PackedWeight], matrices: Sequence[Matrix] = ()) -> None:
+        """Writes one matrix, or the matrices of all experts one behind the other, made of ``matrices``."""
         first = packed[0]
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
         if first.order is not None:
             self.writer.tensor(name + ".order", first.order)
+        row_codes = row_codes_of(matrices)
+        if row_codes is not None:
+            numbers = ROW_SCHEMES.index(row_codes.scheme), row_codes.scale, row_codes.zero
+            self.writer.tensor(name + ".row_codes", torch.tensor(numbers, dtype=torch.float32))
         kind = list(KINDS).index(first.kind)
         values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
         for field, value in zip(_NUMBERS, values, strict=True):
             self.writer.number(f"{name}.{field}", value)
+
+
+def _row_codes(stored: torch.Tensor) -> RowCodes:
+    scheme, scale, zero = stored.tolist()
+    return RowCodes(ROW_SCHEMES[int(scheme) % len(ROW_SCHEMES)], scale, int(zero))
 
 
 def _inner_order(mlp: GatedMLP) -> slice | torch.Tensor:

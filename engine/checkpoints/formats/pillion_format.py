@@ -18,15 +18,19 @@ import torch
 from pillion.engine.checkpoints.formats.layout import finite, stem, unpack_halves
 from pillion.engine.checkpoints.weight_format import TensorHeader
 from pillion.errors import ConfigError
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
 
 _FOUR_BITS = {True: "uint4", False: "int4"}  # By whether there are offsets.
 
 
 class PillionFormat:
-    """Reads the layout; see :class:`pillion.engine.checkpoints.weight_format.WeightFormat`."""
+    """Reads the layout; see :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
 
-    def __init__(self) -> None:
+    ``row_codes``: how rows are rounded that meet a matrix whose codes have one byte, or "" where they are not.
+    """
+
+    def __init__(self, row_codes: str = "") -> None:
+        self._row_codes = RowCodes(row_codes) if row_codes else None
         self._shifted: set[str] = set()  # Names of the matrices that have offsets.
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ class PillionFormat:
         offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
         group = columns // scales.shape[1]
         if codes.dtype == torch.int8:
-            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets)
+            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes)
         halves = unpack_halves(codes)[..., :columns]
         return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
 

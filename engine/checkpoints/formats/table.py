@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from pillion.engine.checkpoints.formats.bitsandbytes import Int8Layout, Nf4Layout
 from pillion.engine.checkpoints.formats.compressed import CodesLayout, PackedLayout
 from pillion.engine.checkpoints.formats.int32_layouts import AwqLayout, GptqLayout
-from pillion.engine.checkpoints.formats.layout import Headers, Layout, Part, stem
+from pillion.engine.checkpoints.formats.layout import Get, Headers, Layout, Part, finite, stem
 from pillion.engine.checkpoints.formats.pillion_format import PillionFormat
 from pillion.engine.checkpoints.weight_format import WeightFormat
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.quantization import OWN_METHOD, MatrixScheme, Quantization
 from pillion.errors import ConfigError
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, QuantizedMatrix, RowCodes
 
 LAYOUTS: Mapping[str, Layout] = {
     "awq": AwqLayout(),
@@ -28,7 +29,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "bnb4": Nf4Layout(),
     "bnb8": Int8Layout(),
 }
-# What some producers note of the rounding of a layer's inputs and outputs, which products here do not do.
+# What some producers note of the rounding of a layer's inputs and outputs. Products in integers take the first two.
 _OF_ROWS = (
     "input_scale",
     "input_zero_point",
@@ -43,7 +44,7 @@ def choose_format(config: ModelConfig) -> WeightFormat | None:
     if config.quantization is None:
         return None
     own = config.quantization.method == OWN_METHOD
-    return PillionFormat() if own else ConfiguredFormat(config.quantization)
+    return PillionFormat(config.quantization.row_codes) if own else ConfiguredFormat(config.quantization)
 
 
 class ConfiguredFormat:
@@ -64,14 +65,19 @@ class ConfiguredFormat:
         parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
         for part in parts:
             _check(part, headers, self._words)
-        join = "_" if module == name else "."
-        names = [part.name for part in parts] + [f"{module}{join}{noted}" for noted in _OF_ROWS]
+        names = [part.name for part in parts] + [_of_rows(name, noted) for noted in _OF_ROWS]
+        if scheme.row_codes == "static" and _of_rows(name, "input_scale") not in headers:
+            raise ConfigError(f"{_of_rows(name, 'input_scale')} is missing, which inputs of int8 without dynamic need")
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         scheme = self._scheme(stem(name))
         assert scheme is not None
-        return LAYOUTS[scheme.layout].read(name, shape, scheme, get)
+        matrix = LAYOUTS[scheme.layout].read(name, shape, scheme, get)
+        if not scheme.row_codes:
+            return matrix
+        static = scheme.row_codes == "static"
+        return replace(matrix, row_codes=_static(name, get) if static else RowCodes(scheme.row_codes))
 
     def _scheme(self, module: str) -> MatrixScheme | None:
         """The scheme whose pattern is the first to match a module's name; None where the config has none for it."""
@@ -81,6 +87,27 @@ class ConfiguredFormat:
             found = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
             self._schemes[module] = next(found, None)
         return self._schemes[module]
+
+
+def _of_rows(name: str, noted: str) -> str:
+    """The tensor that notes something of the rows that meet the matrix ``name``."""
+    module = stem(name)
+    return f"{module}{'_' if module == name else '.'}{noted}"
+
+
+def _static(name: str, get: Get) -> RowCodes:
+    """Reads the scale and the zero point of all rows."""
+    scale_name, zero_name = (_of_rows(name, noted) for noted in ("input_scale", "input_zero_point"))
+    try:
+        zero = get(zero_name).flatten().tolist()
+    except KeyError:
+        zero = [0]
+    scale = finite(scale_name, get(scale_name)).flatten().tolist()
+    if len(scale) != 1 or scale[0] <= 0:
+        raise ConfigError(f"{scale_name} holds {str(scale)[:60]}, not one number above 0")
+    if len(zero) != 1 or zero[0] not in range(LEAST_CODE, MOST_CODE + 1):
+        raise ConfigError(f"{zero_name} holds {str(zero)[:60]}, not one whole number from {LEAST_CODE} to {MOST_CODE}")
+    return RowCodes("static", scale[0], int(zero[0]))
 
 
 def _check(part: Part, headers: Headers, words: str) -> None:

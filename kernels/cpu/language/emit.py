@@ -34,6 +34,7 @@ _I1, I8, _I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
 VF, VI = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES)
 _VH = ir.VectorType(_I16, LANES)
+_WORDS = ir.VectorType(_I16, 2 * LANES)
 # A Python number; :meth:`Kernel.int` hides the name inside the class.
 Count = int
 LOG2E = 1.4426950408889634
@@ -134,6 +135,23 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
+class Quads:
+    """Sixteen lanes of 32 bits: integers, or four codes of 8 bits each, the first one in the lowest bits."""
+
+    k: Kernel
+    ir: Any
+
+    def __add__(self, other: Quads) -> Quads:
+        return Quads(self.k, self.k.builder.add(self.ir, other.ir))
+
+    def __sub__(self, other: Quads) -> Quads:
+        return Quads(self.k, self.k.builder.sub(self.ir, other.ir))
+
+    def __mul__(self, other: Quads) -> Quads:
+        return Quads(self.k, self.k.builder.mul(self.ir, other.ir))
+
+
+@dataclass(frozen=True, slots=True)
 class Ptr:
     """An address in bytes and, in checked mode, the bounds of the memory that it may access."""
 
@@ -151,7 +169,7 @@ class Ptr:
 class KernelVariable:
     """A value that can be assigned to; LLVM keeps it in a register."""
 
-    def __init__(self, k: Kernel, value: Vec | Int | Pairs) -> None:
+    def __init__(self, k: Kernel, value: Vec | Int | Pairs | Quads) -> None:
         self._k, self._kind = k, type(value)
         with k.builder.goto_entry_block():
             self._cell = k.builder.alloca(value.ir.type)
@@ -192,6 +210,14 @@ class Kernel:
         """An integer as float32, in all sixteen lanes."""
         return Vec(self, self.splat(self.builder.sitofp(value.ir, _F32)))
 
+    def real_lanes(self, value: Quads) -> Vec:
+        """Sixteen integers as float32."""
+        return Vec(self, self.builder.sitofp(value.ir, VF))
+
+    def whole_lanes(self, value: Vec) -> Quads:
+        """Whole numbers as integers, which 32 bits must hold."""
+        return Quads(self, self.builder.fptosi(value.ir, VI))
+
     def below(self, start: Int, limit: Int) -> Bool:
         """In which lanes start, start + 1 ... start + 15, integers of 32 bits, are smaller than ``limit``."""
         counted = ir.Constant(VI, list(range(LANES)))
@@ -213,7 +239,7 @@ class Kernel:
         """``yes`` where the condition holds, lane by lane or as a whole; both of one type."""
         return type(yes)(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
-    def variable(self, value: Vec | Int | Pairs) -> KernelVariable:
+    def variable(self, value: Vec | Int | Pairs | Quads) -> KernelVariable:
         """A variable that begins with ``value``."""
         return KernelVariable(self, value)
 
@@ -302,6 +328,14 @@ class Kernel:
         """Loads 32 bfloat16 as 16 pairs."""
         return Pairs(self, self.read(ptr, VI, 4))
 
+    def load_quads(self, ptr: Ptr) -> Quads:
+        """Loads 16 integers of 32 bits, or 64 codes."""
+        return Quads(self, self.read(ptr, VI, 4))
+
+    def broadcast_quad(self, ptr: Ptr) -> Quads:
+        """Loads one integer of 32 bits, or four codes, into all sixteen lanes."""
+        return Quads(self, self.splat(self.read(ptr, I32, 4)))
+
     def load_float(self, ptr: Ptr, bf16: bool) -> Vec:
         """Loads 16 values that are bfloat16 or float32 in memory."""
         if not bf16:
@@ -372,6 +406,60 @@ class Kernel:
             return Vec(self, self.builder.call(function, args))
         return self.fma(self.high(a), self.high(b), self.fma(self.low(a), self.low(b), total))
 
+    @property
+    def code_bias(self) -> Count:
+        """What :meth:`dot_codes` counts a stored code of a weight as too much."""
+        return 0 if self.isa.int8_dot == "sdot" else 128
+
+    def dot_codes(self, total: Quads, weights: Quads, x: Quads) -> Quads:
+        """total + the dot product of each lane's four codes of both sides, exact modulo 2**32.
+
+        Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. Of these 128 a processor that
+        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers make up for.
+        """
+        b, isa = self.builder, self.isa
+        if isa.int8_dot == "vpdpbusd":
+            wide = ir.VectorType(I32, LANES if "avx512f" in isa.needs else LANES // 2)
+            dot = self.function(f"llvm.x86.avx512.vpdpbusd.{32 * wide.count}", wide, [wide] * 3)
+            return Quads(self, self._in_parts(dot, (total.ir, weights.ir, x.ir)))
+        if isa.int8_dot == "sdot":
+            wide, codes = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
+            dot = self.function("llvm.aarch64.neon.sdot.v4i32.v16i8", wide, [wide, codes, codes])
+            return Quads(self, self._in_parts(dot, (total.ir, b.xor(weights.ir, int_lanes(-0x7F7F7F80)), x.ir)))
+        if isa.machine == "aarch64":
+            for place in range(0, 32, 8):
+                first = b.and_(b.lshr(weights.ir, int_lanes(place)), int_lanes(0xFF))
+                second = b.ashr(b.shl(x.ir, int_lanes(24 - place)), int_lanes(24))
+                total = total + Quads(self, b.mul(first, second))
+            return total
+        wide, words = (ir.VectorType(I32, LANES), "avx512.pmaddw.d.512") if "avx512f" in isa.needs else (
+            ir.VectorType(I32, LANES // 2), "avx2.pmadd.wd")  # fmt: skip
+        halves = ir.VectorType(_I16, 2 * wide.count)
+        multiply = self.function(f"llvm.x86.{words}", wide, [halves, halves])
+        eight, low = (ir.Constant(_WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
+        first, second = b.bitcast(weights.ir, _WORDS), b.bitcast(x.ir, _WORDS)
+        # The even codes of each lane, then the odd ones, as numbers of 16 bits.
+        even = b.and_(first, low), b.ashr(b.shl(second, eight), eight)
+        odd = b.lshr(first, eight), b.ashr(second, eight)
+        for pair in (even, odd):
+            total = total + Quads(self, self._in_parts(multiply, tuple(b.bitcast(each, VI) for each in pair)))
+        return total
+
+    def _in_parts(self, function: Any, values: Sequence[Any]) -> Any:
+        """Calls a function of narrower vectors for each part of sixteen lanes."""
+        b, wide = self.builder, function.function_type.return_type
+        found = []
+        for first in range(0, LANES, wide.count):
+            order = ir.Constant(ir.VectorType(I32, wide.count), list(range(first, first + wide.count)))
+            parts = values if wide.count == LANES else [b.shuffle_vector(each, each, order) for each in values]
+            kinds = function.function_type.args
+            found.append(b.call(function, [b.bitcast(part, kind) for part, kind in zip(parts, kinds, strict=True)]))
+        while len(found) > 1:
+            count = 2 * found[0].type.count
+            order = ir.Constant(ir.VectorType(I32, count), list(range(count)))
+            found = [b.shuffle_vector(low, high, order) for low, high in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
     def low(self, pairs: Pairs) -> Vec:
         """The first value of each pair."""
         return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, int_lanes(16)), VF))
@@ -403,6 +491,29 @@ class Kernel:
         """The smaller value of each lane; b's where a is NaN."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
+    def larger_size(self, size: Vec, value: Vec) -> Vec:
+        """The larger one of ``size``, which has no sign, and of ``value`` without its sign; NaN is above all."""
+        b = self.builder
+        one, other = b.bitcast(size.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
+        return Vec(self, b.bitcast(b.select(b.icmp_signed(">", one, other), one, other), VF))
+
+    def largest_size(self, size: Vec) -> Vec:
+        """The largest lane by :meth:`larger_size`, in every lane."""
+        for distance in (8, 4, 2, 1):
+            size = self.larger_size(size, self._rotated(size, distance))
+        return size
+
+    def rounded(self, value: Vec) -> Vec:
+        """The nearest whole numbers; the even one of two."""
+        return Vec(self, self.builder.call(self.function("llvm.rint.v16f32", VF, [VF]), [value.ir]))
+
+    def sum_quads(self, value: Quads) -> Quads:
+        """The sum of all lanes, in every lane."""
+        for distance in (8, 4, 2, 1):
+            order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])
+            value = value + Quads(self, self.builder.shuffle_vector(value.ir, value.ir, order))
+        return value
+
     def sum(self, value: Vec) -> Vec:
         """The sum of all lanes, in every lane. The tree of additions is fixed, so the result is too."""
         for distance in (8, 4, 2, 1):
@@ -419,7 +530,7 @@ class Kernel:
         """2**x for x up to 127; exactly 0 below -126. NaN counts as -126."""
         b = self.builder
         bounded = self.larger(x, _LEAST_EXPONENT)
-        whole = Vec(self, b.call(self.function("llvm.rint.v16f32", VF, [VF]), [bounded.ir]))
+        whole = self.rounded(bounded)
         part = bounded - whole
         value = self.vector(_EXP2[0])
         for factor in _EXP2[1:]:

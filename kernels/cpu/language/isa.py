@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pillion.errors import ConfigError
 
@@ -43,8 +43,11 @@ class Isa:
         machine: the kind of processor, as ``uname -m`` prints it.
         model: the processor that LLVM compiles for where this machine is of another kind.
         bf16_dot: "x86" where there is an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
+        int8_dot: the instruction for the dot product of four codes of 8 bits: "vpdpbusd", "sdot", or "" where such
+            products are made of products of 16 bits.
         bf16_tiles: tiles of products of bfloat16 rows.
         fp32_tiles: tiles of products of float32 rows.
+        int8_tiles: tiles of products of rows of int8.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
@@ -56,40 +59,81 @@ class Isa:
     machine: str = "x86_64"
     model: str = "x86-64-v4"
     bf16_dot: str = ""
+    int8_dot: str = ""
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
+    int8_tiles: TileRows = TileRows(14)
     attention_rows: int = 12
     attention_sums: int = 24
     decode_blocks: int = 4
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX2 = Isa(
+    "avx2",
+    ("avx2", "fma", "f16c", "bmi2"),
+    without=("avx512f", "avx10.1", "avxvnni"),
+    model="x86-64-v3",
+    bf16_tiles=TileRows(1, 4),
+    fp32_tiles=TileRows(2, 6),
+    int8_tiles=TileRows(1, 3),
+    attention_rows=4,
+    attention_sums=4,
+)
+_NEON = Isa(
+    "neon",
+    ("neon", "fp-armv8"),
+    without=("sve", "sve2", "sme", "dotprod"),
+    machine="aarch64",
+    model="generic",
+    bf16_tiles=TileRows(1, 4),
+    fp32_tiles=TileRows(1, 4),
+    int8_tiles=TileRows(1, 2),
+    attention_rows=4,
+    attention_sums=4,
+)
 
 # Best first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
-    Isa("avx512_bf16", (*_AVX512, "avx512bf16", "avx512vbmi"), without=("prefer-256-bit",), bf16_dot="x86"),
-    Isa("avx512", _AVX512, without=("avx512bf16", "prefer-256-bit"), bf16_tiles=TileRows(6)),
     Isa(
-        "avx2",
-        ("avx2", "fma", "f16c", "bmi2"),
+        "avx512_bf16",
+        (*_AVX512, "avx512bf16", "avx512vbmi", "avx512vnni"),
+        without=("prefer-256-bit",),
+        bf16_dot="x86",
+        int8_dot="vpdpbusd",
+    ),
+    Isa(
+        "avx512_vnni",
+        (*_AVX512, "avx512vnni"),
+        without=("avx512bf16", "prefer-256-bit"),
+        int8_dot="vpdpbusd",
+        bf16_tiles=TileRows(6),
+    ),
+    Isa(
+        "avx512",
+        _AVX512,
+        without=("avx512bf16", "avx512vnni", "avxvnni", "prefer-256-bit"),
+        bf16_tiles=TileRows(6),
+        int8_tiles=TileRows(6),
+    ),
+    replace(
+        _AVX2,
+        name="avx2_vnni",
+        needs=(*_AVX2.needs, "avxvnni"),
         without=("avx512f", "avx10.1"),
-        model="x86-64-v3",
-        bf16_tiles=TileRows(1, 4),
-        fp32_tiles=TileRows(2, 6),
-        attention_rows=4,
-        attention_sums=4,
+        int8_dot="vpdpbusd",
+        int8_tiles=TileRows(2, 6),
     ),
-    Isa(
-        "neon",
-        ("neon", "fp-armv8"),
+    _AVX2,
+    replace(
+        _NEON,
+        name="neon_dot",
+        needs=(*_NEON.needs, "dotprod"),
         without=("sve", "sve2", "sme"),
-        machine="aarch64",
-        model="generic",
-        bf16_tiles=TileRows(1, 4),
-        fp32_tiles=TileRows(1, 4),
-        attention_rows=4,
-        attention_sums=4,
+        int8_dot="sdot",
+        int8_tiles=TileRows(2, 4),
     ),
+    _NEON,
 )
 BY_NAME = {isa.name: isa for isa in TABLE}
 CHOICES = (AUTO, *BY_NAME, TORCH)

@@ -23,15 +23,17 @@ from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
-from pillion.kernels.cpu.products.packing import PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS
+from pillion.kernels.cpu.products.packing import INT8_DOTS, PANEL_COLUMNS, TOTALS_BYTES, dots_constants_bytes
 from pillion.kernels.cpu.products.quantized_tiles import CodedProduct, CodedRows
 
 LAYOUT = RecordLayout(
     "gemm",
     pointers=(
-        "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth
+        "x",  # [rows, depth] bfloat16 or float32, as the spec says; zeros behind the values up to depth; or int8 codes
         "weights",  # the packed matrix, or the matrices of all groups, one behind the other
-        "input_sums",  # float32, the sum of each group's inputs of each row; weights with offsets only
+        # float32, the sum of each group's inputs of each row, for weights with offsets; of rows of codes ROW_CONSTANTS
+        "input_sums",
         "bias",  # float32 [groups, pairs * 32] in the order of the packed columns, if the spec has a bias
         "out",  # [rows, pairs * 32] float32, or gated [rows, pairs * 16] of x's type
         "group_starts",  # int32 [groups + 1]: the rows of x and out that belong to a group; grouped only
@@ -66,14 +68,16 @@ class Gemm(KernelSpec):
     """x times packed weights.
 
     Attributes:
-        weights: kind of the packed weights: "bf16", "fp32" or one of ``CODE_KINDS``.
-        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32".
+        weights: kind of the packed weights: "bf16", "fp32", ``INT8_DOTS`` or one of ``CODE_KINDS``.
+        rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` it is the type that
+            rows had before they became codes.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
             "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
         offsets: whether weights in few bits have offsets.
+        zeros: whether rows of codes have zero points.
     """
 
     # All specs share one record; a field that a spec does not use is None or 0.
@@ -86,6 +90,7 @@ class Gemm(KernelSpec):
     bias: bool = False
     grouped: bool = False
     offsets: bool = False
+    zeros: bool = False
 
     def expand(self, call: KernelCall) -> Addition | None:
         """What a kind of product adds to the sums before the epilogue, or None."""
@@ -115,12 +120,14 @@ class _Body:
     def __init__(self, spec: Gemm, call: KernelCall) -> None:
         k, args = call.k, call.args
         self.spec, self.call, self.k = spec, call, k
-        self.kind = TileKind(spec.weights, spec.rows)
+        self.dots = spec.weights == INT8_DOTS
+        self.kind = TileKind(spec.weights, "int8" if self.dots else spec.rows)
         self.x, self.weights, self.out = (args.pointer(name) for name in ("x", "weights", "out"))
         self.x_stride, self.out_stride = args.number("x_stride"), args.number("out_stride")
         self.pairs = args.number("pairs")
         self.steps = args.number("depth") // self.kind.inputs
-        self.panel_bytes = self.steps * PANEL_STEP_BYTES
+        self.before_bytes = dots_constants_bytes(spec.offsets) if self.dots else 0
+        self.panel_bytes = self.steps * PANEL_STEP_BYTES + self.before_bytes
         self.coded = None
         if spec.weights in CODE_KINDS:
             self.coded = CodedProduct(k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
@@ -200,10 +207,12 @@ class _Body:
             begin, rows = cut.begin(tile), cut.begin(tile + 1) - cut.begin(tile)
             wanted = ahead + (tile - cut.first) * self.steps * step_bytes
             x, sums = self.x + begin * self.x_stride, self.call.scratch
-            args = TileArgs(x, self.x_stride, weights, self.steps, wanted, step_bytes, sums)
+            args = TileArgs(x, self.x_stride, weights + self.before_bytes, self.steps, wanted, step_bytes, sums)
             multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
-                self._finish(begin + row, panel, sums + row * TOTALS_BYTES, out, constants)
+                mine = sums + row * TOTALS_BYTES
+                totals = self._scaled(mine, weights, begin + row) if self.dots else _loaded(k, mine)
+                self._finish(begin + row, panel, totals, out, constants)
 
     def _coded_panel(
         self,
@@ -236,7 +245,7 @@ class _Body:
         )
 
         def finish(row: Int, totals: Ptr) -> None:
-            self._finish(begin + row, panel, totals, out, bias)
+            self._finish(begin + row, panel, _loaded(self.k, totals), out, bias)
 
         coded.multiply(cut.begin(cut.last) - begin, rows, weights, self.call.scratch, finish)
 
@@ -247,10 +256,26 @@ class _Body:
         at = self.call.args.pointer("bias") + offset
         return self.k.load(at), self.k.load(at + VECTOR_BYTES)
 
-    def _finish(self, row: Int, panel: Int, sums: Ptr, outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
+    def _scaled(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
+        """What sums of products of codes stand for."""
+        k, args = self.k, self.call.args
+        about = args.pointer("input_sums") + row * args.number("input_sums_stride")
+        scale, shift, zero, sum_ = (about + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
+        found = []
+        for half in range(2):
+            at = half * VECTOR_BYTES
+            total = k.load_quads(sums + at) + k.broadcast_quad(shift)
+            if self.spec.zeros:
+                total = total - k.broadcast_quad(zero) * k.load_quads(panel + (TOTALS_BYTES + at))
+            value = k.real_lanes(total) * k.broadcast(scale) * k.load(panel + at)
+            if self.spec.offsets:
+                value = k.fma(k.load(panel + (2 * TOTALS_BYTES + at)), k.broadcast(sum_), value)
+            found.append(value)
+        return found
+
+    def _finish(self, row: Int, panel: Int, totals: list[Vec], outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
         """The epilogue for one row of a panel; ``outs`` is the panel's place in the first row."""
         k, spec, out = self.k, self.spec, outs + row * self.out_stride
-        totals = [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
         if self.addition is not None:
@@ -267,6 +292,10 @@ class _Body:
         if self.spec.epilogue not in GATED:
             return 4
         return 2 if self.spec.rows == "fp32" else 1
+
+
+def _loaded(k: Kernel, sums: Ptr) -> list[Vec]:
+    return [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ functions.
 
 Rows of float32 may meet weights of bfloat16. Such weights are widened in registers, which is exact: the sums have the
 bits that float32 weights would give, for half of their memory.
+
+Rows of int8 codes meet weights of int8 codes. Their sums are integers of 32 bits, which have no roundings at all; the
+sums in memory are such integers.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Quads, int_lanes
 from pillion.kernels.cpu.language.isa import Isa, TileRows
-from pillion.kernels.cpu.products.packing import TOTALS_BYTES
+from pillion.kernels.cpu.products.packing import INT8_DOTS, TOTALS_BYTES
 
 # Bytes of a panel that belong to a step.
 PANEL_STEP_BYTES = 128
@@ -29,11 +32,11 @@ _STEPS_PER_ITERATION = 2
 
 @dataclass(frozen=True, slots=True)
 class TileKind:
-    """What a tile multiplies. A step is one input of float32 weights, and a pair of inputs of other weights.
+    """What a tile multiplies. A step is one input of float32 weights, a pair of bfloat16 weights, four of codes.
 
     Attributes:
         weights: the kind of the packed weights.
-        rows: the type of the rows: "bf16", or "fp32", which float32 weights need.
+        rows: the type of the rows: "bf16", or "fp32", which float32 weights need, or "int8", for weights of that kind.
     """
 
     weights: str
@@ -42,16 +45,16 @@ class TileKind:
     @property
     def inputs(self) -> int:
         """Inputs of a step."""
-        return 1 if self.weights == "fp32" else 2
+        return {"fp32": 1, INT8_DOTS: 4}.get(self.weights, 2)
 
     @property
     def row_step_bytes(self) -> int:
         """Bytes of a row that belong to a step."""
-        return self.inputs * (2 if self.rows == "bf16" else 4)
+        return self.inputs * {"int8": 1, "bf16": 2, "fp32": 4}[self.rows]
 
     def tiles(self, isa: Isa) -> TileRows:
         """The most rows of the tiles."""
-        return isa.bf16_tiles if self.rows == "bf16" else isa.fp32_tiles
+        return {"int8": isa.int8_tiles, "bf16": isa.bf16_tiles, "fp32": isa.fp32_tiles}[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class TileArgs:
         steps: number of steps in the depth.
         ahead: memory to prefetch, for instance the next panel.
         ahead_step: bytes to prefetch in each step.
-        sums: float32 [rows, 32], the result.
+        sums: float32 [rows, 32], the result, or int32 for rows of int8.
     """
 
     x: Ptr
@@ -126,7 +129,8 @@ class _Tile:
 
     def write(self) -> None:
         k, args = self.k, self.args
-        sums = [[k.variable(k.vector(0.0)) for _ in range(self.width)] for _ in range(self.rows)]
+        zero = Quads(k, int_lanes(0)) if self.kind.rows == "int8" else k.vector(0.0)
+        sums = [[k.variable(zero) for _ in range(self.width)] for _ in range(self.rows)]
         rows = [args.x + args.x_stride * row for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
@@ -140,7 +144,7 @@ class _Tile:
                             total.value = self._sum(total.value, row + place, weight)
         for number, totals in enumerate(sums):
             for half, total in enumerate(totals):
-                k.store(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value)
+                k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
         """The weights of a step, in the order in which they are multiplied, each with its offset in a row's step."""
@@ -148,6 +152,9 @@ class _Tile:
         halves = [line + number * VECTOR_BYTES for number in range(self.width)]
         if self.kind.weights == "fp32":
             yield 0, [k.load(half) for half in halves]
+            return
+        if self.kind.rows == "int8":
+            yield 0, [k.load_quads(half) for half in halves]
             return
         pairs = [k.load_pairs(half) for half in halves]
         if self.kind.rows == "bf16":
@@ -167,4 +174,6 @@ class _Tile:
         k = self.k
         if self.kind.rows == "fp32":
             return k.fma(weight, k.broadcast(x), total)
+        if self.kind.rows == "int8":
+            return k.dot_codes(total, weight, k.broadcast_quad(x))
         return k.dot(total, weight, k.broadcast_pair(x))

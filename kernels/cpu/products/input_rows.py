@@ -1,13 +1,23 @@
-"""What some products with weights in few bits need of their rows: another order of the inputs, and sums of groups."""
+"""What some products with weights in few bits need of their rows: another order, sums of groups, or codes of int8."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Kernel, KernelVariable, Ptr, Quads, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
+
+# Where a row of codes has its constants, in bytes: float32 scale; int32 shift, which a product's sums need for the bias
+# of stored codes; int32 zero; float32 sum of the numbers that its codes stand for.
+ROW_CONSTANTS = {"scale": 0, "shift": 4, "zero": 8, "sum": 12}
+ROW_CONSTANTS_BYTES = 16
+# The numbers of int8, and what the largest value of a row becomes where they are symmetric.
+_LEAST, _MOST, _SYMMETRIC = -128.0, 127.0, 127.5
+_BYTES = ir.VectorType(I8, LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +73,89 @@ class SumInputs(KernelSpec):
             with k.range(behind, first) as vector:
                 total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
             k.store_first(sums + (row * sums_stride + group * 4), k.sum(total.value))
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInputs(KernelSpec):
+    """Rounds each row to int8: x -> scale * (code - zero), as :class:`pillion.kernels.torch.quantized_matrix.RowCodes`.
+
+    ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. With ``codes``, ``out`` [rows, depth] is
+    int8, and ``constants`` [rows] are a row's ROW_CONSTANTS. Else ``out`` has x's type, and holds what codes stand for.
+    There are ``each`` rows for each of ``rows_of``.
+
+    ``scheme``: "dynamic" takes the scale from the row's largest size, "asymmetric" scale and zero from its least and
+    largest value, and "static" takes those of the record. A row that is not finite has a scale that is not, either.
+    """
+
+    layout = RecordLayout(
+        "code_inputs",
+        pointers=("x", "out", "constants"),
+        numbers=("depth", "x_stride", "out_stride", "constants_stride"),
+        reals=("scale", "zero"),
+    )
+
+    scheme: str
+    bf16: bool
+    rows_of: str = "tokens"
+    each: int = 1
+    codes: bool = True
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        x, out, constants = (args.pointer(field) for field in self.layout.pointers)
+        depth, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
+        size, vectors = 2 if self.bf16 else 4, depth // LANES
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each) as row:
+            source, target = x + row * x_stride, out + row * out_stride
+            if self.scheme == "static":
+                scale, zero = args.real("scale"), args.real("zero")
+            else:
+                scale, zero = self._range(k, source, vectors)
+            inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
+            total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
+            with k.range(vectors) as i:
+                value = k.load_float(source + i * (LANES * size), self.bf16)
+                # Equal to value / scale in all bits (Markstein 1990): the largest value of a row is always near the
+                # middle of two codes, where the last bit decides.
+                near = value * inverse
+                quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
+                code = k.smaller(k.larger(k.rounded(quotient + zero), _LEAST), _MOST)
+                if self.codes:
+                    whole = k.whole_lanes(code)
+                    total.value = total.value + whole
+                    k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
+                else:
+                    k.store_float(target + i * (LANES * size), (code - zero) * scale, self.bf16)
+            if self.codes:
+                self._constants(k, constants + row * constants_stride, total, scale, zero, depth)
+
+    def _range(self, k: Kernel, source: Ptr, vectors: Int) -> tuple[Vec, Vec]:
+        """A row's scale and zero, in all lanes."""
+        sizes, least, most = (k.variable(k.vector(0.0)) for _ in range(3))
+        with k.range(vectors) as i:
+            value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            sizes.value = k.larger_size(sizes.value, value)
+            if self.scheme == "asymmetric":
+                least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
+        size = k.largest_size(sizes.value)
+        if self.scheme == "dynamic":
+            return size / _SYMMETRIC, k.vector(0.0)
+        low = k.maximum(least.value * -1.0) * -1.0
+        # A size that is not finite makes the scale not finite.
+        scale = (k.maximum(most.value) - low) / (_MOST - _LEAST) + size * 0.0
+        zero = k.rounded(k.smaller(k.larger(k.vector(_LEAST) - low / scale, _LEAST), _MOST))
+        return scale, k.select(scale > 0.0, zero, k.vector(0.0))
+
+    def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec, zero: Vec, depth: Int) -> None:
+        """Stores a row's constants. ``codes``: the sum of its codes in each lane."""
+        b, total, whole = k.builder, k.sum_quads(codes.value), k.whole_lanes(zero)
+        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-k.code_bias] * LANES)))
+        numbers = total - whole * Quads(k, k.splat(b.trunc(depth.ir, I32)))
+        values: dict[str, Vec | Quads] = {
+            "scale": scale,
+            "shift": shift,
+            "zero": whole,
+            "sum": k.real_lanes(numbers) * scale,
+        }
+        for name, place in ROW_CONSTANTS.items():
+            k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)

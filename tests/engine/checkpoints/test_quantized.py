@@ -16,7 +16,7 @@ from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoi
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
-from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -29,6 +29,7 @@ from tests.support.quantized import (
     nf4,
     packed,
     quantize_folder,
+    round_rows,
 )
 from tests.support.torch_model import BackendDriver
 
@@ -52,6 +53,8 @@ MODELS = (
     "olmo2",
     "granite",
 )
+# Formats whose rows are rounded to int8.
+ROUNDED_ROWS = ("w8a8", "w8a8-asymmetric", "w8a8-static", "w8a8-static-asymmetric", "w4a8")
 # Formats whose scales are powers or whose numbers are few enough that float32 holds each product exactly.
 INEXACT = {"bnb-int8", "nf4-nested", "w8a16-packed", "w8a8-asymmetric"}
 
@@ -102,7 +105,9 @@ def same_values(few, wide, exact=True):
 def cases():
     """Every format once, with models in turns: one format of each coding on the CPU kernels, the others on torch."""
     for name, family in zip(PRODUCERS, itertools.cycle(MODELS), strict=False):
-        kernels = "cpu" if name in ("awq", "gptq-act-order", "w8a8", "deepseek-fp8", "nf4") else "torch"
+        if name in ROUNDED_ROWS:
+            continue
+        kernels = "cpu" if name in ("awq", "gptq-act-order", "deepseek-fp8", "nf4") else "torch"
         marks = [needs_kernels] if kernels == "cpu" else []
         yield pytest.param(name, family, kernels, marks=marks, id=f"{name}-{family}-{kernels}")
 
@@ -119,6 +124,53 @@ def test_logits_and_tokens_are_those_of_the_plain_values(name, family, kernels, 
     torch.testing.assert_close(driver.run_all(number, text, [17]), wanted, atol=1e-4, rtol=1e-4)
     expected = Oracle(model).greedy(text, 8)
     assert not first_difference(expected, driver.greedy(text, 8), 1e-3)
+
+
+def of_rounded_rows():
+    """Each format with rows in int8, on torch and, where no last bit turns a code, on the CPU kernels.
+
+    A symmetric scale makes the largest value of each row 127.5, of which half is rounded to 127 and half to 128.
+    """
+    for name, family in zip(
+        ROUNDED_ROWS, ("llama-mqa-biases", "qwen3-qk-norm", "olmo2", "granite", "gemma2"), strict=True
+    ):
+        yield pytest.param(name, family, "torch", id=f"{name}-{family}-torch")
+        if name != "w8a8":
+            yield pytest.param(name, family, "cpu", id=f"{name}-{family}-cpu", marks=[needs_kernels])
+
+
+@pytest.mark.parametrize(("name", "family", "kernels"), list(of_rounded_rows()))
+def test_rows_are_rounded_as_compressed_tensors_rounds_them(name, family, kernels, plain_folder, tmp_path):
+    """A value between two codes may become either, which changes the rest of its text: so there are several texts."""
+    few, wide = quantize_folder(plain_folder(family), tmp_path, PRODUCERS[name](group_of(family)))
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    driver = CpuDriver(prepared) if kernels == "cpu" else BackendDriver(prepared)
+    model, texts = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), tokens_of(48, 7)
+    batch = torch.tensor(texts).view(16, 3)
+    with torch.inference_mode():
+        plain = model(batch).logits.float()
+        wanted = round_rows(model, few)(batch).logits.float()
+    found = torch.stack([driver.run_all(driver.sequences.add()[0], text, []) for text in batch.tolist()])
+    same = ((found - wanted).abs() < 1e-4 + 1e-4 * wanted.abs()).flatten(1).all(1)
+    assert int(same.sum()) >= 12, (found - wanted).abs().amax((1, 2))
+    assert float((wanted - plain).abs().amax((1, 2)).min()) > 1e-3
+    text = batch[int(same.nonzero()[0])].tolist()
+    assert not first_difference(Oracle(model).greedy(text, 8), driver.greedy(text, 8), 0.1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_and_torch_round_rows_alike(dtype, plain_folder, tmp_path):
+    """Also those of experts, and with symmetric scales."""
+    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS["w8a8"](16))
+    exact, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
+    prepared = prepare(ModelFlags(model=str(few), dtype=dtype))
+    plain = prepare(ModelFlags(model=str(wide), dtype="float32"))
+    drivers = [CpuDriver(prepared), BackendDriver(exact), BackendDriver(plain)]
+    ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
+    assert (ours - theirs).abs().mean() < 1.5 * (theirs - unrounded).abs().mean()
+    # A prompt that was cut into other batches has logits with the same bits.
+    assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
 
 
 def unchanged(name, weight):
@@ -141,7 +193,8 @@ def test_heads_and_embeddings_in_few_bits(name, tied, tmp_path):
     assert {"embedding"} <= same_values(few, wide) or also == ("lm_head",)
     ours, theirs = (load_weights(folder, load_config(folder), torch.float32) for folder in (few, wide))
     rows = torch.randn(3, 64)
-    assert torch.equal(ours.lm_head(rows), theirs.lm_head(rows))
+    rounded = RowCodes().round(rows) if name == "w8a8" else rows
+    assert torch.equal(ours.lm_head(rows), theirs.lm_head(rounded))
     assert torch.equal(ours.embedding, theirs.embedding)
 
 
@@ -225,7 +278,8 @@ def test_blocks_that_end_in_the_middle_of_a_row(tmp_path):
 
 
 def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(plain_folder, tmp_path):
-    producer = compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor"}, num_bits=8)
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    producer = compressed("float-quantized", fp8, num_bits=8, type="float")
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
     def quantize(name, weight):
@@ -240,6 +294,15 @@ def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(p
     few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, made)
     assert same_values(few, wide)
     (note,) = precision_notes(prepare(ModelFlags(model=str(few), dtype="float32")))
+    assert "rounds the inputs of quantized layers to fp8" in note
+
+
+def test_rows_in_int8_are_told_where_they_are_not_rounded(plain_folder, tmp_path):
+    """GPUs multiply by the weights alone."""
+    few, _ = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, PRODUCERS["w8a8"](16))
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    assert not list(precision_notes(prepared, "cpu"))
+    (note,) = precision_notes(prepared, "cuda")
     assert "rounds the inputs of quantized layers to int8" in note
 
 

@@ -109,7 +109,7 @@ def folder(tmp_path, monkeypatch):
     ],
     ids=lambda settings_of: settings_of.get("model_type", "llama"),
 )
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 2e-4), ("int4", 1e-2)])
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 2e-4), ("int8-dynamic", 2e-4), ("int4", 1e-2)])
 def test_linear_layers_are_quantized_and_close_to_the_plain_ones(tmp_path, monkeypatch, settings_of, kind, bound):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model", **settings_of)
@@ -125,7 +125,8 @@ def test_linear_layers_are_quantized_and_close_to_the_plain_ones(tmp_path, monke
             matrix = found.take_matrix(key, torch.float32)
             if len(spellings[0][0].shape) > 1 and key != "embedding" and not key.endswith("router"):
                 assert isinstance(matrix, QuantizedMatrix)
-                assert (matrix.coding == "int8") == (kind == "int8" or key == "lm_head")
+                assert (matrix.coding == "int8") == (kind != "int4" or key == "lm_head")
+                assert (matrix.row_codes is not None) == (kind == "int8-dynamic")
                 matrix = matrix.dequantize(torch.float32)
                 assert float((matrix - wanted).square().sum()) < bound * float(wanted.square().sum())
             else:

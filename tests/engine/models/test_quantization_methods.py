@@ -40,6 +40,7 @@ def with_group(weights, **changes):
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8, 8-bit floats in blocks of 128 x 128"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8, 8-bit floats"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8, 8-bit floats"),
         ({"load_in_8bit": True, "_load_in_8bit": True}, "bitsandbytes, 8 bits"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes, NF4"),
         ({"quant_method": "pillion", "weights": "Q4_K, Q6_K"}, "Q4_K, Q6_K"),
@@ -53,6 +54,28 @@ def test_rounded_activations_are_noted():
     groups = {"group_0": {**GROUP, "weights": {**FP8, "strategy": "channel"}, "input_activations": ROWS}}
     assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == "fp8"
     assert parsed(PACKED).activations == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_codes", "activations"),
+    [
+        ({}, "dynamic", ""),
+        ({"symmetric": False}, "asymmetric", ""),
+        ({"strategy": "tensor", "dynamic": False}, "static", ""),
+        ({"strategy": None, "dynamic": False}, "static", ""),
+        ({"strategy": "tensor"}, "", "int8"),
+        ({"strategy": "group", "group_size": 32}, "", "int8"),
+        ({"strategy": "token", "dynamic": False}, "", "int8"),
+    ],
+)
+def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
+    made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
+    found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
+    assert (found.schemes[0][1].row_codes, found.activations) == (row_codes, activations)
+    assert found.rounds_rows == bool(row_codes)
+
+
+def test_plain_checkpoints_have_no_quantization():
     assert parse_quantization("llama", {}) is None
 
 
@@ -75,6 +98,7 @@ def test_rounded_activations_are_noted():
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
         ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt"),
         ({"load_in_4bit": True}, "bitsandbytes, 4 bits, type fp4"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "numbers of type e5m2"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts of type fp4"),
@@ -90,6 +114,7 @@ def test_rounded_activations_are_noted():
         ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must have a list of targets"),
         ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "no regular expression"),
         (with_group({"num_bits": 3, "group_size": 128}), "3 bits of type int"),
+        ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic, not 'static'"),
         (with_group({"num_bits": 4, "type": "float", "group_size": 32}), "4 bits of type float"),
         (with_group({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}), "strategy tensor_group"),
         (with_group({"num_bits": 4, "strategy": "group"}), "group_size must be a whole number"),

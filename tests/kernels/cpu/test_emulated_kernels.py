@@ -11,6 +11,7 @@ from tests.kernels.cpu import (
     test_attention,
     test_gemm,
     test_input_rows,
+    test_integer_products,
     test_moe,
     test_quantized_products,
     test_rotate,
@@ -21,12 +22,12 @@ from tests.support.emulated import EmulatedRunner, available
 pytestmark = pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")
 
 
-def emulated(module: Any) -> type:
-    """A class of the tests of ``module`` that run its SPECS."""
+def emulated(module: Any, isa: str = "neon") -> type:
+    """A class of the tests of ``module`` that run its SPECS, compiled for ``isa``."""
 
     @staticmethod
     def runner(tmp_path_factory):
-        found = EmulatedRunner(module.SPECS, tmp_path_factory.mktemp("arm"), checked=False)
+        found = EmulatedRunner(module.SPECS, tmp_path_factory.mktemp("arm"), checked=False, isa=isa)
         yield found
         found.close()
 
@@ -47,6 +48,8 @@ def takes_long(test: Any) -> bool:
 TestAttention = emulated(test_attention)
 TestGemm = emulated(test_gemm)
 TestInputRows = emulated(test_input_rows)
+TestIntegerProducts = emulated(test_integer_products)
+TestIntegerDotProducts = emulated(test_integer_products, "neon_dot")
 TestMoe = emulated(test_moe)
 TestQuantizedProducts = emulated(test_quantized_products)
 TestRotate = emulated(test_rotate)

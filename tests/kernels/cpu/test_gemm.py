@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME
-from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
-from pillion.kernels.cpu.products.packing import DTYPES, PackedWeight, pack_gated, pack_linear, unpack
+from pillion.kernels.cpu.products.packing import DTYPES, FEW_BITS, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import reference_gemm, reference_sum_inputs
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
@@ -229,4 +228,4 @@ def test_sums_stay_in_registers(kind, name):
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     assert {spec.layout for spec in SPECS} == {LAYOUT}
-    assert set(DTYPES) == {*(weights for weights, _ in KINDS), *CODE_KINDS}
+    assert set(DTYPES) == {*(weights for weights, _ in KINDS), *FEW_BITS}

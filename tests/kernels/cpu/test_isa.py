@@ -16,6 +16,7 @@ SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 COOPER_LAKE = SKYLAKE | {"avx512bf16", "avx512vnni"}
 ZEN4 = COOPER_LAKE | {"avx512vbmi"}
 GRAVITON = {"neon", "fp-armv8", "sve", "dotprod"}
+ALDER_LAKE = HASWELL | {"avxvnni"}
 SANDY_BRIDGE = {"sse4.2", "avx"}
 KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd"}
 
@@ -24,13 +25,15 @@ KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd"}
     ("features", "name"),
     [
         (ZEN4, "avx512_bf16"),
-        (COOPER_LAKE, "avx512"),
+        (COOPER_LAKE, "avx512_vnni"),
         (SKYLAKE, "avx512"),
+        (ALDER_LAKE, "avx2_vnni"),
         (HASWELL, "avx2"),
         (KNIGHTS_LANDING, "avx2"),
         (HASWELL - {"fma"}, None),
         (SANDY_BRIDGE, None),
-        (GRAVITON, "neon"),
+        (GRAVITON, "neon_dot"),
+        (GRAVITON - {"dotprod"}, "neon"),
         (set(), None),
     ],
 )
@@ -77,7 +80,7 @@ def test_no_features_off_linux(monkeypatch):
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_rows_are_whole(row):
-    assert min(row.bf16_tiles.wide, row.fp32_tiles.wide) >= 1
+    assert min(row.bf16_tiles.wide, row.fp32_tiles.wide, row.int8_tiles.wide) >= 1
     assert not set(row.needs) & set(row.without)
 
 

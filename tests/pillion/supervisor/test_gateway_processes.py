@@ -100,7 +100,7 @@ def test_further_models() -> None:
         (("=b",), "write NAME=MODEL"),
         (("b=",), "write NAME=MODEL"),
         (("b=/b,speed=1",), "'speed=1' is not one of dtype, max-model-len, quantization"),
-        (("b=/b,quantization=nf4",), "'nf4' is not one of none, int8, int4"),
+        (("b=/b,quantization=nf4",), "'nf4' is not one of none, int8, int8-dynamic, int4"),
         (("b=/b,dtype",), "'dtype' is not one of"),
         (("b=/b,dtype=int4",), "'int4' is not one of auto"),
         (("b=/b,max-model-len=long",), "'long' is not a size"),
