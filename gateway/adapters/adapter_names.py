@@ -7,11 +7,12 @@ request's name -> digest, once -> workers, which get the files by digest
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from pillion.errors import (
     FieldViolation,
     InvalidRequest,
     NotFound,
+    Overloaded,
     PermissionDenied,
     Unavailable,
 )
@@ -36,16 +38,20 @@ log = logging.getLogger("pillion.gateway")
 LOOK_INTERVAL_S = 0.1
 # The copies of adapters that have names count as used so often.
 USE_INTERVAL_S = KEEP_S / 24
+# Adapters that are loaded and unloaded, or wait for that; one copy is made at a time.
+MAX_CHANGES_AT_ONCE = 16
+RETRY_AFTER_MS = 1000
 
 _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """The flags that decide about adapters. ``folders`` are those of --lora-path; ``updating``: whether names may
-    change while the gateway runs."""
+    """The flags that decide about adapters. ``max_loras``: how many a worker keeps ready. ``folders`` are those of
+    --lora-path; ``updating``: whether names may change while the gateway runs."""
 
     max_rank: int
+    max_loras: int = 0
     folders: tuple[str, ...] = ()
     updating: bool = False
 
@@ -111,9 +117,11 @@ class AdapterNames:
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
         self._store = store or AdapterStore()
+        self.max_loras = options.max_loras
         self.table = NameTable()
         self._version = b""
         self._loading = asyncio.Lock()
+        self._changing = 0
         self._sharing = asyncio.Lock()
         self._looked_s = float("-inf")
 
@@ -153,14 +161,14 @@ class AdapterNames:
             model: the name of the adapter's model; "" for that of --model.
 
         Raises:
-            PermissionDenied: names are fixed here, or the folder is in none of --lora-path. NotFound: no such folder.
-            InvalidRequest: the adapter cannot be served. Conflict: the name is taken.
+            Overloaded: too many adapters are being loaded. PermissionDenied: names are fixed here, or the folder is in
+                none of --lora-path. NotFound: no such folder. InvalidRequest: the adapter cannot be served. Conflict:
+                the name is taken.
         """
         self._check_updating()
         if not _NAME.fullmatch(name):
             raise _wrong("lora_name", "a name has from 1 to 256 characters, none of them a space")
-        async with self._loading:
-            await self._share_quietly()
+        async with self._turn():
             self._check_free(name, in_place)
             folder = await asyncio.to_thread(self._allowed, path)
             adapter = await asyncio.to_thread(self._load, name, folder, model)
@@ -173,8 +181,7 @@ class AdapterNames:
         """Takes a name away. Requests that named it go on. Raises NotFound, and PermissionDenied or Conflict where the
         name is fixed."""
         self._check_updating()
-        async with self._loading:
-            await self._share_quietly()
+        async with self._turn():
             adapter = self.find(name)
             if adapter is None:
                 raise NotFound(f"The lora adapter {name[:100]!r} cannot be found.")
@@ -224,6 +231,19 @@ class AdapterNames:
         except Unavailable as error:
             # What changed here is brought later; what changed elsewhere is learnt then.
             log.debug("the registry did not take the names of adapters: %s", error.message)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """One change at a time, with what other gateways changed. Raises Overloaded where too many wait."""
+        if self._changing >= MAX_CHANGES_AT_ONCE:
+            raise Overloaded(f"{MAX_CHANGES_AT_ONCE} adapters are being loaded", RETRY_AFTER_MS)
+        self._changing += 1
+        try:
+            async with self._loading:
+                await self._share_quietly()
+                yield
+        finally:
+            self._changing -= 1
 
     def _check_updating(self) -> None:
         if not self._options.updating:

@@ -78,11 +78,12 @@ class OpenAIApi:
         text = await self._gateway.detokenize(entry.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
-    async def _prompt_text(self, request: GenerateRequest, tenant: Tenant) -> str:
+    async def _prompt_text(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> str:
         """The prompt's text, for an echo."""
         if not request.token_ids:
             return request.text
-        return await self._gateway.text_of(request.model, request.token_ids, tenant)
+        # By the model's own name: that of an adapter may have gone since the call came.
+        return await self._gateway.text_of(entry.limits.name, request.token_ids, tenant)
 
     async def _new_writer(
         self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader
@@ -100,7 +101,7 @@ class OpenAIApi:
             return ReadResponseWriter(head, texts, asked)
         if is_chat:
             return ChatResponseWriter(head, texts, asked)
-        echoed = [await self._prompt_text(one, call.tenant) for one in asked.requests] if asked.echo else []
+        echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.echo else []
         return CompletionResponseWriter(head, texts, asked, echoed, reader.first_token)
 
 

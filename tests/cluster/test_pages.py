@@ -28,9 +28,13 @@ import yaml
 from google.protobuf import json_format
 
 from pillion.cli.app import cli
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config
 from pillion.v1 import gateway_pb2
 from testbed.cluster import READY_TIMEOUT_S, free_port
 from testbed.conditions import wait_for
+from tests.support.adapters import write_adapter
 from tests.support.pages import (
     LANGUAGES,
     PAGES,
@@ -77,6 +81,7 @@ FOREIGN_FLAGS = {
 PRINTED = {
     "docs/sdk.md": ("tokens of the prompt were in the cache", "2 answers", "sampling.top_p"),
     "docs/structured.md": ("FinishReason.STOP City(country='", "\nred="),
+    "docs/lora.md": ("sql changes SmolLM2-135M-Instruct", "sql fp_"),
     "docs/batches.md": ('"custom_id":"a-1"', '"status_code":200'),
 }
 # Pages whose code another file of tests runs, with the reason.
@@ -150,8 +155,12 @@ def clone() -> Iterator[ServedClone]:
         flags = f"--grpc-port {cluster.grpc} --http-port {cluster.http} --metrics-port {cluster.metrics}"
         log = folder / "serve.txt"
         environ = cluster.environ() | {"TMPDIR": short}
+        demo = prepare(ModelFlags(model="demo"))
+        write_adapter(load_config(demo.folder), pathlib.Path(short) / "adapters" / "sql-v1")
+        adapters = f"--enable-lora --allow-runtime-lora-updating --lora-path {short}/adapters"
         # The context bounds the answers, which end by themselves as a rule.
-        words = ["make", "-s", "serve", f"ARGS={flags} --max-model-len 768 --batch-path {short}/batches"]
+        more = f"--max-model-len 768 --batch-path {short}/batches {adapters}"
+        words = ["make", "-s", "serve", f"ARGS={flags} {more}"]
         with (
             log.open("wb") as out,
             started(words, cwd=folder, env=environ, stdout=out, stderr=out, start_new_session=True) as process,

@@ -11,6 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from pillion.engine.models.model_config import ModelConfig
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -34,6 +36,27 @@ def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
     """transformers' model with PEFT's adapter, in float32."""
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     return PeftModel.from_pretrained(base, adapter).eval()
+
+
+def write_adapter(model: ModelConfig, into: pathlib.Path, *, rank: int = 4, seed: int = 0) -> pathlib.Path:
+    """Writes a random adapter of the query projections as PEFT would; the model is not loaded. Returns the folder."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"A": (rank, model.hidden_size), "B": (model.num_heads * model.head_dim, rank)}
+    into.mkdir(parents=True)
+    save_file(
+        {
+            f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{half}.weight": torch.randn(
+                shape, generator=generator
+            )
+            / shape[1] ** 0.5
+            for layer in range(model.num_layers)
+            for half, shape in shapes.items()
+        },
+        into / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+    (into / "adapter_config.json").write_text(json.dumps(config))
+    return into
 
 
 def edit_config(adapter: pathlib.Path, **changes: Any) -> pathlib.Path:

@@ -11,6 +11,7 @@ import pytest
 from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
+from pillion.gateway.adapters import adapter_names
 from pillion.gateway.adapters.adapter_names import parse_lora_modules
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.gateway_server import start_gateway
@@ -247,6 +248,16 @@ async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
             names.table.check_integrity()
         finally:
             await other.stop()
+
+
+async def test_loads_at_once_are_bounded(made, flags, monkeypatch):
+    monkeypatch.setattr(adapter_names, "MAX_CHANGES_AT_ONCE", 1)
+    async with running(made, **flags) as fakes:
+        async with fakes.gateway.gateway.adapters._turn():
+            refused = await load(fakes, "sql", "v0")
+            assert (refused.status, refused.error["message"]) == (429, "1 adapters are being loaded")
+            assert (await call(fakes.gateway.http_address, "/v1/unload_lora_adapter", {"lora_name": "x"})).status == 429
+        assert (await load(fakes, "sql", "v0")).status == 200
 
 
 async def test_names_are_fixed_without_the_flag(made):
