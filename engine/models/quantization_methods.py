@@ -125,6 +125,12 @@ def _fp8(raw: Raw) -> Quantization:
     return Quantization(method="fp8", schemes=((ANY_MODULE, scheme),))
 
 
+def _fbgemm_fp8(raw: Raw) -> Quantization:
+    refuse_others(raw, "quant_method activation_scale_ub modules_to_not_convert", "quantization_config")
+    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, activations="fp8")
+    return Quantization(method="fbgemm_fp8", schemes=((ANY_MODULE, scheme),))
+
+
 def _bitsandbytes(raw: Raw) -> Quantization:
     known = """
         quant_method load_in_4bit load_in_8bit llm_int8_threshold llm_int8_skip_modules llm_int8_has_fp16_weight
@@ -154,6 +160,7 @@ METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "gptq": _gptq,
     "compressed-tensors": parse_compressed_tensors,
     "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
     "bitsandbytes": _bitsandbytes,
     OWN_METHOD: _own,
 }

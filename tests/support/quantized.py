@@ -286,6 +286,17 @@ def fp8(block: tuple[int, int] | None = (32, 16), scale_fmt: str = "float") -> P
     return Producer({**config, "activation_scheme": "dynamic" if block else "static"}, quantize, stacks=True)
 
 
+def fbgemm_fp8() -> Producer:
+    """A scale for each output, and a bound of the scales of inputs."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales = weight.abs().amax(1, keepdim=True) / 448
+        codes = (weight / scales).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale": scales}, codes.float() * scales
+
+    return Producer({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, quantize)
+
+
 def nf4(nested: bool = True, block: int = 64) -> Producer:
     table = CODINGS["nf4"]
 
@@ -374,6 +385,7 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "deepseek-fp8": lambda group: fp8((32, 16)),
     "deepseek-fp8-ue8m0": lambda group: fp8((32, 16), "ue8m0"),
     "fp8-static": lambda group: fp8(None),
+    "fbgemm-fp8": lambda group: fbgemm_fp8(),
     "nf4": lambda group: nf4(nested=False),
     "nf4-nested": lambda group: nf4(),
     "bnb-int8": lambda group: bnb_int8(),
