@@ -168,6 +168,7 @@ def plan_one(cluster: Cluster, number: int) -> None:
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             demand_per_s=cluster.demand_per_s(),
+            demand_tokens=cluster.demand.mean_tokens,
             spread=number,
         )
     )

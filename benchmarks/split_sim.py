@@ -4,6 +4,9 @@ Only time is simulated (:mod:`benchmarks.split_world`): a step costs as much as 
 :mod:`benchmarks.split_fit`, with some noise. As in a worker, schedulers fit their own models to these times, publish
 them by heartbeats and keep to their targets. Clusters have 2 to 16 workers with a core each; all policies get the same
 arrivals, of several seeds. :mod:`benchmarks.split` simulates its measured runs with this too, which shows the error.
+
+With --shared, two workers lend each other the cores of a host instead, and serve the closed loops of
+:mod:`benchmarks.cpu_service`.
 """
 
 from __future__ import annotations
@@ -17,14 +20,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.closed_loop import ClosedLoad
 from benchmarks.report import RESULTS, save, show_table, spread
 from benchmarks.split_load import add_load_flags, arrivals, figures
-from benchmarks.split_world import SimCluster, simulate
+from benchmarks.split_world import NEXT_CORE_SPEED, SimCluster, simulate, simulate_closed
+from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.loadgen.figures import percentile
 
 POLICIES = ("auto", "colocated", "disaggregated")
 # DistServe's goodput: the highest rate of arrivals at which this share of the requests is good.
 SERVED_SHARE = 0.9
+SHARED_LOADS = (
+    ClosedLoad(256, 128, 8, 48),
+    ClosedLoad(256, 128, 16, 80),
+    ClosedLoad(256, 128, 32, 128),
+    ClosedLoad(1024, 64, 8, 40),
+    ClosedLoad(2048, 64, 4, 24),
+)
 
 
 def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -108,6 +120,25 @@ def served_rates(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rates
 
 
+def shared(cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Simulate closed loops on a host of two cores that workers share; a co-located decode worker owns both."""
+    rows = []
+    both_s = tuple(weight_s / (1 + NEXT_CORE_SPEED) for weight_s in cost_s)
+    for load, policy in itertools.product(SHARED_LOADS, POLICIES):
+        apart = SimCluster(1, 1, cost_s, cost_s, 0.0, AUTO_TARGET_STEPS, shared_cores=1)
+        alone = SimCluster(0, 1, (), both_s, 0.0, AUTO_TARGET_STEPS, shared_cores=2)
+        records, seconds = simulate_closed(alone if policy == "colocated" else apart, policy, load)
+        gaps_ms = [gap * 1000 for record in records for gap in record.gaps_s]
+        prefilled = sum(record.prefilled_tokens for record in records)
+        rows.append(
+            {"load": load.name, "policy": policy, "tok/s": load.requests * load.output_tokens / seconds}
+            | {"itl_p50_ms": percentile(gaps_ms, 50), "itl_p99_ms": percentile(gaps_ms, 99)}
+            | {"ttft_p50_s": statistics.median(record.ttft_s for record in records)}
+            | {"prefilled_share": prefilled / (load.requests * load.input_tokens)}
+        )
+    return rows
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Print rows as a table."""
     table = Table(title=title)
@@ -119,7 +150,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Simulate, print, write results/split_sim.json."""
+    """Simulate, print, write results/split_sim.json, or results/split_sim_shared.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.35, 0.5, 0.7, 0.9])
@@ -128,9 +159,15 @@ def main() -> None:
         "--prefill-share", type=float, default=0.5, help="share of the workers that prefill, except for co-located"
     )
     parser.add_argument("--target-itl-ms", type=float, default=100.0)
+    parser.add_argument("--shared", action="store_true", help="closed loops on one host whose workers share two cores")
     add_load_flags(parser)
     args = parser.parse_args()
     cost_s = tuple(json.loads((RESULTS / "split_fit.json").read_text())["step_cost_s"])
+    if args.shared:
+        rows = shared(cost_s)
+        show("closed loops on two shared cores", rows)
+        save("split_sim_shared", {"step_cost_s": cost_s, "rows": rows})
+        return
     rows = sweep(args, cost_s)
     ratios = compared(rows)
     show("share of good requests, and auto over the better of both", ratios)

@@ -2,7 +2,8 @@
 
     arrival --plan over last heartbeats--> [span on a prefill worker, chunk by chunk] --> decode worker --> tokens
 
-Prompts share no prefix, memory is never short, and a call between components takes a constant time.
+A worker computes on cores of its own, or on one host whose workers lend each other cores. Prompts share no
+prefix, memory is never short, and a call between components takes a constant time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 import numpy as np
 
+from benchmarks.closed_loop import ClosedLoad
 from benchmarks.split_load import ClientRecord, Request
+from pillion.core_board import LINGER_NS
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import ChunkDone, Holding, Sequence, SequenceSpec
@@ -48,6 +51,8 @@ HEARTBEAT_S = 1.0
 # The time of a call between two components, and the relative standard deviation of a step's time.
 CALL_S = 0.002
 NOISE = 0.03
+# What another core adds to the speed of one, where a step has several.
+NEXT_CORE_SPEED = 0.9
 # Every worker answers these prompts before the load, and so learns the cost of its steps.
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
 WARM_UP_S = 60.0
@@ -77,6 +82,91 @@ class Clock:
             event()
 
 
+# Called at a step's end with the seconds that it would have taken longer on its worker's own cores.
+StepEnd = Callable[[float], None]
+
+
+class OwnCores:
+    """Workers that lend each other nothing: a step takes what it costs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def run(self, number: int, seconds: float, done: StepEnd) -> None:
+        """Run a step of worker ``number`` that takes ``seconds`` on its own cores."""
+        self._clock.after(seconds, lambda: done(0.0))
+
+
+@dataclass(slots=True)
+class SharedStep:
+    """A step under way: the work that is left, in seconds on one core, and the borrowed time of cores."""
+
+    left_s: float
+    done: StepEnd
+    borrowed_s: float = 0.0
+
+
+class SharedCores:
+    """A host whose ``workers`` own ``cores_each`` cores each, and compute on those of workers that have nothing to do.
+
+    As on the real board, an owner keeps its cores for a moment behind a step.
+    """
+
+    def __init__(self, clock: Clock, workers: int, cores_each: int) -> None:
+        self._clock = clock
+        self._workers = workers
+        self._each = cores_each
+        self._running: dict[int, SharedStep] = {}
+        self._kept: dict[int, float] = {}
+        self._at_s = 0.0
+        self._version = 0
+
+    def run(self, number: int, seconds: float, done: StepEnd) -> None:
+        """Run a step of worker ``number`` that takes ``seconds`` on its own cores."""
+        self._advance()
+        self._kept.pop(number, None)
+        self._running[number] = SharedStep(seconds * _speed(self._each), done)
+        self._expect()
+
+    def _lent(self) -> float:
+        """Cores that each running step has borrowed."""
+        busy = len(self._running.keys() | self._kept.keys())
+        return (self._workers - busy) * self._each / max(1, len(self._running))
+
+    def _advance(self) -> None:
+        passed_s, lent = self._clock.now - self._at_s, self._lent()
+        for step in self._running.values():
+            step.left_s -= passed_s * _speed(self._each + lent)
+            step.borrowed_s += passed_s * lent / self._each
+        self._at_s = self._clock.now
+
+    def _expect(self) -> None:
+        """Await the next change: the end of a step, or of an owner's hold on its cores."""
+        self._version += 1
+        version, speed = self._version, _speed(self._each + self._lent())
+        ends = [step.left_s / speed for step in self._running.values()]
+        ends += [until - self._clock.now for until in self._kept.values()]
+        if ends:
+            self._clock.after(max(0.0, min(ends)), lambda: self._change(version))
+
+    def _change(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        self._kept = {number: until for number, until in self._kept.items() if until > self._clock.now + 1e-9}
+        ended = {number: step for number, step in self._running.items() if step.left_s < 1e-9}
+        for number in ended:
+            del self._running[number]
+            self._kept[number] = self._clock.now + LINGER_NS / 1e9
+        self._expect()
+        for step in ended.values():
+            step.done(step.borrowed_s)
+
+
+def _speed(cores: float) -> float:
+    return 1 + NEXT_CORE_SPEED * (cores - 1)
+
+
 @dataclass(slots=True)
 class Flow:
     """A running request, as the gateway and its client see it."""
@@ -93,11 +183,20 @@ class Flow:
 class SimWorker:
     """A worker around a real scheduler. The gateway sets ``on_chunk`` and ``on_update``."""
 
-    def __init__(self, clock: Clock, record: ComponentRecord, cost_s: tuple[float, ...], seed: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        cores: OwnCores | SharedCores,
+        record: ComponentRecord,
+        cost_s: tuple[float, ...],
+        number: int,
+    ) -> None:
         self.record = record
         self._clock = clock
+        self._cores = cores
+        self._number = number
         self._weights = np.array(cost_s) * SCALES
-        self._noise = random.Random(seed)
+        self._noise = random.Random(number)
         prefill = record.role == "prefill"
         self._max_num_seqs = MAX_SPANS if prefill else MAX_NUM_SEQS
         self._scheduler = Scheduler(
@@ -105,6 +204,7 @@ class SimWorker:
             max_num_batched_tokens=record.max_step_tokens,
             max_num_seqs=self._max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,
+            target_itl_steps=record.target_itl_steps,
         )
         self._slots = itertools.count()
         self._ids = itertools.count(1)
@@ -159,11 +259,11 @@ class SimWorker:
         if plan.pieces:
             self._busy = True
             seconds = float(self._weights @ features(plan.pieces)) * max(0.5, self._noise.gauss(1.0, NOISE))
-            self._clock.after(seconds, lambda: self._done(plan))
+            self._cores.run(self._number, seconds, lambda borrowed_s: self._done(plan, borrowed_s))
 
-    def _done(self, plan: StepPlan) -> None:
+    def _done(self, plan: StepPlan, borrowed_s: float) -> None:
         self._busy = False
-        sampled = Sampled((1,) * sum(piece.samples for piece in plan.pieces))
+        sampled = Sampled((1,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
         self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
         self._step()
 
@@ -205,6 +305,7 @@ class SimGateway:
         self._demand = Demand()
         self._gateways = gateways
         self._first_spread = number
+        self.on_end: Callable[[], None] = lambda: None
         self.flows: list[Flow] = []
         self.plan_s: list[float] = []
         for worker in workers:
@@ -228,12 +329,13 @@ class SimGateway:
             sticky_choice=self._leanings.of("m", request.prompt_tokens),
             spread=self._first_spread + len(self.flows),
             demand_per_s=(self._gateways * every, self._gateways * shared),
+            demand_tokens=self._demand.mean_tokens,
         )
         begun = time.perf_counter()
         decided = make_plan(snapshot)
         self.plan_s.append(time.perf_counter() - begun)
         self._leanings.note("m", request.prompt_tokens, bool(decided.chunks))
-        self._demand.note(self._clock.now, bool(decided.chunks))
+        self._demand.note(self._clock.now, bool(decided.chunks), request.prompt_tokens)
         flow = Flow(request, decided, self._clock.now, self)
         self.flows.append(flow)
         self._streams[decided.decode.component_id] += 1
@@ -270,24 +372,33 @@ class SimGateway:
             flow.last_s = now
         if update.ending is not None:
             self._streams[decode] -= 1
+            self.on_end()
 
 
 @dataclass(frozen=True, slots=True)
 class SimCluster:
-    """The number of prefill and decode workers, and their step costs."""
+    """The number of prefill and decode workers, and their step costs.
+
+    ``shared_cores``: how many cores each of them owns of one host, where they lend each other cores; 0: they do not.
+    ``target_itl_steps`` is the target where ``target_itl_ms`` is 0.
+    """
 
     prefills: int
     decodes: int
     prefill_cost_s: tuple[float, ...]
     decode_cost_s: tuple[float, ...]
     target_itl_ms: float
+    target_itl_steps: float = 0.0
+    shared_cores: int = 0
 
     def workers(self, clock: Clock) -> list[SimWorker]:
         """Make the workers, with heartbeats that are spread over the period."""
-        kinds = [("prefill", self.prefill_cost_s, PREFILL_STEP_TOKENS, 0.0)] * self.prefills
-        kinds += [("decode", self.decode_cost_s, DECODE_STEP_TOKENS, self.target_itl_ms)] * self.decodes
+        kinds = [("prefill", self.prefill_cost_s, PREFILL_STEP_TOKENS, 0.0, 0.0)] * self.prefills
+        decode = ("decode", self.decode_cost_s, DECODE_STEP_TOKENS, self.target_itl_ms, self.target_itl_steps)
+        kinds += [decode] * self.decodes
+        cores = SharedCores(clock, len(kinds), self.shared_cores) if self.shared_cores else OwnCores(clock)
         found = []
-        for number, (role, cost_s, tokens, target_ms) in enumerate(kinds):
+        for number, (role, cost_s, tokens, target_ms, target_steps) in enumerate(kinds):
             record = ComponentRecord(
                 component_id=f"{role}-{number}",
                 role=role,
@@ -295,8 +406,11 @@ class SimCluster:
                 node_id="kv-0",
                 max_step_tokens=tokens,
                 target_itl_ms=target_ms,
+                target_itl_steps=target_steps,
+                core_board="board" if self.shared_cores else "",
+                core_share=1 / len(kinds) if self.shared_cores else 0.0,
             )
-            worker = SimWorker(clock, record, cost_s, number)
+            worker = SimWorker(clock, cores, record, cost_s, number)
             clock.after(HEARTBEAT_S * number / len(kinds), worker.beat)
             found.append(worker)
         return found
@@ -316,7 +430,38 @@ def simulate(
         arrive = edge[request.number % gateways].arrive
         clock.after(WARM_UP_S + request.at_s, lambda arrive=arrive, request=request: arrive(request))  # type: ignore[misc]
     clock.run(WARM_UP_S + (requests[-1].at_s if requests else 0.0) + PATIENCE_S)
-    records = [
+    return _records(edge), [seconds for gateway in edge for seconds in gateway.plan_s]
+
+
+def simulate_closed(cluster: SimCluster, policy: str, load: ClosedLoad) -> tuple[list[ClientRecord], float]:
+    """Simulate a closed loop; return the clients' records, and the seconds until the last answer's end."""
+    clock = Clock()
+    workers = cluster.workers(clock)
+    gateway = SimGateway(clock, policy, workers, 0, 1)
+    for request in _warm_up(len(workers)):
+        clock.after(WARM_UP_S + request.at_s, lambda request=request: gateway.arrive(request))  # type: ignore[misc]
+    clock.run(WARM_UP_S)
+    numbers = iter(range(load.requests))
+    ended_s: list[float] = []
+
+    def ask() -> None:
+        for number in itertools.islice(numbers, 1):
+            gateway.arrive(Request(number, 0.0, clock.now, load.input_tokens, load.output_tokens))
+
+    def end() -> None:
+        ended_s.append(clock.now)
+        ask()
+
+    gateway.on_end = end
+    for _ in range(load.concurrency):
+        ask()
+    while len(ended_s) < load.requests:
+        clock.run(clock.now + HEARTBEAT_S)
+    return _records([gateway]), ended_s[-1] - WARM_UP_S
+
+
+def _records(edge: list[SimGateway]) -> list[ClientRecord]:
+    return [
         ClientRecord(
             flow.request,
             flow.first_s - flow.arrived_s if flow.first_s else PATIENCE_S,
@@ -328,7 +473,6 @@ def simulate(
         for flow in gateway.flows
         if flow.request.number >= 0
     ]
-    return records, [seconds for gateway in edge for seconds in gateway.plan_s]
 
 
 def _warm_up(workers: int) -> list[Request]:

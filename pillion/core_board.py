@@ -104,12 +104,6 @@ class CoreBoard:
         """The number of the processor that the core is, or -1."""
         return self._words[self._place(core, PROCESSOR)]
 
-    def held(self) -> tuple[list[int], list[int]]:
-        """The first cores of the owners that keep their cores now, and the cores that are lent now."""
-        times, now = self._times(), time.monotonic_ns()
-        owned, lent = ([core for core, pair in enumerate(times) if pair[word] > now] for word in (0, 1))
-        return owned, lent
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless every core has an owner, shares are in one piece, and no time is too far off."""
         self._check_owners()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,8 @@ class HostBackend(ABC):
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
         self.vocab_size = vocab_size
+        # How much longer the last forward pass would have taken without cores of other workers.
+        self.borrowed_s = 0.0
         self._pool: torch.Tensor | None = None
         # The adapter in each place, kept alive by it.
         self._adapters: list[PackedAdapter | None] = []
@@ -94,7 +96,8 @@ class HostBackend(ABC):
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        return FinishedStep(sample_and_score(self.forward(batch), rows))
+        sampled = sample_and_score(self.forward(batch), rows)
+        return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     @property
     def max_adapters(self) -> int:

@@ -36,11 +36,16 @@ TORCH_BFLOAT16 = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and the backend that runs it. ``operators`` names the kernels in logs and metrics."""
+    """A model and the backend that runs it.
+
+    ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
+    cores; 0: it has no board.
+    """
 
     prepared: PreparedModel
     backend: Backend
     operators: str = "torch"
+    core_share: float = 0.0
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""
@@ -107,7 +112,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         model.layout.dtype,
     )
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}")
+    owned = threads / share.board.cores if share is not None else 0.0
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
 
 
 def _core_share(flags: WorkerFlags) -> CoreShare | None:

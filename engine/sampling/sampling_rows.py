@@ -133,8 +133,11 @@ class Sampled:
     A row without a finite largest logit has the token NO_TOKEN, one without its mask MASK_LATE. ``logprobs`` is empty
     if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that is
     only scored; its log probability is NaN where the logits are no numbers.
+
+    ``borrowed_s``: how much longer the step would have taken without the cores that other workers lent.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scored: tuple[TokenLogprob, ...] = ()
+    borrowed_s: float = 0.0

@@ -243,7 +243,7 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Apply the results of a step."""
-        self.budget.end(now)
+        self.budget.end(now, sampled.borrowed_s)
         pieces, sampled = self._in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(sampled.token_ids), iter(sampled.logprobs), iter(sampled.scored)
         for piece in pieces:

@@ -7,6 +7,10 @@ itself, so that the price of a chunk is not forgotten while only decodes run. Fa
 the machine, are in a factor beside the fit: the median of measured over predicted time in the last few steps. So a
 change is followed within three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve
 offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
+
+A step on borrowed cores (:mod:`pillion.core_board`) teaches the fit what it would have taken on the worker's own: what
+others lend changes from step to step, and is in the factor like any other change of speed. The planner is told the cost
+on own cores, and who shares cores with whom.
 """
 
 from __future__ import annotations
@@ -64,8 +68,9 @@ class StepCost:
         # The fit's sums over steps without a chunk, and over those with one.
         self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
         self._products: Float64 = np.zeros((2, len(SCALES)))
-        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._factor = 1.0
+        # Measured over fitted time of the last steps, as they were and as on own cores; and the medians.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+        self._factor = self._own_factor = 1.0
         self.steps = 0
 
     def predict(self, found: Float64) -> float:
@@ -73,17 +78,18 @@ class StepCost:
         return self._factor * float(self._weights @ found)
 
     def weights_s(self) -> tuple[float, ...]:
-        """Seconds of a step, and of each token, sequence, KV token read and query-key pair; empty before any step."""
-        return tuple((self._factor * self._weights / SCALES).tolist()) if self.steps else ()
+        """Seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's own cores;
+        empty before any step."""
+        return tuple((self._own_factor * self._weights / SCALES).tolist()) if self.steps else ()
 
-    def observe(self, found: Float64, seconds: float) -> None:
-        """A step with these features took so long."""
+    def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
+        """A step with these features took so long, and would have taken ``borrowed_s`` more on own cores."""
         if seconds <= 0:
             return
-        expected = self.predict(found)
-        learnt = seconds
+        expected = self._own_factor * float(self._weights @ found)
+        learnt = own_s = seconds + borrowed_s
         if self.steps >= RECENT_STEPS and expected > 0:
-            learnt = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+            learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         # Divided by the time it took, so that short steps count as much as long ones.
         row = found / learnt
         # More tokens than sequences: a chunk, or guesses.
@@ -96,8 +102,9 @@ class StepCost:
         self.steps += 1
         plain = float(self._weights @ found)
         if plain > 0:
-            self._recent.append(seconds / plain)
-            self._factor = sorted(self._recent)[len(self._recent) // 2]
+            self._recent.append((seconds / plain, own_s / plain))
+            middle = len(self._recent) // 2
+            self._factor, self._own_factor = (sorted(kind)[middle] for kind in zip(*self._recent, strict=True))
 
     def seconds_for_throughput(self, share: float, decodes: Seq[SequencePiece], start: int, most: int) -> float:
         """Seconds of the shortest step that gets ``share`` of the work done that one with ``most`` tokens of a tail at
@@ -151,7 +158,8 @@ class TokenBudget:
         self.target_steps = target_steps
         self.cost = StepCost()
         self.largest_step_tokens = 0
-        self._running: deque[tuple[Float64, float]] = deque()
+        # Of each step under way: its features, when it began, and whether it teaches the fit.
+        self._running: deque[tuple[Float64, float, bool]] = deque()
 
     def left(
         self,
@@ -187,19 +195,22 @@ class TokenBudget:
         return max(seconds, self.cost.seconds_for_throughput(LEAST_THROUGHPUT, decodes, start, most))
 
     def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
-        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began."""
+        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began. One that
+        scores a prompt teaches nothing: its rows of logits are not among the features."""
         if pieces:
             while len(self._running) > in_flight:
                 self._running.pop()
-            self._running.append((features(pieces), now))
+            self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
 
-    def end(self, now: float, *, ok: bool = True) -> None:
-        """The oldest step has ended, and the next one runs from now. A step that was not ``ok`` teaches nothing."""
+    def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> None:
+        """The oldest step has ended, and the next one runs from now. On own cores it would have taken ``borrowed_s``
+        more. A step that was not ``ok`` teaches nothing."""
         if not self._running:
             return
-        found, began = self._running.popleft()
-        if ok:
-            self.cost.observe(found, now - began)
+        found, began, teaches = self._running.popleft()
+        if ok and teaches:
+            self.cost.observe(found, now - began, borrowed_s)
             self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
         if self._running:
-            self._running[0] = self._running[0][0], now
+            found, _, teaches = self._running[0]
+            self._running[0] = found, now, teaches

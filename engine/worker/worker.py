@@ -197,6 +197,8 @@ class Worker:
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
             **asdict(load),
+            core_board=self.flags.core_board if self.model.core_share else "",
+            core_share=self.model.core_share,
             max_loras=self.model.backend.max_adapters,
             max_lora_rank=self.flags.max_lora_rank if self.adapters is not None else 0,
             block_bytes=self.model.backend.layout.block_bytes,

@@ -53,6 +53,7 @@ class ClusterSnapshot:
         fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).
+        demand_tokens: prompt tokens of these requests on the average, those cached left out; 0.0: unknown.
         sticky_choice: what the last request of this size did (see StickyChoices in plan_auto).
         index_available: whether the index could be asked for ``hits``.
         avoid: components that failed this request before; used only where there is no other.
@@ -75,6 +76,7 @@ class ClusterSnapshot:
     fetch_block_s: float = 0.0
     sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)
+    demand_tokens: float = 0.0
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0

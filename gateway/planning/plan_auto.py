@@ -21,6 +21,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
+    Board,
     DecodeSide,
     Models,
     PrefillSide,
@@ -143,8 +144,19 @@ def choose(
     known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
     limit = snapshot.limit_blocks
     behind = snapshot.demand_per_s[0] / len(decodes)
+    boards = _boards(snapshot, weighed) if any(component.core_board for component in weighed) else {}
     ways = [
-        _way(snapshot, component, models.of(component), best, min(known, limit), limit, behind) for component in weighed
+        _way(
+            snapshot,
+            component,
+            models.of(component),
+            best,
+            min(known, limit),
+            limit,
+            behind,
+            boards.get(component.component_id),
+        )
+        for component in weighed
     ]
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
@@ -200,6 +212,22 @@ def _prefill_sides(
     return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
 
 
+def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, Board]:
+    """The board of each decode worker that shares its cores, by component id. A board is one node's."""
+    mates: dict[tuple[str, str], list[ComponentRecord]] = {}
+    for component in snapshot.components:
+        if component.core_board:
+            mates.setdefault((component.node_id, component.core_board), []).append(component)
+    follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
+    return {
+        decode.component_id: Board.of(
+            decode, mates[decode.node_id, decode.core_board], snapshot.own_tokens, follower_tokens
+        )
+        for decode in decodes
+        if decode.core_board and decode.core_share
+    }
+
+
 def _way(
     snapshot: ClusterSnapshot,
     component: ComponentRecord,
@@ -208,12 +236,13 @@ def _way(
     known: int,
     limit: int,
     behind: float,
+    board: Board | None,
 ) -> Way:
     """The price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
     streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)
-    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind)
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, board)
     if snapshot.adapter:
         decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
     cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False

@@ -5,12 +5,15 @@
 
 A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is closed
 arithmetic: a gateway weighs dozens of ways for each request. Every price grows with load, so more load never attracts.
+
+Workers that share a board of cores (:mod:`pillion.core_board`) have one budget of compute. A decode worker there has
+all cores that nobody else uses, and what a prefill worker computes takes cores from it (:class:`Board`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +28,11 @@ DEFAULT_BYTES_PER_S = 1e9
 # A prompt tail gets this many tokens of a step however late the decodes are
 # (pillion.engine.scheduling.step_cost.MIN_TAIL_TOKENS).
 MIN_TAIL_TOKENS = 16
+# With a target in plain steps, a step may be longer where more prompts than this wait for each stream, until it gets so
+# much of the work done that the largest step gets done in the same time
+# (pillion.engine.scheduling.step_cost.WAITING_PER_DECODE, LEAST_THROUGHPUT).
+WAITING_PER_DECODE = 0.5
+LEAST_THROUGHPUT = 0.9
 # A fit that has seen no larger step than this does not know what a chunk costs.
 MIN_CHUNK_SEEN_TOKENS = 64
 # Where a decode worker has no target, a step that takes longer than this harms its streams.
@@ -66,6 +74,10 @@ class StepModel(NamedTuple):
         pairs = tokens * (start + (tokens + 1) / 2)
         fixed = steps * (self.step_s + self.sequence_s)
         return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
+
+    def at_speed(self, speed: float) -> StepModel:
+        """The model on cores that are so many times as fast together."""
+        return StepModel._make([weight_s / speed for weight_s in self])
 
     def queued_token_s(self, step_tokens: float, step_s: float) -> float:
         """Seconds of each queued token, ``step_tokens`` of them in a step that costs ``step_s`` by itself."""
@@ -168,29 +180,98 @@ class PrefillSide(NamedTuple):
         return self.model.span_s(start, end, self.step_tokens) + calls_s + self.extra_s
 
 
+class Board(NamedTuple):
+    """How a decode worker and the prefill workers of its host share their cores, as a plan sees it.
+
+    Attributes:
+        speed: of the decode worker while prefill workers have nothing to do; 1 is that of its own cores.
+        slower: how many times as long its work takes while they compute.
+        busy_s: for how long they do, with what they have.
+        beside: how many times as long its work takes while a prefill worker computes that had nothing to do.
+        span_factor: how many times as long a prefill worker needs for a span as the decode worker would alone.
+        follower_tokens: prompt tokens of the requests that come, on the average.
+    """
+
+    speed: float
+    slower: float
+    busy_s: float
+    beside: float
+    span_factor: float
+    follower_tokens: float
+
+    @classmethod
+    def of(
+        cls,
+        component: ComponentRecord,
+        mates: Sequence[ComponentRecord],
+        own_tokens: Mapping[str, int],
+        follower_tokens: float,
+    ) -> Board:
+        """The board of a decode worker. ``mates``: all workers of the board, ``own_tokens``: what this gateway has sent
+        to each component and not got back."""
+        own = component.core_share
+        idle, computing, computing_s, decodes, prefills = 1.0 - own, 0.0, 0.0, 1, 0
+        part = 0.0
+        for mate in mates:
+            name, share = mate.component_id, mate.core_share
+            tokens = max(mate.queued_tokens, mate.waiting_tokens, own_tokens.get(name, 0))
+            if mate.role == "prefill":
+                part = max(part, share)
+            if name == component.component_id or not (tokens or mate.running_requests):
+                continue
+            idle -= share
+            if mate.role == "decode":
+                decodes += 1
+                continue
+            prefills, computing = prefills + 1, computing + share
+            if mate.step_cost_s:
+                model = StepModel._make(mate.step_cost_s)
+                steps = mate.max_step_tokens or ASSUMED_STEP_TOKENS
+                computing_s += share * tokens * model.queued_token_s(steps, model.step_s)
+        idle = max(0.0, idle)
+        speed = 1.0 + (idle + computing) / (decodes * own)
+        soon = 1.0 + idle / ((decodes + prefills) * own)
+        nothing = not (component.running_requests or component.queued_tokens or own_tokens.get(component.component_id))
+        # Beside streams a prefill worker has its own cores and those of others that have nothing to do.
+        lent = max(0.0, idle - part) + (own if nothing else 0.0)
+        span_factor = speed * own / (part + lent / (decodes + prefills)) if part else 1.0
+        busy_s = computing_s / computing if computing else 0.0
+        beside = speed / max(1.0, speed - part / (decodes * own))
+        return cls(speed, speed / soon, busy_s, beside, span_factor, follower_tokens)
+
+    def passed_s(self, seconds: float) -> float:
+        """How long the decode worker needs for what takes ``seconds`` while prefill workers have nothing to do."""
+        return min(seconds * self.slower, seconds + self.busy_s * (1 - 1 / self.slower))
+
+
 class DecodeSide(NamedTuple):
     """A decode worker as a plan for a prompt of ``end`` tokens sees it.
 
     Attributes:
+        model: on the cores that it has while prefill workers of its board have nothing to do.
         streams: how many run there.
-        base_s: a step of these alone.
+        waiting: how many prompts wait there.
+        base_s: a step of the streams alone.
         room: tokens of a prompt tail that a step takes beside them.
         most: tokens that a step may take in all.
         wait_s: until the prompt tails before ours are computed, and a slot is free.
         limit_s: the inter-token latency that its streams should have.
         followers_per_s: requests that come to it, and would wait behind ours.
+        board: its host's cores where workers share them.
     """
 
     component: ComponentRecord
     model: StepModel
     end: int
     streams: int
+    waiting: int
     base_s: float
     room: float
     most: int
     wait_s: float
     limit_s: float
     followers_per_s: float = 0.0
+    board: Board | None = None
 
     @classmethod
     def of(
@@ -201,11 +282,16 @@ class DecodeSide(NamedTuple):
         own_streams: int,
         own_tokens: int,
         followers_per_s: float = 0.0,
+        board: Board | None = None,
     ) -> DecodeSide:
-        """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed."""
+        """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed.
+        ``model`` is on the worker's own cores."""
+        if board is not None:
+            model = model.at_speed(board.speed)
         step_s, token_s, sequence_s, read_s, pair_s = model
         streams, context = component.decoding_requests, component.context_tokens
         present = component.running_requests + component.waiting_requests
+        waiting = max(0, present - streams)
         if own_streams > present:
             streams += own_streams - present
             context += (own_streams - present) * ASSUMED_POSITION
@@ -215,21 +301,34 @@ class DecodeSide(NamedTuple):
         room = float(most - streams) if most > streams else 1.0
         target_s, target_steps = component.target_itl_ms / 1000, component.target_itl_steps
         each_s = token_s + read_s + pair_s * end
+        crowd, crowded_room = 0.0, room
         if target_s and each_s:
             fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
             room = min(room, max(fitting, MIN_TAIL_TOKENS))
         elif target_steps and streams and each_s:
             # As if all of a step were plain but the tail's tokens: a busier worker then never looks cheaper.
-            plain_s = base_s + sequence_s + read_s * max(end, ASSUMED_POSITION)
-            room = min(room, max((target_steps - 1) * plain_s / each_s, MIN_TAIL_TOKENS))
+            tail_s = sequence_s + read_s * max(end, ASSUMED_POSITION)
+            plain_s = base_s + tail_s
+            bounded_room = min(room, max((target_steps - 1) * plain_s / each_s, MIN_TAIL_TOKENS))
+            # Prompts beyond these, which go first, are computed in longer steps.
+            patient = int(WAITING_PER_DECODE * streams)
+            crowd = min(1.0, max(0, waiting + 1 - patient) / max(1, waiting))
+            if crowd:
+                fixed_s, longest_s = step_s + tail_s, plain_s + most * each_s
+                fast_s = fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
+                crowded_room = min(room, max((fast_s - plain_s) / each_s, bounded_room))
+            room = bounded_room if patient else crowded_room
             # Its streams lose no more than that.
             target_s = plain_s + room * each_s
-        wait_s = _queue_wait_s(component, own_tokens, model.queued_token_s(room, base_s))
+        queued_s = model.queued_token_s(room, base_s)
+        if crowd:
+            queued_s += crowd * (model.queued_token_s(crowded_room, base_s) - queued_s)
+        wait_s = _queue_wait_s(component, own_tokens, queued_s)
         slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
         if present >= slots:
             wait_s += (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots
         limit_s = target_s or DEFAULT_TARGET_S
-        return cls(component, model, end, streams, base_s, room, most, wait_s, limit_s, followers_per_s)
+        return cls(component, model, end, streams, waiting, base_s, room, most, wait_s, limit_s, followers_per_s, board)
 
     def tail_s(self, start: int) -> tuple[float, float]:
         """Seconds from the first step with a token of start .. end to the first token, and the seconds that the streams
@@ -262,6 +361,8 @@ def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: i
         prefill: computes cached .. split, in tokens; not needed where they are equal.
         fetch_s: blocks come for so long before anything is computed.
     """
+    if decode.board is not None:
+        return _way_on_board_s(decode.board, prefill, decode, cached, split, fetch_s)
     begun_s, others_s = fetch_s, 0.0
     if split > cached and prefill is not None:
         span_s = prefill.span_s(cached, split)
@@ -272,8 +373,44 @@ def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: i
     return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
 
 
+def _way_on_board_s(
+    board: Board, prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float
+) -> float:
+    """The price of a way whose decode worker shares its cores with prefill workers of its host.
+
+    What a prefill worker computes takes cores from the decode worker: its steps take longer. Nobody waits there behind
+    our prompt, but whoever computes there is later, by as much as ours takes at most.
+    """
+    seconds, lost_s = decode.tail_s(split)
+    wait_s, begun_s, others_s = board.passed_s(decode.wait_s), fetch_s, lost_s
+    if split > cached and prefill is not None:
+        there = prefill.component
+        span_s = prefill.span_s(cached, split)
+        if (there.node_id, there.core_board) == (decode.component.node_id, decode.component.core_board):
+            # Both compute the same with the same cores: two fits would only differ by what disturbed them.
+            same_s = board.span_factor * decode.model.span_s(cached, split, prefill.step_tokens)
+            span_s += same_s - prefill.model.span_s(cached, split, prefill.step_tokens)
+            alone_s, longer = decode.tail_s(cached)[0] - seconds, board.beside - 1
+            queue_s = min(alone_s, decode.wait_s * longer)
+            # Steps with a prompt tail keep to a bound of the latency, but not beside a prefill worker.
+            others_s += queue_s * (decode.streams + decode.waiting)
+            if decode.streams and decode.base_s:
+                others_s += decode.streams * span_s * max(0.0, 1 - decode.limit_s / (decode.base_s * board.beside))
+            follower_s = min(1.0, longer * board.follower_tokens / (split - cached)) * alone_s
+            others_s += decode.followers_per_s * span_s * follower_s
+            wait_s += queue_s
+        else:
+            others_s += _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
+        begun_s = max(fetch_s, prefill.wait_s) + span_s
+    else:
+        seconds = board.passed_s(decode.wait_s + seconds) - wait_s
+    others_s += _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
+    return max(begun_s, wait_s) + seconds + others_s
+
+
 class Demand:
-    """How many requests a second a gateway plans, and how many of them use prefill workers, as decaying means."""
+    """How many requests a second a gateway plans, how many of them use prefill workers, and how many tokens they have,
+    as decaying means."""
 
     FADING_S = 20.0
 
@@ -281,12 +418,19 @@ class Demand:
         self._seen_s = 0.0
         self._all_per_s = 0.0
         self._shared_per_s = 0.0
+        self._tokens_per_s = 0.0
 
-    def note(self, now: float, shared: bool) -> None:
-        """Notes one more request."""
+    def note(self, now: float, shared: bool, tokens: int) -> None:
+        """Notes one more request, which has to compute ``tokens`` of its prompt."""
         self._fade(now)
         self._all_per_s += 1 / self.FADING_S
         self._shared_per_s += shared / self.FADING_S
+        self._tokens_per_s += tokens / self.FADING_S
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a request's prompt that are computed; 0.0 before any came."""
+        return self._tokens_per_s / self._all_per_s if self._all_per_s else 0.0
 
     def per_s(self, now: float) -> tuple[float, float]:
         """Requests a second: all, and those that use prefill workers."""
@@ -296,6 +440,7 @@ class Demand:
     def _fade(self, now: float) -> None:
         left = math.exp(min(0.0, self._seen_s - now) / self.FADING_S)
         self._all_per_s, self._shared_per_s, self._seen_s = self._all_per_s * left, self._shared_per_s * left, now
+        self._tokens_per_s *= left
 
 
 class FetchPace:

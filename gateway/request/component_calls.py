@@ -227,6 +227,7 @@ class ComponentCalls:
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.fetch_pace.block_s,
             demand_per_s=cluster.demand_per_s(),
+            demand_tokens=cluster.demand.mean_tokens,
             sticky_choice=cluster.sticky_choices.of(job.model, unknown),
             index_available=cluster.index.available,
             avoid=action.avoid,
@@ -242,7 +243,8 @@ class ComponentCalls:
                 workers.add(decided.prefill.component_id)
             cluster.sent_adapters.note(job.adapter, workers, time.monotonic())
         if action.attempt == 1:
-            cluster.demand.note(time.monotonic(), bool(decided.chunks))
+            computed = decided.prompt_tokens - decided.cached_tokens
+            cluster.demand.note(time.monotonic(), bool(decided.chunks), computed)
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(

@@ -48,9 +48,11 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         free_seqs: sequences that a worker could run beside those that it runs.
         max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
         target_itl_steps: that latency as a number of plain steps, of the decodes alone (0: none).
-        step_cost_s: cost of a step in seconds, fitted to real steps: of a step as such, and of each token, sequence, KV
-            token read and query-key pair of it. Empty as long as nothing is known.
+        step_cost_s: cost of a step in seconds on the worker's own cores, fitted to real steps: of a step as such, and
+            of each token, sequence, KV token read and query-key pair of it. Empty as long as nothing is known.
         largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
+        core_board: names, on its node, the board on which a worker lends and borrows cores; "" where it has none.
+        core_share: the share of that board's cores that the worker owns.
         block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
         max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
@@ -86,6 +88,8 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     target_itl_steps: Amount = 0.0
     step_cost_s: tuple[Amount, ...] = ()
     largest_step_tokens: Count = 0
+    core_board: str = ""
+    core_share: Amount = 0.0
     block_bytes: Count = 0
     total_blocks: Count = 0
     free_blocks: Count = 0

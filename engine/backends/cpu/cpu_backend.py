@@ -206,6 +206,7 @@ class CpuBackend(HostBackend):
         begin = time.perf_counter()
         self._thread_pool.run(program.entries, self._step.words)
         self.kernel_seconds = time.perf_counter() - begin
+        self.borrowed_s = self._thread_pool.borrowed_s
         if self.model.checked:
             self.check_integrity()
         logits = self._logits.get(len(rows))

@@ -46,6 +46,8 @@ class ThreadPool:
 
     Attributes:
         threads: the number of all threads, those on borrowed cores included. Each kernel has as many work items.
+        borrowed_s: how much longer the last run would have taken on this worker's own cores, if these did what borrowed
+            ones have done.
 
     Args:
         kernels: machine code, kept alive as long as the pool.
@@ -80,6 +82,7 @@ class ThreadPool:
             if share.board.cores > MAX_CPU_THREADS:
                 raise ConfigError(f"the board has {share.board.cores} cores, a thread pool {MAX_CPU_THREADS} at most")
         self.threads = threads + len(lent)
+        self.borrowed_s = 0.0
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
         self._native = _Native(kernels, threads, affinity[1:], share, lent)
@@ -108,7 +111,9 @@ class ThreadPool:
             if self._leader_cpu and self._leader != threading.get_native_id():
                 os.sched_setaffinity(0, self._leader_cpu)
                 self._leader = threading.get_native_id()
+            before_ns = native.borrowed_ns()
             native.run(native.address, program.ctypes.data, len(program), step.ctypes.data)
+            self.borrowed_s = (native.borrowed_ns() - before_ns) / native.own / 1e9
             if self._kernels.checked:
                 native.check()
 
@@ -130,7 +135,7 @@ class _Native:
     ) -> None:
         self.lock = threading.Lock()
         threads = own + len(lent)
-        self._kernels, self._own = kernels, own
+        self._kernels, self.own = kernels, own
         # The board stays mapped as long as threads look at it, whoever closes it.
         self._board = None if share is None else share.board.pin()
         self._pid: int | None = os.getpid()
@@ -147,6 +152,9 @@ class _Native:
         self._counters = np.zeros(0, np.uint8)
         self._set(thread_pool_code.THREADS, threads)
         self._handles: list[int] = []
+        # The place of BORROWED_NS in the line of each thread on a borrowed core.
+        first = thread_pool_code.FIRST_THREAD_LINE + own * LINE_BYTES + thread_pool_code.BORROWED_NS
+        self._borrowed = self._words[first // 8 :: LINE_BYTES // 8] if lent else self._words[:0]
         for thread in range(threads):
             line = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
             self._set(line + thread_pool_code.POOL, self.address)
@@ -169,6 +177,10 @@ class _Native:
         if num_entries * COUNTER_STRIDE > self._counters.nbytes:
             self._counters, address = _aligned(2 * num_entries * COUNTER_STRIDE, LINE_BYTES)
             self._set(thread_pool_code.COUNTERS, address)
+
+    def borrowed_ns(self) -> int:
+        """For how long threads on borrowed cores have taken part in kernels, all together, since the pool's begin."""
+        return int(self._borrowed.sum())
 
     def check(self) -> None:
         """Raises Internal where the checked kernels of the last run left their memory, and resets the marks."""
@@ -201,7 +213,7 @@ class _Native:
             for thread in range(1, threads):
                 handle = ctypes.c_ulong()
                 line = self.address + thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
-                main = thread_pool_code.MAIN if thread < self._own else thread_pool_code.BORROW
+                main = thread_pool_code.MAIN if thread < self.own else thread_pool_code.BORROW
                 code = libc.pthread_create(ctypes.byref(handle), None, self._kernels.address(main), line)
                 if code:
                     self.close()

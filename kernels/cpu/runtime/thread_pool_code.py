@@ -53,8 +53,9 @@ GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
 _VALUE, _SLEEPERS = 0, 8
 OPEN, _STOP = 0, 8
 POOL, SCRATCH, ACTIVE = 0, 8, 16
-# The addresses of two lines of the board: the first one of a borrowed core's owner, and the core's own.
-OWNER_LINE, CORE_LINE = 24, 32
+# The addresses of two lines of the board, the first one of a borrowed core's owner and the core's own; and for how
+# many nanoseconds in all this thread has taken part in kernels on that core.
+OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
 # Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
@@ -244,14 +245,21 @@ class _ThreadPoolCode:
                         self._claim(k, owner, core, held)
                         with k.when(held.value > 0):
                             seen.value = now
-                            self._join(k, work, pool, line, scratch, _BORROWER)
+                            began = held.value - LEASE_NS
+                            self._join(k, work, pool, line, scratch, _BORROWER, began)
             self._give_back(k, core, held)
 
-    def _join(self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int) -> None:
-        """Works on the run that is under way, if the door is still open."""
+    def _join(
+        self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int, began: Int | None = None
+    ) -> None:
+        """Works on the run that is under way, if the door is still open. With ``began``, the time since then is counted
+        as borrowed."""
         self._swap(k, line + ACTIVE, 1)
         with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
             k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
+            if began is not None:
+                # The leader sees it: it waits until this thread is not ACTIVE.
+                k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
         self._swap(k, line + ACTIVE, 0)
 
     def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable) -> None:

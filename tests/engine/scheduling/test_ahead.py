@@ -267,7 +267,7 @@ def test_guesses_are_judged_before_the_next_ones() -> None:
 def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
     budget, pieces = TokenBudget(256), decodes(4, 100)
     seen = []
-    budget.cost.observe = lambda found, seconds: seen.append(round(seconds, 6))  # type: ignore[method-assign]
+    budget.cost.observe = lambda found, seconds, borrowed_s: seen.append(round(seconds, 6))  # type: ignore[method-assign]
     budget.begin(pieces, 0.0)
     budget.begin(pieces, 0.001, 1)
     budget.end(0.010)

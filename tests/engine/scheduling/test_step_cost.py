@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -147,6 +147,36 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
     assert budget.cost.predict(features([*decodes(4, 500), chunk(2000, 252)])) == pytest.approx(chunk_s, rel=0.25)
     assert budget.largest_step_tokens == 256
     assert len(budget.cost.weights_s()) == 5
+
+
+def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> None:
+    """Half of the steps have twice the cores. The fit is that of own cores; a budget follows what there is now."""
+    machine, target_s = SimulatedMachine(), 0.020
+    own, lent = TokenBudget(2048, target_s), TokenBudget(2048, target_s)
+    for budget in (own, lent):
+        for number, (count, tokens) in enumerate(itertools.product((1, 4, 16) * 3, (0, 16, 64, 200))):
+            pieces = [*decodes(count, 500), *([chunk(500, tokens)] if tokens else [])]
+            for _ in range(4):
+                seconds = machine.seconds(pieces)
+                borrowed_s = seconds / 2 if budget is lent and number % 2 else 0.0
+                budget.begin(pieces, 0.0)
+                budget.end(seconds - borrowed_s, borrowed_s)
+    assert lent.cost.weights_s() == pytest.approx(own.cost.weights_s())
+    beside = decodes(4, 500)
+    assert lent.cost.predict(features(beside)) == pytest.approx(own.cost.predict(features(beside)) / 2)
+    assert lent.left(beside, 500) > 1.5 * own.left(beside, 500)
+
+
+def test_scored_rows_leave_the_fit_alone() -> None:
+    """Each scored token has a row of logits, which costs far more than a token of a prompt that is only computed."""
+    machine, budget = SimulatedMachine(), TokenBudget(256, 0.05)
+    trained(machine, budget, (500,))
+    before = budget.cost.weights_s(), budget.left(decodes(4, 500), 500)
+    for _ in range(20):
+        pieces = [*decodes(4, 500), replace(chunk(0, 100), scores=100)]
+        budget.begin(pieces, 0.0)
+        budget.end(machine.seconds(pieces) + 100 * 2e-3)
+    assert (budget.cost.weights_s(), budget.left(decodes(4, 500), 500)) == before
 
 
 def test_no_budget_is_guessed() -> None:

@@ -54,6 +54,12 @@ def pool_of(kernels, board):
         pool.close()
 
 
+def held(board):
+    """The first cores of the owners that keep their cores now, and the cores that are lent now."""
+    times, now = board._times(), time.monotonic_ns()
+    return tuple([core for core, pair in enumerate(times) if pair[word] > now] for word in (0, 1))
+
+
 def own(board, first, until_ns):
     """Writes until when an owner keeps its cores."""
     board._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
@@ -74,15 +80,18 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, bo
     pool = pool_of(0)
     assert pool.threads == 2
     wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
-    assert board.held()[0] == [0], "an owner keeps its cores for a moment behind a run"
-    wait_for("everything to be given back", lambda: board.held() == ([], []))
+    assert held(board)[0] == [0], "an owner keeps its cores for a moment behind a run"
+    wait_for("a run to have borrowed", lambda: len(threads_of_runs(kernels, pool, 1)) == 2)
+    assert 0 < pool.borrowed_s < LEASE_NS / 1e9
+    wait_for("everything to be given back", lambda: held(board) == ([], []))
 
 
 def test_nobody_borrows_the_core_of_a_busy_worker(kernels, board, pool_of):
     pool = pool_of(0)
     own(board, 1, FOREVER_NS)
     assert len(threads_of_runs(kernels, pool)) == 1
-    assert board.held()[1] == []
+    assert pool.borrowed_s == 0.0
+    assert held(board)[1] == []
     own(board, 1, 0)
 
 
@@ -95,7 +104,7 @@ def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, board, 
         long.add(Remember(), out=out, where=where, turns=400_000)
     thread = threading.Thread(target=lender.run, args=(long.program, step_with()))
     thread.start()
-    wait_for("the owner to be busy", lambda: 1 in board.held()[0])
+    wait_for("the owner to be busy", lambda: 1 in held(board)[0])
     busy = len(threads_of_runs(kernels, borrower, 5))
     after = len(threads_of_runs(kernels, borrower, 5)) if thread.is_alive() else 1
     thread.join()
@@ -127,7 +136,7 @@ def test_one_borrower_has_a_core_at_a_time(kernels):
         np.testing.assert_array_equal(rows[-1], expected[-1])
     for pool in pools:
         pool.close()
-    wait_for("everything to be given back", lambda: board.held() == ([], []))
+    wait_for("everything to be given back", lambda: held(board) == ([], []))
     board.close()
 
 
@@ -161,7 +170,7 @@ def test_close_does_not_wait_for_a_core(kernels, board):
     threads_of_runs(kernels, pool)
     own(board, 1, 0)
     pool.close()
-    assert board.held()[1] == []
+    assert held(board)[1] == []
 
 
 WORKER = """
@@ -180,7 +189,7 @@ def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, board, pool
     pool, process = pool_of(0), child(WORKER, board.path)
     try:
         assert process.stdout.readline() == "running\n"
-        wait_for("the worker to keep its core", lambda: 1 in board.held()[0])
+        wait_for("the worker to keep its core", lambda: 1 in held(board)[0])
         os.kill(process.pid, how)
         wait_for("its core to be borrowed", lambda: len(threads_of_runs(kernels, pool)) == 2)
     finally:

@@ -1,0 +1,144 @@
+"""The auto policy where workers of a host lend each other cores, and how it predicts bounds in plain steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pillion.engine.scheduling import step_cost
+from pillion.gateway.planning import plan_cost
+from pillion.gateway.planning.plan_cost import Board, DecodeSide, StepModel
+from pillion.gateway.planning.planner import make_plan
+from pillion.wire.registry import ComponentRecord
+from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
+
+HALF = {"core_board": "board", "core_share": 0.5}
+AUTO = {"target_itl_ms": 0.0, "target_itl_steps": 2.5}
+
+
+def on_board(*, spans: int = 0, streams: int = 0, **fields: float) -> tuple[ComponentRecord, ...]:
+    """A host with a prefill worker that has ``spans`` tokens to compute, and a decode worker; each owns half the
+    cores."""
+    return (node(0), prefill(queued_tokens=spans, **HALF), decode(streams=streams, **(AUTO | HALF | fields)))
+
+
+def board_of(components: tuple[ComponentRecord, ...], **own_tokens: int) -> Board:
+    _, *workers = components
+    return Board.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in own_tokens.items()}, 100)
+
+
+def test_what_others_do_not_use_makes_a_decode_worker_faster() -> None:
+    alone = board_of(on_board(streams=4))
+    assert (alone.speed, alone.slower, alone.busy_s, alone.beside) == (2.0, 1.0, 0.0, 2.0)
+    assert alone.span_factor == 2.0
+    assert board_of(on_board()).span_factor == 1.0, "nobody computes, so a span would have all cores"
+    busy = board_of(on_board(spans=1000))
+    assert (busy.speed, busy.slower) == (2.0, 2.0)
+    token_s = StepModel._make(COST).queued_token_s(512, COST[0])
+    assert busy.busy_s == pytest.approx(1000 * token_s)
+    assert board_of(on_board(), prefill_0=1000).busy_s == busy.busy_s, "what this gateway has sent counts at once"
+    assert busy.passed_s(busy.busy_s / 4) == busy.busy_s / 2
+    assert busy.passed_s(10.0) == 10.0 + busy.busy_s / 2
+    other = decode(1, streams=3, core_board="board", core_share=0.25)
+    three = (node(0), prefill(core_board="board", core_share=0.25), other, decode(core_board="board", core_share=0.5))
+    assert board_of(three).speed == pytest.approx(1.25), "another decode worker keeps its cores, and borrows, too"
+
+
+def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
+    """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
+    demand = {"demand_per_s": (1.0, 0.0), "demand_tokens": 1024.0}
+    queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
+    crowd, apart = on_board(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
+    for prompt in (256, 1024, 2000):
+        assert not is_shared(make_plan(snapshot(prompt, crowd, **demand)))
+        assert is_shared(make_plan(snapshot(prompt, apart, **demand)))
+        # Workers of two boards lend each other nothing.
+        strangers = (node(0), prefill(core_board="other", core_share=0.5), crowd[-1])
+        assert is_shared(make_plan(snapshot(prompt, strangers, **demand)))
+
+
+def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
+    """Both workers compute the same with the same cores: it does not matter which one was disturbed when it learnt."""
+    _, spans, streams = on_board(streams=2, queued_tokens=3000, running_requests=5)
+    for slow in (1.0, 3.0, 9.0):
+        disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
+        demand = {"demand_per_s": (1.0 / slow, 0.0), "demand_tokens": 1024.0}
+        assert not is_shared(make_plan(snapshot(1024, (node(0), spans, disturbed), **demand)))
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.5, 1.0, 1e18])
+def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
+    free = (0.0, 0.0, 0.0, 1e-7, 0.0)
+    board = {"core_board": "board", "core_share": share, "step_cost_s": free}
+    parts = (node(0), prefill(**board), decode(streams=3, context_tokens=0, queued_tokens=10, **(AUTO | board)))
+    assert make_plan(snapshot(1000, parts, demand_per_s=(1.0, 1.0))).decode.component_id == "decode-0"
+
+
+def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
+    """Short ones would wait behind it there; beside it they only take longer."""
+    short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
+    assert is_shared(make_plan(snapshot(2000, on_board(streams=2), **short)))
+    assert not is_shared(make_plan(snapshot(100, on_board(streams=2), **short)))
+
+
+@given(
+    prompt=st.integers(17, 5000),
+    spans=st.integers(0, 20_000),
+    more=st.integers(0, 20_000),
+    streams=st.integers(0, 30),
+    queue=st.integers(0, 10_000),
+    demand=st.sampled_from([(0.0, 0.0), (2.0, 1.0)]),
+    mean=st.sampled_from([0.0, 50.0, 3000.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_what_waits_for_the_prefill_worker_never_attracts(
+    prompt: int, spans: int, more: int, streams: int, queue: int, demand: tuple[float, float], mean: float
+) -> None:
+    def side(tokens: int) -> float:
+        parts = on_board(spans=tokens, streams=streams, queued_tokens=queue)
+        decided = make_plan(snapshot(prompt, parts, demand_per_s=demand, demand_tokens=mean))
+        assert decided.dial is not None
+        return decided.dial.way.price_s
+
+    assert side(spans + more) >= side(spans) * (1 - 1e-9)
+
+
+def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
+    record = decode(streams=streams, queued_tokens=queue, **AUTO)
+    crowded = replace(record, running_requests=streams + waiting)
+    return DecodeSide.of(crowded, StepModel._make(COST), 1000, streams + waiting, queue)
+
+
+def test_the_rules_of_a_bound_in_plain_steps_are_the_schedulers() -> None:
+    assert plan_cost.WAITING_PER_DECODE == step_cost.WAITING_PER_DECODE
+    assert plan_cost.LEAST_THROUGHPUT == step_cost.LEAST_THROUGHPUT
+    assert plan_cost.MIN_TAIL_TOKENS == step_cost.MIN_TAIL_TOKENS
+
+
+def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> None:
+    """Of six prompts beside two streams all but the last are computed in steps beyond the bound of the latency."""
+    token_s = [predicted(2, waiting, 4000).wait_s / 4000 for waiting in (0, 1, 2, 6, 30)]
+    assert token_s == sorted(token_s, reverse=True)
+    assert token_s[0] == pytest.approx(predicted(8, 2, 4000).wait_s / 4000, rel=0.3)
+    assert token_s[-1] < 0.9 * token_s[0]
+    alone, bounded = predicted(1, 0), predicted(2, 0)
+    assert alone.room > 1.5 * bounded.room, "one prompt is more than half a stream"
+    assert predicted(2, 6).room == bounded.room, "ours is the last, and meets the bound"
+    assert alone.tail_s(0)[0] < bounded.tail_s(0)[0]
+
+
+@given(
+    streams=st.integers(0, 30),
+    waiting=st.integers(0, 20),
+    tokens=st.integers(1, 2000),
+    further=st.integers(0, 10),
+)
+@settings(max_examples=200, deadline=None)
+def test_more_prompts_never_make_the_wait_shorter(streams: int, waiting: int, tokens: int, further: int) -> None:
+    def until(prompts: int) -> float:
+        side = predicted(streams, prompts, prompts * tokens)
+        return side.wait_s + side.tail_s(0)[0]
+
+    assert until(waiting + further) >= until(waiting) * (1 - 1e-9)
