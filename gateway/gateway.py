@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from pillion.gateway.request.request_telemetry import (
     CHAT,
     TEXT,
     RequestMeter,
+    adapter_readings,
     begin_span,
     count_refused,
     describe_span,
@@ -157,6 +159,10 @@ class Gateway:
         self.meters.watch(
             lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
         )
+        # Running requests by the name of their adapter.
+        self._running_adapters: Counter[str] = Counter()
+        if adapters is not None:
+            self.meters.watch(lambda: adapter_readings(self._running_adapters, adapters.max_loras))
         # Tokens of ended requests.
         self.totals = Usage(0, 0, 0)
 
@@ -591,7 +597,11 @@ class Gateway:
             self.quotas.spend(permit.tenant, spent, time.monotonic())
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
+            if job.adapter:
+                self._running_adapters[request.model] -= 1
 
+        if job.adapter:
+            self._running_adapters[request.model] += 1
         generation = Generation(job, self.cluster, answers, span, meter, ended)
         generation.start()
         return generation

@@ -255,7 +255,10 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> Adapter
         {name: load_config(entry.folder) for name, entry in entries.items() if entry.folder is not None},
         [entry.alias for entry in entries.values() if entry.alias],
         AdapterOptions(
-            max_rank=flags.max_lora_rank, folders=flags.lora_path, updating=flags.allow_runtime_lora_updating
+            max_rank=flags.max_lora_rank,
+            max_loras=flags.max_loras,
+            folders=flags.lora_path,
+            updating=flags.allow_runtime_lora_updating,
         ),
         SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
     )

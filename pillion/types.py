@@ -341,7 +341,7 @@ class ComponentStatus:
 
     ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``queued_tokens``, ``free_seqs``:
     prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
-    ``fenced_components``: workers that a node has fenced.
+    ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
     """
 
     component_id: str
@@ -362,6 +362,7 @@ class ComponentStatus:
     queued_tokens: int = 0
     free_seqs: int = 0
     fenced_components: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

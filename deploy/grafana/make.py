@@ -214,6 +214,15 @@ def _adapters() -> tuple[Panel, ...]:
             "Sequences wait while their adapter loads, or for a place that others hold (--max-loras).",
         ),
         Panel(
+            "Requests by adapter",
+            "short",
+            (
+                Query("sum by (adapter) (pillion_adapter_requests_now)", "{{adapter}}"),
+                Query("max(pillion_adapter_places)", "--max-loras"),
+            ),
+            "Requests that run, by the name of their adapter. More adapters than --max-loras take turns on a worker.",
+        ),
+        Panel(
             "Adapter loads",
             "ops",
             (

@@ -135,7 +135,8 @@ class AdapterPlaces:
 
     def not_placed(self, placements: Iterable[tuple[int, PackedAdapter]]) -> tuple[Sequence, ...]:
         """The step that was to place these adapters has failed. Returns all that hold their places."""
-        places = [self._places[index] for index, _ in placements]
+        # A place that was given away meanwhile is filled by a later step.
+        places = [place for index, _ in placements if (place := self._places[index]).state is PlaceState.READY]
         holders = tuple(sequence for place in places for sequence in self._clear(place))
         self._count_ready()
         return holders

@@ -52,7 +52,9 @@ class AdapterLoader:
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
         self._packing = asyncio.Semaphore(1)
-        self._loads = {ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (1, 0)}
+        self._loads = {
+            ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (True, False)
+        }
         self._durations = meters.distribution(metric_catalog.ADAPTER_LOAD)
         self._transferred = meters.counter(metric_catalog.ADAPTER_TRANSFERS)
 
@@ -84,13 +86,13 @@ class AdapterLoader:
                 began_s = loop.time()
                 packed = await asyncio.to_thread(self._pack, digest)
         except PillionError:
-            self._loads[0].add()
+            self._loads[False].add()
             raise
         except Exception:
-            self._loads[0].add()
+            self._loads[False].add()
             log.exception("adapter %s could not be loaded", digest[:12])
             raise Internal(f"adapter {digest[:12]} could not be loaded; the worker's log says why") from None
-        self._loads[1].add()
+        self._loads[True].add()
         self._durations.observe(loop.time() - began_s)
         log.info("adapter %s is packed, %.1f MiB", digest[:12], packed.nbytes / 2**20)
         return packed

@@ -47,10 +47,11 @@ _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
-    """The flags that decide about adapters. ``folders`` are those of --lora-path; ``updating``: whether names may
-    change while the gateway runs."""
+    """The flags that decide about adapters. ``max_loras``: how many a worker keeps ready. ``folders`` are those of
+    --lora-path; ``updating``: whether names may change while the gateway runs."""
 
     max_rank: int
+    max_loras: int = 0
     folders: tuple[str, ...] = ()
     updating: bool = False
 
@@ -116,6 +117,7 @@ class AdapterNames:
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
         self._store = store or AdapterStore()
+        self.max_loras = options.max_loras
         self.table = NameTable()
         self._version = b""
         self._loading = asyncio.Lock()

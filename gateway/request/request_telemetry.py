@@ -6,7 +6,7 @@ begin_span ... describe_span         the request's trace span; a Generation ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -122,6 +122,14 @@ def readings(running: int, waiting: int, index_available: bool, registry_writabl
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
     yield names.REGISTRY_WRITABLE, (), float(registry_writable)
+
+
+def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Reading]:
+    """The gauges of a gateway that serves adapters; ``running`` are requests by the name of their adapter."""
+    yield names.ADAPTER_PLACES, (), max_loras
+    for name, requests in running.items():
+        if requests:
+            yield names.ADAPTER_REQUESTS, (name,), requests
 
 
 def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:

@@ -26,7 +26,7 @@ from pathlib import Path
 from pillion.adapter_folders import ADAPTERS, cache_root, is_adapter_digest
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of, receive_files
+from pillion.kvstore.transfer.adapter_pieces import PIECE_TIMEOUT_S, open_files, pieces_of, receive_files
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 log = logging.getLogger("pillion.kvnode")
@@ -41,16 +41,17 @@ MIN_FREE_BYTES = 2**30
 
 
 class NodeAdapters:
-    """The adapters of one node's machine. ``addresses`` returns the address of each live node, by its id.
+    """The adapters of one node's machine.
 
     Attributes:
+        addresses: returns the address of each live node, by its id.
         root: the model cache's folder.
         reading: adapters that are read or kept now.
     """
 
     def __init__(self, node_id: str, addresses: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
         self._node_id = node_id
-        self._addresses = addresses
+        self.addresses = addresses
         self.root = cache_root()
         self.reading = 0
 
@@ -86,7 +87,8 @@ class NodeAdapters:
     async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
         """Keeps an adapter's files under the digest in the first piece. Raises InvalidRequest for what are none,
         Overloaded where MAX_READS are under way or the disk is full."""
-        first = await anext(pieces, None)
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            first = await anext(pieces, None)
         digest = first.digest if first is not None else ""
         if not is_adapter_digest(digest):
             raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
@@ -122,7 +124,7 @@ class NodeAdapters:
             shutil.rmtree(draft, ignore_errors=True)
 
     async def _from_others(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
-        nodes = await self._addresses() if ask_others else {}
+        nodes = await self.addresses() if ask_others else {}
         for node_id in sorted(nodes.keys() - {self._node_id})[:MAX_ASKED_NODES]:
             client = NodeClient(nodes[node_id], self._node_id)
             begun = False

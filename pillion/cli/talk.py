@@ -92,7 +92,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     console = table_console(TABLE_WIDTH)
     console.print(status_table(status))
     for model in models:
-        console.print(model_line(model))
+        console.print(model_line(model, status))
     console.print(summary(status))
 
 
@@ -124,10 +124,11 @@ def status_table(status: ClusterStatus) -> Table:
     return table
 
 
-def model_line(model: ModelInfo) -> str:
+def model_line(model: ModelInfo, status: ClusterStatus) -> str:
     """What is served under a name, in one line."""
     if model.parent:
-        return f"{model.name}: adapter of {model.parent}"
+        ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
+        return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
     return f"{model.name}: texts of up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
 
 

@@ -101,6 +101,11 @@ BATCH_LINES_NOW = _gauge(
     "pillion.batch.lines_now", "{line}", "Lines of the batches that this gateway runs: running, and queued.", "state"
 )
 
+ADAPTER_REQUESTS = _gauge(
+    "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"
+)
+ADAPTER_PLACES = _gauge("pillion.adapter.places", "{adapter}", "Adapters that each worker keeps ready (--max-loras).")
+
 # Workers: steps.
 
 STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and sampling.", STEP_BOUNDS)

@@ -9,6 +9,7 @@ tokens, workers their queues and steps, KV nodes the use of the pool.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -78,6 +79,7 @@ class _Alias:
     called: str = ""
 
 
+LORA_INFO = "vllm:lora_requests_info"
 ALIASES = (
     _Alias("vllm:num_requests_running", names.REQUESTS_NOW, "state", ("running",)),
     _Alias("vllm:num_requests_waiting", names.REQUESTS_NOW, "state", ("waiting",)),
@@ -105,6 +107,19 @@ def to_vllm(values: Values) -> Iterator[Metric]:
     for alias in ALIASES:
         if alias.metric in values:
             yield _aliased(alias, values[alias.metric])
+    if names.ADAPTER_PLACES in values:
+        yield _lora_info(values)
+
+
+def _lora_info(values: Values) -> Metric:
+    """vLLM's one point that lists adapters in its labels, valued by the time of day. No request waits at a gateway for
+    its adapter, so none of them is listed as waiting."""
+    (places,) = values[names.ADAPTER_PLACES].values()
+    running = ",".join(sorted(adapter for (adapter,) in values.get(names.ADAPTER_REQUESTS, {})))
+    labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    info = GaugeMetricFamily(LORA_INFO, "Adapters of the requests that run.", labels=labels)
+    info.add_metric([f"{places:g}" if isinstance(places, int | float) else "", running, ""], time.time())
+    return info
 
 
 def _aliased(alias: _Alias, cells: Mapping[Labels, float | Snapshot]) -> Metric:

@@ -274,7 +274,10 @@ def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:
 def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
     """Reads the status of the whole cluster."""
     components = (
-        ComponentStatus(**_named(ComponentStatus, one) | {"fenced_components": tuple(one.fenced_components)})
+        ComponentStatus(
+            **_named(ComponentStatus, one)
+            | {"fenced_components": tuple(one.fenced_components), "adapters": tuple(one.adapters)}
+        )
         for one in message.components
     )
     return ClusterStatus(**_named(ClusterStatus, message) | {"components": tuple(components)})

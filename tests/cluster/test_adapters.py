@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import pathlib
+import re
 import shutil
 import signal
 import tempfile
@@ -24,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from pillion import Client
 from pillion.adapter_folders import ADAPTERS, cache_root
 from pillion.errors import NotFound, PillionError
+from pillion.types import StructuredOutputs
 from testbed.cluster import ServedCluster, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
@@ -37,7 +40,7 @@ EPSILON = 1e-3
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64"),
     *("--decode-workers", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
-    "--allow-runtime-lora-updating",
+    *("--num-speculative-tokens", "3", "--allow-runtime-lora-updating"),
 )
 Tokens = Callable[[str, list[int], int], Any]
 
@@ -74,12 +77,13 @@ def expected(folder: pathlib.Path) -> Tokens:
     torch.set_num_threads(1)
     oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32))}
 
-    def greedy(adapter: str, ids: list[int], count: int) -> Any:
+    @functools.cache
+    def greedy(adapter: str, ids: tuple[int, ...], count: int) -> Any:
         if adapter not in oracles:
             oracles[adapter] = Oracle(adapted_model(folder / "tiny", folder / "adapters" / adapter))
         return oracles[adapter].greedy(ids, count)
 
-    return greedy
+    return lambda adapter, ids, count: greedy(adapter, tuple(ids), count)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -106,35 +110,57 @@ def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster
     tasks = [(model, prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
         found = list(pool.map(lambda task: answer(client, *task, 16), tasks))
-        workers = [c for c in client.status().components if c.role == "decode"]
+        digests = {info.adapter for info in client.models() if info.parent}
+        workers = [set(one.adapters) for one in client.status().components if one.role == "decode"]
     for (model, ids), tokens in zip(tasks, found, strict=True):
         assert first_difference(expected(model, ids, 16), tokens, EPSILON) == "", model
     assert len(workers) == 2
+    assert all(len(ready) <= 2 and ready <= digests for ready in workers)
     settled(cluster)
 
 
-def test_other_answers_of_a_prompt_and_guesses_of_shape_have_the_adapter(
-    cluster: ServedCluster, expected: Tokens
-) -> None:
-    ids = prompt(3, 90)
+def test_forks_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
+    """Guesses, too: the decode workers make some in every test here."""
+    ids = prompt(63, 90)
     with Client(cluster.target) as client:
-        found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for delta in client.generate(ids, model="red", temperature=0.0, max_tokens=12, ignore_eos=True, n=3):
-            found[delta.index] += delta.token_ids
-    for tokens in found.values():
-        assert first_difference(expected("red", ids, 12), tokens, EPSILON) == ""
+        for cached in (0, 80):
+            for model in ("red", "green", ""):
+                found: dict[int, list[int]] = {0: [], 1: [], 2: []}
+                for delta in client.generate(ids, model=model, temperature=0.0, max_tokens=12, ignore_eos=True, n=3):
+                    found[delta.index] += delta.token_ids
+                assert delta.usage is not None
+                assert delta.usage.cached_tokens == cached, "blocks of another adapter"
+                for tokens in found.values():
+                    assert first_difference(expected(model, ids, 12), tokens, EPSILON) == "", model
+            settled(cluster)
+
+
+def test_an_answer_of_a_shape_may_have_an_adapter(cluster: ServedCluster) -> None:
+    shape = StructuredOutputs(regex="[ab]{20}")
+    with Client(cluster.target) as client:
+        texts = {
+            model: "".join(
+                delta.text
+                for delta in client.generate(
+                    prompt(5, 40), model=model, temperature=0.0, max_tokens=30, structured_outputs=shape
+                )
+            )
+            for model in NAMES
+        }
+    assert all(re.fullmatch("[ab]{20}", text) for text in texts.values()), texts
+    assert len(set(texts.values())) > 1, "no adapter matters"
     settled(cluster)
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, role: str) -> None:
-    tasks = [(model, prompt(40 + seed, 300)) for seed, model in enumerate(("red", "green", "blue", ""))]
+    tasks = [(model, prompt(40 + seed, 200)) for seed, model in enumerate(("red", "green", "blue", ""))]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
 
         def read(task: tuple[str, list[int]]) -> tuple[list[int], int]:
             model, ids = task
             stream = client.generate(
-                ids, model=model, temperature=0.0, max_tokens=400, ignore_eos=True, cache_salt=f"{role} {model}"
+                ids, model=model, temperature=0.0, max_tokens=250, ignore_eos=True, cache_salt=f"{role} {model}"
             )
             got = []
             for delta in stream:
@@ -156,7 +182,7 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             victim.kill()
         found = [future.result() for future in reading]
     for (model, ids), (tokens, _) in zip(tasks, found, strict=True):
-        assert first_difference(expected(model, ids, 400), tokens, EPSILON) == "", model
+        assert first_difference(expected(model, ids, 250), tokens, EPSILON) == "", model
     assert role != "decode" or sum(replays for _, replays in found) >= 1
     settled(cluster)
 
@@ -217,14 +243,14 @@ def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, e
     ids = prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
-        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=300, ignore_eos=True)
+        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=150, ignore_eos=True)
         got = list(next(stream).token_ids)
         client.unload_adapter("passing")
         with pytest.raises(NotFound):
             answer(client, "passing", ids, 2)
         for delta in stream:
             got += delta.token_ids
-    assert first_difference(expected("x", ids, 300), got, EPSILON) == ""
+    assert first_difference(expected("x", ids, 150), got, EPSILON) == ""
     settled(cluster)
 
 

@@ -7,6 +7,7 @@ import pytest
 from pillion.engine.scheduling.adapter_places import PLACE_PATIENCE_S
 from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import Internal
+from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import BAD_ADAPTER, SchedulerHarness, prompt, states
 
 
@@ -190,3 +191,19 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
         sequence.use_adapter(5, harness.now)
     with pytest.raises(AssertionError, match=r"sequence|place"):
         harness.scheduler.check_integrity()
+
+
+def test_a_place_that_was_given_away_survives_the_step_that_should_have_filled_it() -> None:
+    """The step is under way when its only sequence leaves; its place is for another adapter when the step fails."""
+    harness = AheadHarness(max_loras=1, budget=4)
+    first = harness.submit(prompt(1, 9), 5, adapter=1)
+    harness.step()
+    harness.load()
+    assert harness.step().placements
+    assert first is not None
+    harness.cancel(first)
+    harness.submit(prompt(2, 9), 5, adapter=2)
+    harness.breaks = "landing"
+    harness.step()
+    assert harness.loading == ["2"]
+    run_out(harness)

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from pillion.adapter_folders import ADAPTERS
+from pillion.config import KVNodeFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import call_unary
+from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
@@ -221,3 +223,26 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
             await call_unary(kvnode_pb2_grpc.KVNodeStub(node.channel).KeepAdapter, broken_off())
         assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
         await here.quiet()
+
+
+async def test_files_come_by_way_of_the_node_from_another_one(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    digest = store(tmp_path / "elsewhere", 1)
+    async with line() as here:
+        folder, kvnode = here.workers.folder, here.workers.kvnode
+        sockets = {"attach_socket": f"{folder}/a2.sock", "node_listen": f"unix:{folder}/k2.sock"}
+        other = await start_kvnode(KVNodeFlags(node_id="kvnode-1", kv_pool_bytes=2**20, **sockets))
+        try:
+            other.adapters.root = tmp_path / "elsewhere"
+
+            async def addresses() -> dict[str, str]:
+                # One of the nodes that the registry names is gone.
+                return {"kvnode-0": kvnode.address, "gone": f"unix:{folder}/no.sock", "kvnode-1": other.address}
+
+            kvnode.adapters.addresses = addresses
+            await check(await here.ask(1, digest), digest)
+            code, retryable, message = await failure(await here.ask(2, "cd" * 32))
+            assert (code, retryable) == (NotFound.code, True)
+            assert "cdcdcd" in message
+            await here.quiet()
+        finally:
+            await other.stop(0.0)

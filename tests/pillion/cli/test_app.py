@@ -279,7 +279,13 @@ def test_status_as_a_table() -> None:
         heartbeat_age_ms=12,
     )
     worker = ComponentStatus(
-        component_id="decode-0", role="decode", model="m", node_id="kvnode-0", block_size_tokens=16, kernels="cpu/x"
+        component_id="decode-0",
+        role="decode",
+        model="m",
+        node_id="kvnode-0",
+        block_size_tokens=16,
+        kernels="cpu/x",
+        adapters=("0",),
     )
     status = ClusterStatus(
         version="1",
@@ -301,8 +307,10 @@ def test_status_as_a_table() -> None:
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")
     assert "Redis does not answer" in summary(status)
     model = ModelInfo("m", 4096, "", weights="awq, 4 bits in groups of 128")
-    assert model_line(model) == "m: texts of up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
-    assert model_line(ModelInfo("french", 4096, "", parent="m", adapter="00")) == "french: adapter of m"
+    assert model_line(model, status) == "m: texts of up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
+    french, dutch = (ModelInfo(name, 4096, "", parent="m", adapter=digest) for name, digest in (("f", "0"), ("d", "1")))
+    assert model_line(french, status) == f"f: adapter of m, ready on {worker.component_id}"
+    assert model_line(dutch, status) == "d: adapter of m, ready on no worker now"
 
 
 def test_a_component_command_is_made_of_its_flags() -> None:
