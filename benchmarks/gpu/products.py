@@ -1,18 +1,21 @@
-"""Products by matrices in few bits: few rows wait for the codes, many for arithmetic.
+"""Products by matrices in few bits, and by adapters: few rows wait for the weights, many for arithmetic.
 
 Few rows are compared with the copy bandwidth; ``speedup`` is the time of the plain bfloat16 product over theirs. Many
-rows are compared with the rate of the plain product of the same shape.
+rows are compared with the rate of the plain product of the same shape. Adapters stand beside the plain product that
+they add to: ``of_plain`` is their time over its own.
 """
 
 from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench, Row, rotations, spread
 from benchmarks.gpu.calls import ATOL, RTOL, KernelCase
 from benchmarks.gpu.shapes import shape_of
+from pillion.engine.backends.batch import adapted_runs
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 # Coding, group (0: one scale for each output), and whether there are offsets.
@@ -24,6 +27,7 @@ KINDS: dict[str, tuple[str, int, bool]] = {
     "fp8 in blocks of 128": ("fp8_e4m3", 128, False),
 }
 FEW_ROWS, MANY_ROWS = (1, 16, 64), (512, 2048)
+ADAPTERS, ADAPTER_RANK = 8, 16
 # Outputs that are compared with plain torch.
 CHECKED_OUTPUTS = 256
 
@@ -53,6 +57,20 @@ def run(bench: Bench) -> None:
                     bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
 
             bench.attempt(f"{kind}, {product}", measure)
+    for product, (inputs, outputs) in shapes.items():
+
+        def measure_adapters(product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
+            for rows in (*few, *many):
+                case = adapters_case(bench, inputs, outputs, rows)
+                case.verify()
+                times = bench.time(case.calls)
+                plain_s = 2.0 * rows * inputs * outputs / rates[product, rows]
+                share = case.moved_bytes / bandwidth / times.median_s
+                more = {**spread(times), "of_plain": times.median_s / plain_s}
+                name = f"{ADAPTERS} adapters of rank {ADAPTER_RANK}, {product}, {rows} rows"
+                bench.report(Row(name, times.median_s * 1e6, "us", share, "copy bandwidth", more=more))
+
+        bench.attempt(f"adapters, {product}", measure_adapters)
 
 
 @functools.lru_cache(maxsize=4)
@@ -92,3 +110,34 @@ def product_case(bench: Bench, matrix: QuantizedMatrix, rows: int) -> KernelCase
 
     calls = [functools.partial(product, left, copy, None, out) for copy in copies]
     return KernelCase(calls, read + 2.0 * rows * (inputs + outputs), verify)
+
+
+def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
+    """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
+    from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerPlace, RunRecord, add_low_rank
+
+    layer = LayerPlace(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)
+    row_places = np.arange(rows, dtype=np.int32) % ADAPTERS
+    numbers, runs = adapted_runs(row_places, RUN_ROWS)
+    used = min(rows, ADAPTERS)
+    read = 2.0 * used * layer.values
+    record = RunRecord(torch.from_numpy(runs).to(bench.device), torch.from_numpy(numbers).to(bench.device))
+    places = [
+        (torch.randn(ADAPTERS, layer.values, device=bench.device) / ADAPTER_RANK).bfloat16()
+        for _ in range(rotations(int(read), bench.smoke))
+    ]
+    x = (torch.randn(rows, inputs, device=bench.device) / inputs**0.5).bfloat16()
+    out = torch.zeros(rows, outputs, dtype=torch.bfloat16, device=bench.device)
+    shrunk = torch.zeros(rows, ADAPTER_RANK, dtype=torch.bfloat16, device=bench.device)
+
+    def verify() -> None:
+        out.zero_()
+        add_low_rank(x, places[0], layer, record, shrunk, out)
+        for row in range(min(rows, ADAPTERS)):
+            a = places[0][row, : layer.b_at].view(ADAPTER_RANK, inputs).float()
+            b = places[0][row, layer.b_at :].view(outputs, ADAPTER_RANK).float()
+            wanted = b @ (a @ x[row].float()).bfloat16().float()
+            torch.testing.assert_close(out[row].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max()))
+
+    calls = [functools.partial(add_low_rank, x, each, layer, record, shrunk, out) for each in places]
+    return KernelCase(calls, read + 2.0 * rows * (inputs + 2 * outputs), verify)

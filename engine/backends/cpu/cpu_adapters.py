@@ -126,7 +126,8 @@ class AdapterTable:
         if ((tiles != first[:, None]) & (tiles >= 0)).any():
             raise ConfigError(f"two pairs of matrices in {name} meet within {TILE_COLUMNS} outputs")
         size = 2 if self._kind == "bf16" else 4
-        first_ranks = torch.where(first < 0, -1, first * rank * size).to(torch.int32)
+        # A tile without a pair has only zeros, whichever ranks it meets.
+        first_ranks = (first.clamp(min=0) * rank * size).to(torch.int32)
         return pack_tiles(a, self._kind), pack_tiles(b, self._kind), first_ranks
 
 

@@ -35,7 +35,9 @@ PLACE = RecordLayout(
     pointers=(
         "a",  # tiles of A, whose outputs are the ranks of all pairs, one behind the other
         "b",  # tiles of B, a tile for each 16 packed outputs of the layer
-        "first_ranks",  # int32 [tiles of B]: bytes from a row of shrunk to the pair's first rank, -1 without a pair
+        # int32 [tiles of B]: bytes from a row of shrunk to the tile's first rank; 0 for a tile without a pair, which
+        # has only zeros.
+        "first_ranks",
     ),
     numbers=(
         "a_tiles",
@@ -50,6 +52,8 @@ RANK_MULTIPLE = 8
 _STEPS_PER_ITERATION = 4
 # Bytes of a row that meet a step's vector of weights: one float32, or a pair of bfloat16.
 _ROW_STEP_BYTES = 4
+# A run of few rows waits for A, which is prefetched so far ahead; the processor's own prefetcher ends at each page.
+_FEW_ROWS, _AHEAD_BYTES = 4, 4096
 
 
 def run_rows(isa: Isa) -> int:
@@ -156,7 +160,10 @@ class Shrink(KernelSpec):
         sums = [[k.variable(k.vector(0.0)) for _ in range(sides)] for _ in range(height)]
         with k.range(steps, step=_STEPS_PER_ITERATION) as first:
             for number in range(_STEPS_PER_ITERATION):
-                weights = _weights(k, a + (first + number) * VECTOR_BYTES, self.rows)
+                at = a + (first + number) * VECTOR_BYTES
+                if height <= _FEW_ROWS:
+                    k.prefetch(at + _AHEAD_BYTES, near=False)
+                weights = _weights(k, at, self.rows)
                 for row, totals in zip(rows, sums, strict=True):
                     total = totals[number % sides]
                     total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, self.rows)
@@ -200,8 +207,9 @@ class Expand:
             place = self._place(k.load_int(self._used + number * 4, 32))
             lines = place.number("b_steps") * 2
             tiles = place.pointer("b") + panel * lines * VECTOR_BYTES
-            with k.range(lines) as line:
-                k.prefetch(tiles + line * VECTOR_BYTES, near=False)
+            with k.range(lines, step=2 * _STEPS_PER_ITERATION) as first:
+                for line in range(2 * _STEPS_PER_ITERATION):
+                    k.prefetch(tiles + (first + line) * VECTOR_BYTES, near=False)
 
     def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
         """The sums of both tiles of ``panel`` with what the adapter of ``row`` adds."""
@@ -212,21 +220,25 @@ class Expand:
             view = self._place(place)
             steps = view.number("b_steps")
             with k.when(steps > 0):
-                tiles, first_ranks = view.pointer("b"), view.pointer("first_ranks")
-                shrunk = self._shrunk + row * self._shrunk_stride
-                for half, total in enumerate(variables):
-                    tile = panel * 2 + half
-                    first = k.load_int(first_ranks + tile * 4, 32)
-                    with k.when(first >= 0):
-                        self._add(total, shrunk + first, tiles + tile * (steps * VECTOR_BYTES), steps)
+                tile, shrunk = panel * 2, self._shrunk + row * self._shrunk_stride
+                weights = view.pointer("b") + tile * (steps * VECTOR_BYTES)
+                first_ranks = view.pointer("first_ranks") + tile * 4
+                halves = [
+                    (total, shrunk + k.load_int(first_ranks + half * 4, 32), weights + steps * (half * VECTOR_BYTES))
+                    for half, total in enumerate(variables)
+                ]
+                self._add(halves, steps)
         return [total.value for total in variables]
 
-    def _add(self, total: Any, shrunk: Ptr, tile: Ptr, steps: Int) -> None:
+    def _add(self, halves: list[tuple[Any, Ptr, Ptr]], steps: Int) -> None:
+        """Adds both tiles' products side by side: a sum, its first rank of the row, and its tile of B for each."""
         k = self._k
         with k.range(steps, step=_STEPS_PER_ITERATION) as first:
             for number in range(_STEPS_PER_ITERATION):
-                weights = _weights(k, tile + (first + number) * VECTOR_BYTES, self._rows)
-                total.value = _sum(k, total.value, shrunk + (first + number) * _ROW_STEP_BYTES, weights, self._rows)
+                step = first + number
+                for total, shrunk, tile in halves:
+                    weights = _weights(k, tile + step * VECTOR_BYTES, self._rows)
+                    total.value = _sum(k, total.value, shrunk + step * _ROW_STEP_BYTES, weights, self._rows)
 
 
 def _weights(k: Kernel, at: Ptr, rows: str) -> Any:

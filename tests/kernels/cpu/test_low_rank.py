@@ -65,7 +65,7 @@ class LayerCase:
     def _add(self, place: int, rank: int, *, gated: bool) -> None:
         wide, pairs = rank + -rank % RANK_MULTIPLE, 1 if place % 2 else 2
         a = torch.zeros(wide * pairs + -wide * pairs % TILE_COLUMNS, DEPTH)
-        b, first = torch.zeros(COLUMNS, wide), torch.full((COLUMNS // TILE_COLUMNS,), -1, dtype=torch.int32)
+        b, first = torch.zeros(COLUMNS, wide), torch.zeros(COLUMNS // TILE_COLUMNS, dtype=torch.int32)
         owner = torch.arange(COLUMNS) // TILE_COLUMNS % 2 if gated else torch.arange(COLUMNS) // (COLUMNS // 2)
         full = torch.zeros(COLUMNS, len(a))
         for pair in range(pairs if rank else 0):
