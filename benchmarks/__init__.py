@@ -6,7 +6,8 @@ Each module is a program, `python -m benchmarks.NAME`, which prints a table and 
   `split_sim`, `split_world`, `split_fit` and `split_load` (their simulation and its load), `tracing` (the cost of
   traces), `edge` and `edge_processes` (the gateway alone).
 - Engine: `step` (phases of a decode step), `memory` (peak memory by prompt length), `cpu`, `cpu_steps`, `cpu_profile`,
-  `cpu_products` and `cpu_life` (the CPU kernels), `structured` and `wide_vocabulary` (answers of a given shape),
+  `cpu_products`, `cpu_attention` and `cpu_life` (the CPU kernels), `structured` and `wide_vocabulary` (answers of a
+  given shape),
   `quantization` (the accuracy of int8 and int4, on `shuffled_model`), `cpu_service`, `peers`, `llama_stream` and
   `closed_loop` (other servers beside Pillion), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane`, `kv_disk` and `kv_eviction`.

@@ -116,7 +116,7 @@ class AttentionRead(KernelSpec):
         ahead = [groups.at(place + (_SIDE + i)) for i in range(_SIDE)]
         with k.range(self.shape.group_bytes, step=VECTOR_BYTES) as offset:
             for total, base, ptr in zip(sums, bases, ahead, strict=True):
-                k.prefetch(ptr + offset)
+                k.prefetch(ptr + offset, near=False)
                 total.value = total.value + k.load(base + offset)
 
 

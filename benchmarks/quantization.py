@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="rows of the table")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -62,7 +63,8 @@ def main() -> None:
             folder = save_shuffled_model(folder, pathlib.Path(name, "shuffled"))
         exact = prepare(ModelFlags(model=str(folder), dtype="float32"), print)
         scorers = {"float32, torch": TextScorer(TorchBackend(exact, BLOCK_SIZE, args.threads))}
-        for kind, (quantization, group, kv) in KINDS.items():
+        for kind in args.kinds:
+            quantization, group, kv = KINDS[kind]
             flags = ModelFlags(
                 model=str(folder), dtype="bfloat16", quantization=quantization, quantization_group_size=group
             )

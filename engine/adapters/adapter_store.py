@@ -56,7 +56,7 @@ class AdapterStore:
         the store is full or cannot be written.
         """
         files = AdapterFiles(source)
-        rank = max(pair.rank for pair in files.pairs(model, max_rank))
+        files.pairs(model, max_rank)
         with self._draft(files.size_bytes) as draft:
             try:
                 for name in ADAPTER_FILES:

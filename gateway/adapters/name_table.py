@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from pillion.adapter_folders import is_adapter_digest
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
@@ -108,7 +109,8 @@ class NameTable:
                 adapter = msgspec.json.decode(change.value, type=NamedAdapter)
             except msgspec.DecodeError:
                 return  # A newer gateway's, which this one cannot serve.
-            if adapter.name == name:
+            # Whoever may write to the registry must not make a worker ask for anything else.
+            if adapter.name == name and is_adapter_digest(adapter.digest):
                 self._adapters[name] = adapter
 
     def check_integrity(self) -> None:

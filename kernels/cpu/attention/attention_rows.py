@@ -8,13 +8,15 @@
 A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
 its key's scale, and a weight by its value's scale after it was added to l. Both products walk over lines and multiply
-each with the values of a row that belong to it (a *step*). Every sum is one chain of additions in rising order, so a
-row's bits do not depend on the rows beside it.
+each with the values of a row that belong to it (a *step*). Every sum is one chain of additions whose order follows from
+positions alone, so a row's bits do not depend on the rows beside it: scores add up a key's values in rising order,
+weighted sums take TURN_TOKENS tokens of each of SIDE_GROUPS groups in turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pillion.kernels.cpu.attention.cpu_attention_plan import PARTITION_TOKENS
@@ -30,10 +32,14 @@ HIDDEN_SCORE = -1e30
 LEAST_MAXIMUM = -1e29
 # A row of scores, later of weights in their place. It has a spare line, so that rows do not share cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# The most groups whose lines are prefetched side by side.
-AHEAD_GROUPS = 4
+# Groups that are read in turns, some lines of each: memory delivers several groups side by side faster than one after
+# the other. The groups behind them are prefetched into the second cache: the first one has too few places for lines on
+# their way.
+SIDE_GROUPS = 4
+# Tokens of a group's V, and lines of its K, in a turn.
+TURN_TOKENS, TURN_LINES = 8, 8
 # How many entries behind the last group the list of groups is read, for prefetches and to fill up groups side by side.
-TAIL_GROUPS = 2 * AHEAD_GROUPS
+TAIL_GROUPS = 2 * SIDE_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +128,26 @@ class PoolLines:
         factor = 1.0 if self.bf16_rows else FLOAT_FACTORS[self._shape.codes]
         return scales if factor == 1.0 else scales * factor
 
-    def spread(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
-        """Loads a row's values for one step, each (or each pair) into all lanes."""
-        k = self._k
-        return tuple(
-            k.broadcast_pair(ptr + at) if self.bf16_rows else k.broadcast(ptr + at)
-            for at in range(0, self.step_bytes, 4)
-        )
+    def add(
+        self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
+    ) -> None:
+        """Adds loaded lines times a step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
 
-    def add(self, total: KernelVariable, line: tuple[Vec | Pairs, ...], row: tuple[Vec | Pairs, ...]) -> None:
-        """Appends total += line * row."""
-        for a, b in zip(line, row, strict=True):
-            if isinstance(a, Pairs) and isinstance(b, Pairs):
-                total.value = self._k.dot(total.value, a, b)
-            else:
-                assert isinstance(a, Vec)
-                assert isinstance(b, Vec)
-                total.value = self._k.fma(a, b, total.value)
+        Parts of lines come one after the other, so that few of them are in registers at a time.
+        """
+        k = self._k
+        for part in range(self.step_bytes // 4):
+            for row, totals in enumerate(sums):
+                at = rows + (row * stride + 4 * part)
+                value = k.broadcast_pair(at) if self.bf16_rows else k.broadcast(at)
+                for total, line in zip(totals, loaded, strict=True):
+                    each = line[part]
+                    if isinstance(each, Pairs) and isinstance(value, Pairs):
+                        total.value = k.dot(total.value, each, value)
+                    else:
+                        assert isinstance(each, Vec)
+                        assert isinstance(value, Vec)
+                        total.value = k.fma(each, value, total.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,50 +180,100 @@ class Visibility:
     behind: Int
 
 
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """How many rows and sums stay in registers.
+
+    Attributes:
+        rows: the number of rows.
+        side: groups whose scores are computed at a time: 1, 2 or 4.
+        columns: vectors of V's columns that are summed at a time, a divisor of a head's vectors.
+        in_turns: whether sums that do not stay in registers go to the first cache after each turn. That is faster where
+            memory is the limit, and slower where rows are so many that the products are.
+    """
+
+    rows: int
+    side: int
+    columns: int
+    in_turns: bool
+
+
+class _Sums:
+    """Sums in registers: ``columns`` vectors, side by side in memory, of each of ``rows`` rows."""
+
+    def __init__(self, k: Kernel, rows: int, columns: int, row_bytes: int) -> None:
+        self._k, self._row_bytes = k, row_bytes
+        self.rows = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(rows)]
+
+    def clear(self) -> None:
+        """Sets all sums to 0."""
+        for _, total in self._places():
+            total.value = self._k.vector(0.0)
+
+    def load(self, ptr: Ptr) -> None:
+        """Loads the sums from ``ptr``."""
+        for place, total in self._places():
+            total.value = self._k.load(ptr + place)
+
+    def store(self, ptr: Ptr) -> None:
+        """Stores the sums at ``ptr``."""
+        for place, total in self._places():
+            self._k.store(ptr + place, total.value)
+
+    def scale(self, factors: Sequence[Vec]) -> None:
+        """Multiplies each row's sums by ``factors``, one for each column."""
+        for row in self.rows:
+            for total, factor in zip(row, factors, strict=True):
+                total.value = total.value * factor
+
+    def _places(self) -> Iterator[tuple[int, KernelVariable]]:
+        for r, row in enumerate(self.rows):
+            for column, total in enumerate(row):
+                yield r * self._row_bytes + column * VECTOR_BYTES, total
+
+
 def emit_scores(
-    lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, row_count: int, side: int
+    lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, tile: RowTile
 ) -> None:
-    """Scores of ``row_count`` queries [row_count, head_dim] for all groups, ``side`` (1, 2 or 4) at a time.
+    """Scores of the tile's queries [rows, head_dim] for all groups.
 
     Scores behind the last group are computed too, and never read.
     """
     k = groups.pool.k
-    steps = shape.lines_bytes // VECTOR_BYTES
-    query_bytes = steps * lines.step_bytes
-    # An iteration of the inner loop reads as many lines as there are groups to prefetch.
-    unrolled = AHEAD_GROUPS // side
-    with k.range(groups.count, step=side) as index:
-        bases = [groups.at(index + i) for i in range(side)]
-        ahead = _ahead(shape, groups, k.int(0), index, AHEAD_GROUPS)
+    all_lines = shape.lines_bytes // VECTOR_BYTES
+    turn = math.gcd(all_lines, TURN_LINES) if tile.in_turns and tile.side < SIDE_GROUPS else all_lines
+    sums = _Sums(k, tile.rows, tile.side, SCORE_BYTES)
+    with k.range(groups.count, step=SIDE_GROUPS) as first:
+        behind = k.least(first + SIDE_GROUPS, groups.count)
         if lines.scaled:
-            for i in range(side):
-                k.prefetch(groups.at(index + (AHEAD_GROUPS + i)) + shape.lines_bytes)
-                k.prefetch(groups.at(groups.count + index + i) + shape.lines_bytes)
-        sums = [[k.variable(k.vector(0.0)) for _ in bases] for _ in range(row_count)]
-        with k.range(steps, step=unrolled) as first:
-            for ptr in ahead:
-                k.prefetch(ptr + first * (VECTOR_BYTES // unrolled))
-            for u in range(unrolled):
-                keys = [lines.load(base + (first * VECTOR_BYTES + u * VECTOR_BYTES)) for base in bases]
-                at = queries + first * lines.step_bytes
-                for r in range(row_count):
-                    query = lines.spread(at + (u * lines.step_bytes + r * query_bytes))
-                    for total, key in zip(sums[r], keys, strict=True):
-                        lines.add(total, key, query)
-        for i, base in enumerate(bases):
-            scales = lines.scales(base) if lines.scaled else None
-            for r in range(row_count):
-                score = sums[r][i].value if scales is None else sums[r][i].value * scales
-                k.store(scores + (index * VECTOR_BYTES + (r * SCORE_BYTES + i * VECTOR_BYTES)), score)
-
-
-def _ahead(shape: AttentionShape, groups: Groups, begin: Int, index: Int, side: int) -> list[Ptr]:
-    """The addresses to prefetch during group ``index`` of the groups that are listed from ``begin`` on: a part of each
-    of ``side`` groups that follow. Memory delivers several groups side by side faster than one after the other.
-    """
-    part = index % side
-    first = begin + index - part + side
-    return [groups.at(first + i) + part * (shape.lines_bytes // side) for i in range(side)]
+            for i in range(SIDE_GROUPS):
+                for begin in (behind, groups.count + first):
+                    k.prefetch(groups.at(begin + i) + shape.lines_bytes, near=False)
+        if turn < all_lines:
+            with k.range(tile.rows) as row, k.range(behind, first) as index:
+                k.store(scores + (row * SCORE_BYTES + index * VECTOR_BYTES), k.vector(0.0))
+        with k.range(all_lines, step=turn) as line, k.range(behind, first, step=tile.side) as index:
+            at = scores + index * VECTOR_BYTES
+            if turn < all_lines:
+                sums.load(at)
+            else:
+                sums.clear()
+            here, ahead = ([groups.at(index + (far + i)) for i in range(tile.side)] for far in (0, SIDE_GROUPS))
+            with k.range(line + turn, line, step=SIDE_GROUPS // tile.side) as begin:
+                for step in range(SIDE_GROUPS // tile.side):
+                    at_line = begin * VECTOR_BYTES + step * VECTOR_BYTES
+                    for ptr in ahead:
+                        k.prefetch(ptr + at_line, near=False)
+                    keys = [lines.load(ptr + at_line) for ptr in here]
+                    query = queries + begin * lines.step_bytes + step * lines.step_bytes
+                    lines.add(sums.rows, keys, query, all_lines * lines.step_bytes)
+            if lines.scaled and turn == all_lines:
+                sums.scale([lines.scales(ptr) for ptr in here])
+            sums.store(at)
+        if lines.scaled and turn < all_lines:
+            with k.range(behind, first) as index, k.range(tile.rows) as row:
+                at = scores + (row * SCORE_BYTES + index * VECTOR_BYTES)
+                k.store(at, k.load(at) * lines.scales(groups.at(index)))
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
@@ -280,49 +339,44 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
 
 
 def emit_weighted(
-    lines: PoolLines, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, row_count: int, columns: int
+    lines: PoolLines, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, tile: RowTile
 ) -> None:
-    """Stores A[r] of ``row_count`` rows of weights into rows of ``sum_bytes``, ``columns`` vectors at a time."""
+    """Stores A of the tile's rows of weights into rows of ``sum_bytes``."""
     k = groups.pool.k
-    _emit_columns(lines, shape, groups, weights, sums, row_count, columns, prefetches=True)
-    with k.range(4 * shape.head_dim, begin=columns * VECTOR_BYTES, step=columns * VECTOR_BYTES) as left:
-        here = Groups(groups.pool + left, groups.places, groups.first, groups.count)
-        _emit_columns(lines, shape, here, weights, sums + left, row_count, columns, prefetches=False)
+    row_bytes, column_bytes = shape.head_dim // LANES * VECTOR_BYTES, tile.columns * VECTOR_BYTES
+    steps = shape.lines_bytes // row_bytes
+    turn = TURN_TOKENS * steps // LANES
+    totals = _Sums(k, tile.rows, tile.columns, shape.sum_bytes)
+    # A window may begin inside of the groups that take turns.
+    lowest = k.int(0) - groups.first // LANES % SIDE_GROUPS
 
+    def add(first: Int, left: Int) -> None:
+        """Adds those of SIDE_GROUPS groups that the list has, to the columns from ``left`` bytes on."""
+        behind = k.least(first + SIDE_GROUPS, groups.count)
+        with k.range(steps, step=turn) as begin, k.range(behind, k.most(first, 0)) as group:
+            place, at = groups.count + group, begin * row_bytes + left
+            here, ahead = groups.at(place) + at, groups.at(place + SIDE_GROUPS) + at
+            row = weights + (group * steps + begin) * lines.step_bytes
+            for step in range(turn):
+                places = range(step * row_bytes, step * row_bytes + column_bytes, VECTOR_BYTES)
+                for column in places:
+                    k.prefetch(ahead + column, near=False)
+                values = [lines.load(here + column) for column in places]
+                lines.add(totals.rows, values, row + step * lines.step_bytes, SCORE_BYTES)
 
-def _emit_columns(
-    lines: PoolLines,
-    shape: AttentionShape,
-    groups: Groups,
-    weights: Ptr,
-    sums: Ptr,
-    row_count: int,
-    columns: int,
-    *,
-    prefetches: bool,
-) -> None:
-    """The first ``columns`` vectors of A. ``prefetches``: also prefetches all columns of the groups that follow."""
-    k = groups.pool.k
-    width = shape.head_dim // LANES
-    steps = shape.lines_bytes // (width * VECTOR_BYTES)
-    side = math.gcd(width, AHEAD_GROUPS)
-    totals = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(row_count)]
-    with k.range(groups.count) as index:
-        base = groups.at(groups.count + index)
-        ahead = _ahead(shape, groups, groups.count, index, side) if prefetches else []
-        row = weights + index * (steps * lines.step_bytes)
-        with k.range(steps) as step:
-            for ptr in ahead:
-                for c in range(width // side):
-                    k.prefetch(ptr + (step * (width // side * VECTOR_BYTES) + c * VECTOR_BYTES))
-            values = [lines.load(base + (step * (width * VECTOR_BYTES) + c * VECTOR_BYTES)) for c in range(columns)]
-            for r in range(row_count):
-                weight = lines.spread(row + (step * lines.step_bytes + r * SCORE_BYTES))
-                for total, value in zip(totals[r], values, strict=True):
-                    lines.add(total, value, weight)
-    for r in range(row_count):
-        for c, total in enumerate(totals[r]):
-            k.store(sums + (r * shape.sum_bytes + c * VECTOR_BYTES), total.value)
+    if not tile.in_turns or column_bytes == row_bytes:
+        with k.range(row_bytes, step=column_bytes) as left:
+            totals.clear()
+            with k.range(groups.count, lowest, SIDE_GROUPS) as first:
+                add(first, left)
+            totals.store(sums + left)
+        return
+    with k.range(tile.rows) as row, k.range(row_bytes, step=VECTOR_BYTES) as column:
+        k.store(sums + (row * shape.sum_bytes + column), k.vector(0.0))
+    with k.range(groups.count, lowest, SIDE_GROUPS) as first, k.range(row_bytes, step=column_bytes) as left:
+        totals.load(sums + left)
+        add(first, left)
+        totals.store(sums + left)
 
 
 def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from pillion.kernels.cpu.attention.attention_rows import (
-    AHEAD_GROUPS,
     PARTITION_GROUPS,
     SCORE_BYTES,
+    SIDE_GROUPS,
     TAIL_GROUPS,
     AttentionShape,
     Groups,
     PoolLines,
+    RowTile,
     Visibility,
     emit_fold,
     emit_result,
@@ -140,22 +141,22 @@ class Attention(KernelSpec):
         narrow, wide = row_counts(k.isa, self.shape.group)
         with each_attention_item(call, "items") as (head, item):
             with k.when(item.rows <= narrow):
-                _ItemPass(self, call, item, head, narrow).emit()
+                _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, narrow)).emit()
             if narrow != wide:
                 with k.when(item.rows > narrow):
-                    _ItemPass(self, call, item, head, wide).emit()
+                    _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, wide)).emit()
 
 
 class _ItemPass:
-    """Emits the attention of one item with ``rows`` rows. Where an item has fewer, its last row is computed again and
-    not stored.
+    """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed
+    again and not stored.
     """
 
-    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, rows: int) -> None:
+    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, tile: RowTile) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
-        self._item, self._head, self._row_count = item, head, rows
+        self._item, self._head, self._tile = item, head, tile
         self._lines = PoolLines(call.k, spec.shape)
-        self._scratch = AttentionScratch(spec.shape, rows)
+        self._scratch = AttentionScratch(spec.shape, tile.rows)
         assert self._scratch.end <= SCRATCH_BYTES
         self._window = call.args.number("window") if spec.window else None
 
@@ -187,7 +188,7 @@ class _ItemPass:
         from_bytes = shape.head_dim * shape.element_bytes
         to_bytes = shape.head_dim * (2 if self._lines.bf16_rows else 4)
         target = self._call.scratch + self._scratch.queries
-        with k.range(self._row_count) as row:
+        with k.range(self._tile.rows) as row:
             source = queries + (item.row + k.least(row, item.rows - 1)) * from_bytes
             with k.range(shape.head_dim // LANES) as column:
                 value = k.load_float(source + column * (from_bytes * LANES // shape.head_dim), shape.bf16)
@@ -203,12 +204,11 @@ class _ItemPass:
         behind = item.behind(shape.group, item.rows - 1)
         last = (behind + (LANES - 1)) // LANES
         end = k.least((partition + 1) * PARTITION_GROUPS, last)
-        side = side_by_side(k.isa, shape, self._row_count)
         wanted = GroupRange(begin, end, last)
         groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
         scores = self._call.scratch + scratch.scores
         queries = self._call.scratch + scratch.queries
-        emit_scores(lines, shape, groups, queries, scores, self._row_count, side)
+        emit_scores(lines, shape, groups, queries, scores, self._tile)
         with k.range(item.rows) as row:
             row_behind = item.behind(shape.group, row)
             first = None if self._window is None else row_behind - self._window
@@ -220,7 +220,7 @@ class _ItemPass:
             seen = Visibility(first, row_behind)
             scaled = None if self._spec.softcap else factor
             emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES)
-        emit_weighted(lines, shape, groups, scores, sums, self._row_count, columns(k.isa, shape, self._row_count))
+        emit_weighted(lines, shape, groups, scores, sums, self._tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,22 +288,16 @@ def emit_groups(
     return Groups(pool, places, wanted.begin * LANES, count)
 
 
-def side_by_side(isa: Isa, shape: AttentionShape, rows: int) -> int:
-    """How many groups' scores are computed at a time: enough sums in flight to hide the latency of a product."""
-    most = min(isa.decode_blocks, AHEAD_GROUPS, max(1, _sums(isa, shape) // rows))
-    return 1 << (most.bit_length() - 1)
-
-
-def _sums(isa: Isa, shape: AttentionShape) -> int:
-    """Vectors of sums that stay in registers, beside the tables and the lines of codes where there are any."""
-    return min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
-
-
-def columns(isa: Isa, shape: AttentionShape, rows: int) -> int:
-    """How many vectors of V's columns are summed at a time: a divisor of a head's vectors."""
+def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
+    """The tile of ``rows`` rows: enough sums in flight to hide the latency of a product, few enough for registers that
+    also hold tables and lines of codes where there are any.
+    """
+    sums = min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
+    most = max(1, sums // rows)
+    side = 1 << (min(isa.decode_blocks, SIDE_GROUPS, most).bit_length() - 1)
     width = shape.head_dim // LANES
-    most = max(1, _sums(isa, shape) // rows)
-    return max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
+    columns = max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
+    return RowTile(rows, side, columns, in_turns=rows <= row_counts(isa, shape.group)[0])
 
 
 def _result(call: KernelCall, shape: AttentionShape, head: Int, row: Int) -> Ptr:

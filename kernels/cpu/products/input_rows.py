@@ -108,7 +108,9 @@ class CodeInputs(KernelSpec):
         with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each) as row:
             source, target = x + row * x_stride, out + row * out_stride
             if self.scheme == "static":
-                scale, zero = args.real("scale"), args.real("zero")
+                # A row that is not finite must not look like one that is.
+                wrong = self._largest(k, source, vectors) * 0.0
+                scale, zero = args.real("scale") + wrong, args.real("zero")
             else:
                 scale, zero = self._range(k, source, vectors)
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
@@ -129,17 +131,24 @@ class CodeInputs(KernelSpec):
             if self.codes:
                 self._constants(k, constants + row * constants_stride, total, scale, zero, depth)
 
+    def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
+        """The largest size in a row, in all lanes; NaN and infinities are above all numbers."""
+        sizes = k.variable(k.vector(0.0))
+        with k.range(vectors) as i:
+            sizes.value = k.larger_size(
+                sizes.value, k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            )
+        return k.largest_size(sizes.value)
+
     def _range(self, k: Kernel, source: Ptr, vectors: Int) -> tuple[Vec, Vec]:
         """A row's scale and zero, in all lanes."""
-        sizes, least, most = (k.variable(k.vector(0.0)) for _ in range(3))
-        with k.range(vectors) as i:
-            value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
-            sizes.value = k.larger_size(sizes.value, value)
-            if self.scheme == "asymmetric":
-                least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
-        size = k.largest_size(sizes.value)
+        size = self._largest(k, source, vectors)
         if self.scheme == "dynamic":
             return size / _SYMMETRIC, k.vector(0.0)
+        least, most = k.variable(k.vector(0.0)), k.variable(k.vector(0.0))
+        with k.range(vectors) as i:
+            value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
         low = k.maximum(least.value * -1.0) * -1.0
         # A size that is not finite makes the scale not finite.
         scale = (k.maximum(most.value) - low) / (_MOST - _LEAST) + size * 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,6 +93,9 @@ def test_what_is_no_adapter_changes_nothing():
     table = NameTable()
     table.put(adapter("a", 1), 10)
     rows = {"a": StampedValue(5, b"{}"), "b": StampedValue(5, b"nonsense"), "c": StampedValue(5, b'{"name":"d"}')}
+    astray = msgspec.structs.replace(adapter("e", 1), digest="../../elsewhere")
+    rows["e"] = StampedValue(5, msgspec.json.encode(astray))
+    rows["f"] = StampedValue(5, msgspec.json.encode(adapter("g", 1)))
     table.merge(table.unsent(), rows, 20)
     assert [one.name for one in table.all()] == ["a"]
     assert table.unsent() == [("a", StampedValue(10, table.unsent()[0][1].value))]

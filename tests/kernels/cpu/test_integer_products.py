@@ -85,7 +85,7 @@ def test_rows_become_what_their_codes_stand_for(runner, spec):
     assert torch.equal(found, RowCodes(spec.scheme).round(x))
 
 
-@pytest.mark.parametrize("scheme", ["dynamic", "asymmetric"])
+@pytest.mark.parametrize("scheme", ["dynamic", "asymmetric", "static"])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_stays_so(runner, scheme, wrong):
     x = normal(3, 64)
