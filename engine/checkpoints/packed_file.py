@@ -160,10 +160,10 @@ def packed_once(
 
 
 def _remove_older(path: Path) -> None:
-    """Removes this model's files of other packing versions, and drafts of packers that died. Needs the lock."""
-    model = path.name.split("-")[0]
-    for other in path.parent.glob(f"{model}-*"):
-        version = other.name.rpartition("-")[2]
-        if version != f"{PACKING_VERSION}.weights":
+    """Removes all models' files of older packing versions, which nobody would ask for again, and drafts of packers that
+    died. Needs the lock. Workers of an older release that have mapped such a file keep it."""
+    for other in path.parent.iterdir():
+        version = other.name.rpartition("-")[2].removesuffix(".weights")
+        if other.suffix == ".tmp" or (version.isdigit() and int(version) < PACKING_VERSION):
             with contextlib.suppress(OSError):
                 other.unlink()

@@ -260,6 +260,19 @@ class Kernel:
         b.cbranch(b.icmp_signed("<", following, last), body, behind)
         b.position_at_end(behind)
 
+    def cases(self, value: Int, most: Count) -> Iterator[Count]:
+        """Yields 1 .. most: what is appended after a number was yielded runs where ``value`` is that number."""
+        b = self.builder
+        behind, blocks = b.append_basic_block("behind"), [b.append_basic_block("case") for _ in range(most)]
+        choice = b.switch(value.ir, blocks[0])
+        for number, block in enumerate(blocks, 1):
+            if number > 1:
+                choice.add_case(number, block)
+            b.position_at_end(block)
+            yield number
+            b.branch(behind)
+        b.position_at_end(behind)
+
     @contextmanager
     def forever(self) -> Iterator[Any]:
         """A loop that only :meth:`leave` ends; yields the block to pass to it."""

@@ -33,6 +33,8 @@ LINE_BYTES = 64
 _QUARTERS = 4
 _SIGN = 0x80
 _MAGNITUDES = 0x7F
+# The highest place of a nibble in the 23 bits of a float32's mantissa, and how far nibbles above it are moved.
+_MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
 # fp8 numbers are 256 times smaller in registers, so that their bits are those of a float16 half; scales make up for it.
 _FP8_SHRINK = 256.0
 
@@ -203,6 +205,8 @@ def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
         return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * place))]))
     top = b.shl(line, int_lanes(28 - 4 * place))
     if kind.codes in ("int4", "uint4"):
+        if k.isa.machine == "x86_64":
+            return _whole_nibble(k, kind, line, place)
         shift = b.ashr if kind.codes == "int4" else b.lshr
         return Vec(k, b.sitofp(shift(top, int_lanes(28)), VF))
     if k.isa.machine == "aarch64":
@@ -218,6 +222,23 @@ def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
         high = b.icmp_signed("<", sign, ir.Constant(eight, [0] * 8))
         found.append(b.select(high, b.call(function, [upper, places]), b.call(function, [lower, places])))
     return Vec(k, b.shuffle_vector(*found, ir.Constant(VI, list(range(LANES)))))
+
+
+def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+    """The float32 of a code that is a whole number. AVX2 has more ports for this than for shifts and conversions.
+
+    Where the code is, it becomes the lowest bits of a float32 whose exponent gives these bits their own value: of
+    2**(23 - bit) + code. A subtraction leaves the code, exactly. Of int4 the sign's bit is flipped, which adds 8.
+    """
+    b, bit = k.builder, 4 * place
+    if bit > _MOST_MANTISSA_BIT:
+        line, bit = b.lshr(line, int_lanes(_HIGH_SHIFT)), bit - _HIGH_SHIFT
+    base = 2.0 ** (23 - bit)
+    start = (150 - bit) << 23
+    bits = b.and_(line, int_lanes(15 << bit))
+    if kind.codes == "int4":
+        start, base = start | 8 << bit, base + 8
+    return Vec(k, b.bitcast(b.xor(bits, int_lanes(start)), VF)) - base
 
 
 def _arm_table(k: Kernel, kind: CodeKind, places: Any) -> Vec:
@@ -276,34 +297,33 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
     b = k.builder
     order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
     mine = b.shuffle_vector(words, words, ir.Constant(VI, order))
-    if kind.codes == "fp8_e4m3":
-        return tuple(_fp8_float(k, mine, place) for place in (0, 8))
-    word = b.zext(mine, VI)
-    found = []
-    for place in (0, 8):
-        code = b.lshr(word, int_lanes(place)) if place else word
-        size, sign = (
-            b.and_(code, int_lanes(_MAGNITUDES)),
-            b.and_(b.shl(word, int_lanes(24 - place)), int_lanes(-(2**31))),
-        )
-        if kind.codes == "int8_whole":
-            alone = b.icmp_unsigned("==", b.and_(code, int_lanes(0xFF)), int_lanes(_SIGN))
-            size = b.select(alone, int_lanes(_SIGN), size)
-        found.append(Vec(k, b.bitcast(b.or_(b.bitcast(b.sitofp(size, VF), VI), sign), VF)))
-    return tuple(found)
+    return tuple(_byte_float(k, kind, mine, place) for place in (0, 8))
 
 
-def _fp8_float(k: Kernel, words: Any, place: int) -> Vec:
-    """Moves sign, exponent and mantissa to where float16 has them, and converts that."""
-    b = k.builder
-    size, sign = (ir.Constant(_LANE_WORDS, [mask] * LANES) for mask in (0x3F80, 0x8000 - 0x10000))
+def _byte_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
+    """Moves the sign and the 7 bits below it to where float16 has the like, and converts that.
+
+    These are the exponent and mantissa of FP8, which become those of a float16. A magnitude of int8 becomes the lowest
+    bits, whose unit is 2**-24.
+    """
+    b, lowest = k.builder, 7 if kind.codes == "fp8_e4m3" else 0
+
+    def lanes(value: int) -> Any:
+        return ir.Constant(_LANE_WORDS, [value] * LANES)
 
     def moved(by: int) -> Any:
-        amount = ir.Constant(_LANE_WORDS, [abs(by)] * LANES)
-        return words if not by else b.shl(words, amount) if by > 0 else b.lshr(words, amount)
+        return words if not by else b.shl(words, lanes(by)) if by > 0 else b.lshr(words, lanes(-by))
 
-    half = b.or_(b.and_(moved(7 - place), size), b.and_(moved(8 - place), sign))
+    sign = lanes(0x8000 - 0x10000)
+    half = b.or_(b.and_(moved(lowest - place), lanes(_MAGNITUDES << lowest)), b.and_(moved(8 - place), sign))
+    if kind.codes == "int8_whole":
+        half = b.select(b.icmp_unsigned("==", half, sign), lanes(0x8000 + _SIGN - 0x10000), half)
     return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
+
+
+def register_unit(k: Kernel, kind: CodeKind, wide_rows: bool) -> float:
+    """What a code of 1 is in registers: scales of finished sums make up for it."""
+    return 2.0**-24 if kind.codes in ("int8", "int8_whole") and not in_pairs(k, wide_rows) else 1.0
 
 
 @cache

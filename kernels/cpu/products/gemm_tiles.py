@@ -22,11 +22,11 @@ from typing import Any
 
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Quads, int_lanes
 from pillion.kernels.cpu.language.isa import Isa, TileRows
+from pillion.kernels.cpu.products.codes import LINE_BYTES
 from pillion.kernels.cpu.products.packing import INT8_DOTS, TOTALS_BYTES
 
 # Bytes of a panel that belong to a step.
 PANEL_STEP_BYTES = 128
-_LINE_BYTES = 64
 _STEPS_PER_ITERATION = 2
 
 
@@ -89,24 +89,16 @@ class TileArgs:
 
 def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiplies ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
-    b, tiles = k.builder, kind.tiles(k.isa)
+    tiles = kind.tiles(k.isa)
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
     inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
     with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
-        behind = b.append_basic_block("behind")
-        cases = [b.append_basic_block("rows") for _ in range(tiles.most)]
-        choice = b.switch(rows.ir, cases[0])
-        for height, block in enumerate(cases, 1):
-            if height > 1:
-                choice.add_case(height, block)
-            b.position_at_end(block)
+        for height in k.cases(rows, tiles.most):
             if height <= tiles.wide:
                 _call_tile(k, kind, height, 2, args)
             else:
                 for number in range(2):
                     _call_tile(k, kind, height, 1, args.half(number))
-            b.branch(behind)
-        b.position_at_end(behind)
 
 
 def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs) -> None:
@@ -167,7 +159,7 @@ class _Tile:
         # A tile of one row mostly waits for memory, and the processor's own prefetcher is faster alone.
         if self.rows == 1:
             return
-        for at in range(0, PANEL_STEP_BYTES * self.width // 2, _LINE_BYTES):
+        for at in range(0, PANEL_STEP_BYTES * self.width // 2, LINE_BYTES):
             self.k.prefetch(line + at, near=False)
 
     def _sum(self, total: Any, x: Ptr, weight: Any) -> Any:

@@ -30,6 +30,7 @@ from pillion.kernels.cpu.products.codes import (
     load_constants,
     load_parts,
     parts_of,
+    register_unit,
     store_parts,
     unit_parts,
 )
@@ -240,7 +241,7 @@ class CodedProduct:
 
     def _tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
         """Calls the tile's function for ``rows`` rows."""
-        k, b = self.k, self.k.builder
+        k = self.k
         inside = k.holds(args.x, (rows - 1) * args.x_stride + args.units * self.unit_x_bytes)
         inside = inside & k.holds(args.totals, rows * TOTALS_BYTES)
         if widened:
@@ -252,20 +253,12 @@ class CodedProduct:
         if self.offsets:
             inside = inside & k.holds(args.input_sums, (rows - 1) * args.input_sums_stride + args.groups * 4)
         with k.when(inside):
-            behind = b.append_basic_block("behind")
-            cases = [b.append_basic_block("rows") for _ in range(self.most_rows(widened))]
-            choice = b.switch(rows.ir, cases[0])
-            for height, block in enumerate(cases, 1):
-                if height > 1:
-                    choice.add_case(height, block)
-                b.position_at_end(block)
+            for height in k.cases(rows, self.most_rows(widened)):
                 if height <= self._tile_rows.wide:
                     self._call_tile(height, 2, args, widened)
                 else:
                     for number in range(2):
                         self._call_tile(height, 1, args.half(number, self.kind.constant_bytes), widened)
-                b.branch(behind)
-            b.position_at_end(behind)
 
     def _call_tile(self, rows: int, width: int, args: CodedRows, widened: bool) -> None:
         def body(inner: Kernel, twin: Any, *seen: Any) -> None:
@@ -377,7 +370,10 @@ class _CodedTile:
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
         vector_bytes = LANES * self.product.kind.constant_bytes
+        unit = register_unit(k, self.product.kind, self.product.wide_rows)
         scales = [[self._constants(at + half * vector_bytes) for half in range(self.width)] for at in constants]
+        if unit != 1.0:
+            scales = [[scale * (1 / unit) for scale in side] for side in scales]
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
             for half in range(self.width):

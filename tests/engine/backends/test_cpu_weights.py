@@ -14,7 +14,7 @@ from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
 from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.backends.loading import choose_kernels, load_model, make_ready
-from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
@@ -98,14 +98,16 @@ def test_weights_are_packed_once(tmp_path):
     assert torch.equal(first.linear("lm_head").data, again.linear("lm_head").data)
     assert other.linear("lm_head").data.dtype == torch.uint8
     assert len(list(ModelCache().make("packed").iterdir())) == 2
-    # What another version of the packer left is removed by the next one that packs.
+    # What older versions of the packer left of any model is removed by the next one that packs.
     packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
-    old = packed.with_name(packed.name.replace(f"-{PACKING_VERSION}.", "-0."))
-    old.write_bytes(b"old")
+    others = packed.parent
+    for name in ("abc-cpu-0.weights", "abc-gpu_float16-1.weights", "abc-cpu-9.weights.tmp", "abc-cpu-999.weights"):
+        (others / name).write_bytes(b"other")
     packed.unlink()
     load_cpu_weights(prepared, config, lines.append)
-    assert not old.exists()
     assert packed.exists()
+    assert {path.name for path in others.glob("abc*")} == {"abc-cpu-999.weights"}
+    assert len(list(others.iterdir())) == 3
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="not Linux")
