@@ -29,7 +29,7 @@ from pillion.errors import ConfigError
 # made before stays on the disk.
 CONVERSION_VERSION = 4
 # To be raised when the layout of packed weights changes: older files are then removed.
-PACKING_VERSION = 6
+PACKING_VERSION = 7
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1

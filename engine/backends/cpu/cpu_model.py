@@ -154,9 +154,9 @@ class OperationBuilder:
             x, sums = operation.values["out"], operation.values["constants"]
             yield operation
         if linear.offsets and sums is None:
-            groups = -(-linear.depth // linear.inputs)
+            groups = -(-linear.depth // linear.group)
             sums = self.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
-            values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.inputs}
+            values = {"x": x, "sums": sums, "depth": linear.depth, "inputs": linear.group}
             values |= {"x_stride": x.stride, "sums_stride": sums.stride}
             yield Operation(SumInputs(self.bf16, self.rows_of, x.each), values, self.when)
         spec = spec_type(
@@ -180,9 +180,9 @@ class OperationBuilder:
             "depth": linear.depth,
             "pairs": linear.pairs,
             "out_stride": out.stride,
-            "num_groups": linear.num_groups,
-            "group_bytes": linear.group_bytes,
-            "inputs": linear.inputs,
+            "num_groups": linear.num_matrices,
+            "group_bytes": linear.matrix_bytes,
+            "inputs": linear.group,
             "input_sums_stride": 0 if sums is None else sums.stride,
             "factor": self.config.residual_scale,
             **added,

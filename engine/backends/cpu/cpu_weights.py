@@ -55,12 +55,12 @@ from pillion.kernels.torch.quantized_matrix import (
 from pillion.kernels.torch.torch_linear import Linear
 
 # The numbers of a matrix in the file; the kind is its place in KINDS.
-_NUMBERS = ("kind", "depth", "pairs", "num_groups", "group_bytes", "inputs", "offsets")
+_NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix, or the matrices of all experts of a layer, which are ``num_groups``, ``group_bytes`` apart.
+    """A packed matrix, or the matrices of all experts of a layer, which are ``num_matrices``, ``matrix_bytes`` apart.
 
     Attributes:
         kind: how weights are packed; layouts are in :mod:`pillion.kernels.cpu.products.packing`.
@@ -69,7 +69,7 @@ class CpuLinear:
         order: int32 [depth], which input each packed input is, or None where inputs are in order.
         depth: inputs with padding.
         pairs: pairs of 16 columns with padding.
-        inputs: inputs that share a scale, in few bits; else 0.
+        group: inputs that share a scale, in few bits; else 0.
         offsets: whether such groups have offsets.
         row_codes: how rows are rounded before the product, or None where they are taken as they are.
     """
@@ -80,9 +80,9 @@ class CpuLinear:
     order: torch.Tensor | None
     depth: int
     pairs: int
-    num_groups: int
-    group_bytes: int
-    inputs: int
+    num_matrices: int
+    matrix_bytes: int
+    group: int
     offsets: bool
     row_codes: RowCodes | None = None
 
@@ -105,18 +105,18 @@ class CpuWeights(PackedFile):
         linear = CpuLinear(
             kind=kind, data=data, bias=bias, order=order, offsets=offsets, row_codes=row_codes, **numbers
         )
-        sound = min(linear.depth, linear.pairs, linear.num_groups) > 0 and data.dtype == KINDS[kind]
+        sound = min(linear.depth, linear.pairs, linear.num_matrices) > 0 and data.dtype == KINDS[kind]
         if kind in CODE_KINDS:
-            sound = sound and 0 < linear.inputs <= MAX_GROUP_INPUTS
-            sound = sound and linear.inputs % DEPTH_MULTIPLE == 0
+            sound = sound and 0 < linear.group <= MAX_GROUP_INPUTS
+            sound = sound and linear.group % DEPTH_MULTIPLE == 0
         if kind in FEW_BITS:
             sound = sound and linear.depth % DEPTH_MULTIPLE == 0
         sound = sound and (kind != INT8_DOTS or row_codes is not None)
-        sound = sound and linear.group_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.inputs, offsets)
-        sound = sound and data.numel() * data.element_size() == linear.num_groups * linear.group_bytes
-        sound = sound and (bias is None or bias.numel() == linear.num_groups * linear.pairs * PANEL_COLUMNS)
+        sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
+        sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
+        sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
         if order is not None:
-            sound = sound and linear.num_groups == 1 and order.shape == (linear.depth,)
+            sound = sound and linear.num_matrices == 1 and order.shape == (linear.depth,)
             sound = sound and 0 <= int(order.min()) <= int(order.max()) < linear.depth
         if not sound:
             raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
@@ -199,13 +199,13 @@ class _Packer:
         kind, offsets = self._chosen(downs, len(mlps))
         self._write(prefix + "down", [pack_linear(down, kind, offsets) for down in downs], downs)
 
-    def _chosen(self, matrices: Sequence[Matrix], num_groups: int = 1) -> tuple[str, bool]:
+    def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
         """The kind of panels that hold all of the matrices, and whether they have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
             return exact_kind(plain, self.wide), False
-        if num_groups > 1 and any(matrix.order is not None for matrix in quantized):
+        if num_matrices > 1 and any(matrix.order is not None for matrix in quantized):
             # A step gathers the inputs of all rows in one order, but each expert has its own.
             return self.wide, False
         kind = packed_kind(matrices, self.wide)

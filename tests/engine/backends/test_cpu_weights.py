@@ -190,7 +190,7 @@ def test_backends_share_no_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lm_head", "layers.0.o", "layers.1.gate_up"])
-@pytest.mark.parametrize("number", ["pairs", "depth", "num_groups", "group_bytes"])
+@pytest.mark.parametrize("number", ["pairs", "depth", "num_matrices", "matrix_bytes"])
 def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
     """Kernels trust these numbers and would leave their memory."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "model")), dtype="float32"))
