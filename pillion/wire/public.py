@@ -227,7 +227,7 @@ class DeltaWriter:
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
         """The message of :func:`delta_to_pb`, valid until the next call."""
         rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
-        if rare or delta.tool_calls or delta.prompt_logprobs:
+        if rare or delta.tool_calls or delta.stop_string or delta.prompt_logprobs:
             return delta_to_pb(delta)
         plain = self._plain
         plain.text = delta.text
