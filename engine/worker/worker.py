@@ -129,6 +129,9 @@ class Worker:
         )
         # Flags that it refuses are refused before anything is held.
         make_scheduler()
+        if flags.enable_lora:
+            # Before the node makes the pool, which on a GPU takes the memory that is left.
+            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
         component_id = flags.component_id or f"{role}-{os.getpid()}"
         attachment = await asyncio.to_thread(
             attach,
@@ -153,8 +156,6 @@ class Worker:
 
     def _bind(self, max_tokens: int) -> None:
         attachment = self.attachment
-        if self.flags.enable_lora:
-            self.model.backend.bind_adapters(self.flags.max_loras, self.flags.max_lora_rank)
         self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 

@@ -8,12 +8,15 @@ These checks keep out accidents and other users, not processes of the same user.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -22,7 +25,11 @@ _log = logging.getLogger(__name__)
 MAX_ENTRIES = 16
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
+# How long a process waits for another one that compiles the same code, before it compiles for itself.
+MAX_COMPILE_WAIT_S = 120.0
+_COMPILE_POLL_S = 0.05
 _SUFFIX = ".kernels"
+_LOCK_NAME = "compile.lock"
 _DIGEST_CHARS = 64
 _HEADER_BYTES = _DIGEST_CHARS + 1
 
@@ -80,6 +87,28 @@ class CodeCache:
             self._trim()
         except OSError as error:
             _log.warning("compiled kernels cannot be kept in %s: %s", self._folder, error.strerror)
+
+    @contextlib.contextmanager
+    def one_compiler(self, key: str) -> Iterator[None]:
+        """Lets one process of this machine compile ``key`` at a time: workers that start together compile once.
+
+        Other processes wait, at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, whose place follows from the
+        key; it is gone with its process. Threads of one process do not exclude each other.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                file = stack.enter_context((self._folder / _LOCK_NAME).open("ab"))
+                place, give_up = int(key[:12], 16), time.monotonic() + MAX_COMPILE_WAIT_S
+                while time.monotonic() < give_up:
+                    try:
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                        break
+                    except BlockingIOError:
+                        time.sleep(_COMPILE_POLL_S)
+            except OSError as error:
+                _log.warning("other processes may compile the same kernels meanwhile: %s", error.strerror)
+            yield
 
     def _path(self, key: str) -> Path:
         return self._folder / (key + _SUFFIX)

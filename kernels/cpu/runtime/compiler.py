@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,10 +108,15 @@ def compile_kernels(
     code = cache.read(key) if cache else None
     from_cache = code is not None
     if code is None:
-        report(f"compiling CPU kernels for {isa.name} ({len(names)})")
-        code = object_code(specs, isa, checked=checked)
-        if cache:
-            cache.write(key, code)
+        with cache.one_compiler(key) if cache else nullcontext():
+            # Another process may have compiled it while this one waited.
+            code = cache.read(key) if cache else None
+            from_cache = code is not None
+            if code is None:
+                report(f"compiling CPU kernels for {isa.name} ({len(names)})")
+                code = object_code(specs, isa, checked=checked)
+                if cache:
+                    cache.write(key, code)
     kernels = CompiledKernels(code, target, names, checked=checked, from_cache=from_cache)
     kernels.seconds = time.perf_counter() - begin
     origin = "from the cache" if from_cache else "compiled"

@@ -83,7 +83,8 @@ def compiled(folder, isa, specs=SPECS, **more):
 
 
 def files(folder):
-    return sorted(folder.iterdir())
+    """The kept code; the file that locks it is none."""
+    return sorted(file for file in folder.iterdir() if file.name != "compile.lock")
 
 
 def test_the_second_time_writes_no_ir(tmp_path, isa, monkeypatch):
@@ -219,7 +220,7 @@ print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cach
 """
 
 
-def test_several_processes_may_compile_at_once(tmp_path, isa):
+def test_of_several_processes_one_compiles(tmp_path, isa):
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
@@ -230,6 +231,6 @@ def test_several_processes_may_compile_at_once(tmp_path, isa):
             child.stdin.write("\n")
             child.stdin.flush()
         found = [child.communicate(timeout=200)[0] == "True\n" for child in children]
-    assert not all(found)
+    assert sorted(found) == [False, True, True]
     assert len(files(tmp_path)) == 1
     assert compiled(tmp_path, isa).from_cache
