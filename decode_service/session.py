@@ -45,6 +45,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.grammar_limits import MAX_GRAMMAR_BYTES
+from pillion.net.rpc import as_pillion_error
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
@@ -265,9 +266,9 @@ class DecodeSession:
             sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
             stream.progress = sequence.progress
             epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
-        except PillionError as error:
+        except Exception as error:  # noqa: BLE001  (a stream must not stay without an end, whatever has failed)
             if self._drop(submit.key) is not None:
-                self._fail(submit.key, error)
+                self._fail(submit.key, as_pillion_error(error, "Decode"))
             return
         # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
         self._pending_delta(submit.key)
