@@ -45,12 +45,12 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.grammar_limits import MAX_GRAMMAR_BYTES
-from pillion.net.rpc import as_pillion_error
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.wire.errors import as_pillion_error
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
