@@ -74,7 +74,7 @@ class Dial:
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         """Blocks before the split, and why."""
-        cached, prefill, decode = cached_blocks * self.block_size, self.way.prefill, self.way.decode
+        cached, prefill = cached_blocks * self.block_size, self.way.prefill
         alone_s = self._price(cached, cached)
         prefix = f"prefix of {cached} tokens" if cached else "no prefix"
         if cached_blocks != self.way.cached_blocks:

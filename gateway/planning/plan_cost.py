@@ -248,6 +248,7 @@ class Board(NamedTuple):
 
     def passed_s(self, seconds: float) -> float:
         """How long the decode worker needs for what takes ``seconds`` while prefill workers have nothing to do."""
+        # Slowed to the end, or only as long as they are busy: in that time it gets 1 / slower of it done.
         return min(seconds * self.slower, seconds + self.busy_s * (1 - 1 / self.slower))
 
 
