@@ -131,7 +131,9 @@ class CpuWeights(PackedFile):
         if stored is None:
             return None
         scheme, scale, zero = stored.tolist() if stored.shape == (3,) else (math.nan,) * 3
-        if not (scheme in range(len(ROW_SCHEMES)) and 0 < scale < math.inf and zero in range(LEAST_CODE, MOST_CODE + 1)):
+        if not (
+            scheme in range(len(ROW_SCHEMES)) and 0 < scale < math.inf and zero in range(LEAST_CODE, MOST_CODE + 1)
+        ):
             raise _damaged(name)
         return RowCodes(ROW_SCHEMES[int(scheme)], scale, int(zero))
 
