@@ -50,9 +50,7 @@ class AdapterStore:
         self._cache = ModelCache(root)
         self._max_bytes = max_bytes
 
-    def add(
-        self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None
-    ) -> StoredAdapter:
+    def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
         """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
 
         Args:
