@@ -265,7 +265,8 @@ class AdapterNames:
             raise Conflict(f"{MAX_NAMES} adapters have names already")
 
     def _allowed(self, path: str) -> tuple[Path, Path]:
-        """The folder of --lora-path, and the one in it that a caller names. Nothing is said of paths elsewhere, not even whether they exist."""
+        """The folder of --lora-path, and the one in it that a caller names. Nothing is said of paths elsewhere, not
+        even whether they exist."""
         if "\0" in path:
             raise _wrong("lora_path", "a path has no character 0")
         found = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
