@@ -50,6 +50,7 @@ from pillion.priority import bounded
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
+from pillion.wire.errors import as_pillion_error
 from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
@@ -265,9 +266,9 @@ class DecodeSession:
             sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
             stream.progress = sequence.progress
             epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
-        except PillionError as error:
+        except Exception as error:  # noqa: BLE001  (a stream must not stay without an end, whatever has failed)
             if self._drop(submit.key) is not None:
-                self._fail(submit.key, error)
+                self._fail(submit.key, as_pillion_error(error, "Decode"))
             return
         # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
         self._pending_delta(submit.key)

@@ -18,6 +18,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.quantization import OWN_METHOD, Quantization
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
@@ -139,20 +140,34 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
             " --dtype float32 computes with exactly its weights"
         )
     if config.quantization is not None:
-        rounded = config.quantization.activations
-        if device == "cuda" and config.quantization.rounds_rows:
-            rounded = rounded or "int8"
-        if rounded:
-            yield (
-                f"the checkpoint's producer also rounds the inputs of quantized layers to {rounded}; here they are not"
-                " rounded, which is nearer to the unquantized model"
-            )
+        yield from _rounding_notes(config.quantization, device, config.moe is not None)
     for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
                 f"requests whose prompt and max_tokens (by default, all of --max-model-len) are above"
                 f" {rope.switches_at} tokens get other rotary frequencies ({rope.kind}), from their first token on"
             )
+
+
+def _rounding_notes(quantization: Quantization, device: str, experts: bool) -> Iterator[str]:
+    rounded, ways = quantization.activations, quantization.row_schemes
+    if device == "cuda" and quantization.method == OWN_METHOD and ways:
+        yield (
+            "--quantization int8-dynamic rounds the inputs of linear layers on CPUs only; here they are not rounded,"
+            " which is nearer to the unquantized model"
+        )
+    elif device == "cuda" and ways:
+        rounded |= {"int8"}
+    if rounded:
+        yield (
+            f"the checkpoint's producer also rounds the inputs of quantized layers to {' and '.join(sorted(rounded))};"
+            " here they are not rounded, which is nearer to the unquantized model"
+        )
+    if device == "cpu" and experts and "static" in ways:
+        yield (
+            "inputs of experts are rounded to int8 only where all experts of a layer have the same scale for them; else"
+            " they are not rounded, which is nearer to the unquantized model"
+        )
 
 
 def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:

@@ -105,9 +105,9 @@ def quantize_matrix(
     for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
         pass
     found = int(errors[1].sum() <= errors[0].sum() * (1 + _FLOAT16_COST))
-    return QuantizedMatrix(
-        levels.coding, codes[found], scales[found], group, offsets[found] if levels.offsets else None
-    )
+    # Copies, because a view of one result would keep the memory of both.
+    parts = (codes[found].clone(), scales[found].clone(), group, offsets[found].clone() if levels.offsets else None)
+    return QuantizedMatrix(levels.coding, *parts)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ and packed tensors belong to this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -143,14 +144,33 @@ def _moe(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear
 ) -> MoeWeights:
     assert config.moe is not None
+    count = config.moe.num_experts
 
-    def expert(index: int) -> GatedMLP:
-        gate_up, down = (checkpoint.take_matrix(f"{prefix}experts.{index}.{key}", dtype) for key in ("gate_up", "down"))
-        return GatedMLP(linear(gate_up, None), linear(down, None), GATED[config.activation])
+    def taken(key: str) -> Iterator[Matrix]:
+        return _rounded_alike(
+            [checkpoint.take_matrix(f"{prefix}experts.{index}.{key}", dtype) for index in range(count)]
+        )
 
     return MoeWeights(
         router=checkpoint.take(prefix + "router", dtype),
-        experts=tuple(expert(index) for index in range(config.moe.num_experts)),
+        experts=tuple(
+            GatedMLP(linear(gate_up, None), linear(down, None), GATED[config.activation])
+            for gate_up, down in zip(taken("gate_up"), taken("down"), strict=True)
+        ),
         experts_per_token=config.moe.experts_per_token,
         normalize=config.moe.normalize,
     )
+
+
+def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
+    """Yields and forgets the matrices of a layer's experts, without row codes unless those of all are the same.
+
+    A step rounds the rows of all experts in one way, and a wider scale than an expert's own would cost it accuracy.
+    """
+    codes = {matrix.row_codes if isinstance(matrix, QuantizedMatrix) else None for matrix in experts}
+    experts.reverse()
+    while experts:
+        matrix = experts.pop()
+        if isinstance(matrix, QuantizedMatrix) and len(codes) > 1:
+            matrix = replace(matrix, row_codes=None)
+        yield matrix

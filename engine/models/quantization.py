@@ -84,15 +84,14 @@ class Quantization:
         )
 
     @property
-    def activations(self) -> str:
-        """The types to which the producer rounds the inputs of layers and products here do not, or ""."""
-        found = (scheme.activations for _, scheme in self.schemes if scheme.activations)
-        return " and ".join(dict.fromkeys(found))
+    def activations(self) -> frozenset[str]:
+        """The types to which the producer rounds the inputs of some layers and products here do not."""
+        return frozenset(scheme.activations for _, scheme in self.schemes) - {""}
 
     @property
-    def rounds_rows(self) -> bool:
-        """Whether products on CPUs round the inputs of some layers to int8."""
-        return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
+    def row_schemes(self) -> frozenset[str]:
+        """The ways in which products on CPUs round the inputs of some layers to int8."""
+        return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
 
 
 def unsupported(what: str, why: str = "") -> ConfigError:

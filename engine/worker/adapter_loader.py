@@ -29,7 +29,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.transfer.adapter_pieces import receive_files
+from pillion.kvstore.transfer.adapter_pieces import next_piece, receive_files
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
 
@@ -117,12 +117,17 @@ class AdapterLoader:
         except (ConfigError, InvalidRequest, OSError) as error:
             # What came has another content, or there is no room on this machine.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
+        except PillionError:
+            raise
+        except Exception:
+            log.exception("adapter %s could not be brought", digest[:12])
+            raise Unavailable(f"adapter {digest[:12]} could not be brought; the worker's log says why") from None
         self._transferred.add()
         log.info("adapter %s came from another machine", digest[:12])
 
     async def _transfer(self, digest: str) -> None:
         async with contextlib.aclosing(self._node.read_adapter(digest)) as pieces:
-            await receive_files(await anext(pieces, None), pieces, partial(self._store.receive, digest))
+            await receive_files(await next_piece(pieces), pieces, partial(self._store.receive, digest))
 
     def _pack(self, digest: str) -> PackedAdapter:
         folder = self._store.find(digest)

@@ -86,7 +86,8 @@ class RowCodes:
             scale, zero = wide.abs().amax(-1, keepdim=True) / SYMMETRIC_CODE, torch.tensor(0.0)
         elif self.scheme == "asymmetric":
             low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
-            scale = (high - low) / (MOST_CODE - LEAST_CODE)
+            # The range of a finite row may be more than float32 holds, half of it is not.
+            scale = (high / 2 - low / 2) / ((MOST_CODE - LEAST_CODE) / 2)
             zero = (LEAST_CODE - low / scale).clamp(LEAST_CODE, MOST_CODE).round()
         codes = (wide / scale + zero).round().clamp(LEAST_CODE, MOST_CODE)
         return torch.where(scale == 0, 0.0, (codes - zero) * scale).to(rows.dtype)

@@ -26,7 +26,7 @@ from pathlib import Path
 from pillion.adapter_folders import ADAPTERS, cache_root, is_adapter_digest
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.transfer.adapter_pieces import PIECE_TIMEOUT_S, open_files, pieces_of, receive_files
+from pillion.kvstore.transfer.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 log = logging.getLogger("pillion.kvnode")
@@ -86,9 +86,8 @@ class NodeAdapters:
 
     async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
         """Keeps an adapter's files under the digest in the first piece. Raises InvalidRequest for what are none,
-        Overloaded where MAX_READS are under way or the disk is full."""
-        async with asyncio.timeout(PIECE_TIMEOUT_S):
-            first = await anext(pieces, None)
+        Unavailable for a silent sender, Overloaded where MAX_READS are under way or the disk is full."""
+        first = await next_piece(pieces)
         digest = first.digest if first is not None else ""
         if not is_adapter_digest(digest):
             raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pillion.adapter_folders import ADAPTER_FILES
-from pillion.errors import InvalidRequest
+from pillion.errors import InvalidRequest, Unavailable
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 # Largest adapter that is taken from another machine.
@@ -50,6 +50,15 @@ async def pieces_of(files: list[BinaryIO], digest: str = "") -> AsyncGenerator[A
             file.close()
 
 
+async def next_piece(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None:
+    """The next piece, None at the end. Raises Unavailable where the other side is silent for PIECE_TIMEOUT_S."""
+    try:
+        async with asyncio.timeout(PIECE_TIMEOUT_S):
+            return await anext(pieces, None)
+    except TimeoutError:
+        raise Unavailable(f"the sender of an adapter's files was silent for {PIECE_TIMEOUT_S:.0f} s") from None
+
+
 async def receive_files(
     first: AdapterPiece | None,
     pieces: AsyncIterator[AdapterPiece],
@@ -58,24 +67,39 @@ async def receive_files(
     """Writes files, on a thread, into the folder that ``room`` yields when it is given their bytes; on the same thread
     that folder is then verified or kept. ``first`` is the first piece, None where there was none.
 
-    Raises InvalidRequest for what are no files of an adapter, and what ``pieces`` and ``room`` raise.
+    Whichever way it ends, cancelled too, the thread has ended and nobody waits for ``pieces`` any more. Raises
+    InvalidRequest for what are no files of an adapter, Unavailable for a silent sender, and what ``pieces`` and
+    ``room`` raise.
     """
     if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES:
         raise InvalidRequest(f"an adapter of {first.total_bytes if first else 0} bytes; at most {MAX_ADAPTER_BYTES}")
     loop = asyncio.get_running_loop()
+    reading: asyncio.Task[AdapterPiece | None] | None = None
+    over = False
 
-    def next_piece() -> AdapterPiece | None:
-        return asyncio.run_coroutine_threadsafe(_next(pieces), loop).result(PIECE_TIMEOUT_S)
+    async def read() -> AdapterPiece | None:
+        nonlocal reading
+        if over:
+            raise asyncio.CancelledError
+        reading = asyncio.current_task()
+        return await next_piece(pieces)
+
+    def read_next() -> AdapterPiece | None:
+        return asyncio.run_coroutine_threadsafe(read(), loop).result()
 
     def write() -> None:
         with room(first.total_bytes) as folder:
-            _write(folder, first, next_piece)
+            _write(folder, first, read_next)
 
-    await asyncio.to_thread(write)
-
-
-async def _next(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None:
-    return await anext(pieces, None)
+    writing = loop.run_in_executor(None, write)
+    try:
+        await asyncio.shield(writing)
+    finally:
+        over = True
+        if reading is not None:
+            reading.cancel()
+        # The thread may have a file's write or its folder's check to end.
+        await asyncio.wait([writing])
 
 
 def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPiece | None]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from helm_python import HelmError
 from jsonschema import ValidationError as SchemaError
 from kubernetes_validate import ValidationError
 
-from pillion.cli.flags import env_name, known_names
+from pillion.cli.flags import ALL_FLAGS, env_name, known_names
 from tests.support.charts import (
     CUSTOM,
     Manifest,
@@ -75,6 +77,18 @@ def test_schemas(manifests: list[Manifest]) -> None:
         check_schema(manifest)
     names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
     assert len(names) == len(set(names))
+
+
+def test_the_chart_takes_what_the_flags_take() -> None:
+    flags = {field.name: field.metadata["choices"] for cls in ALL_FLAGS for field in fields(cls)}
+    schema = json.loads((ROOT / "deploy" / "helm" / "pillion" / "values.schema.json").read_text())
+    compared = 0
+    for name, value in schema["properties"]["model"]["properties"].items():
+        choices = flags.get(re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), name))
+        if choices:
+            assert [str(each) for each in value.get("enum", ())] == list(choices), name
+            compared += 1
+    assert compared == 5
 
 
 def test_schemas_are_really_asked() -> None:

@@ -8,6 +8,7 @@ large model needs the memory of one layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from pillion.kernels.cpu.products.packing import (
     DEPTH_MULTIPLE,
     FEW_BITS,
     INT8_DOTS,
+    MAX_DOT_INPUTS,
     MAX_GROUP_INPUTS,
     PANEL_COLUMNS,
     PackedWeight,
@@ -45,6 +47,8 @@ from pillion.kernels.cpu.products.packing import (
 )
 from pillion.kernels.cpu.products.packing import DTYPES as KINDS
 from pillion.kernels.torch.quantized_matrix import (
+    LEAST_CODE,
+    MOST_CODE,
     ROW_SCHEMES,
     Matrix,
     QuantizedMatrix,
@@ -100,8 +104,7 @@ class CpuWeights(PackedFile):
         kind, offsets = list(KINDS)[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
-        codes = self.tensors.get(f"{name}.row_codes")
-        row_codes = None if codes is None else _row_codes(codes)
+        row_codes = self._row_codes(name)
         linear = CpuLinear(
             kind=kind, data=data, bias=bias, order=order, offsets=offsets, row_codes=row_codes, **numbers
         )
@@ -111,7 +114,8 @@ class CpuWeights(PackedFile):
             sound = sound and linear.group % DEPTH_MULTIPLE == 0
         if kind in FEW_BITS:
             sound = sound and linear.depth % DEPTH_MULTIPLE == 0
-        sound = sound and (kind != INT8_DOTS or row_codes is not None)
+        if kind == INT8_DOTS:
+            sound = sound and row_codes is not None and linear.depth < MAX_DOT_INPUTS + DEPTH_MULTIPLE
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -119,8 +123,19 @@ class CpuWeights(PackedFile):
             sound = sound and linear.num_matrices == 1 and order.shape == (linear.depth,)
             sound = sound and 0 <= int(order.min()) <= int(order.max()) < linear.depth
         if not sound:
-            raise ConfigError(f"the packed weights of {name} do not fit together; remove the file")
+            raise _damaged(name)
         return linear
+
+    def _row_codes(self, name: str) -> RowCodes | None:
+        stored = self.tensors.get(f"{name}.row_codes")
+        if stored is None:
+            return None
+        scheme, scale, zero = stored.tolist() if stored.shape == (3,) else (math.nan,) * 3
+        if not (
+            scheme in range(len(ROW_SCHEMES)) and 0 < scale < math.inf and zero in range(LEAST_CODE, MOST_CODE + 1)
+        ):
+            raise _damaged(name)
+        return RowCodes(ROW_SCHEMES[int(scheme)], scale, int(zero))
 
 
 def load_cpu_weights(
@@ -237,9 +252,8 @@ class _Packer:
             self.writer.number(f"{name}.{field}", value)
 
 
-def _row_codes(stored: torch.Tensor) -> RowCodes:
-    scheme, scale, zero = stored.tolist()
-    return RowCodes(ROW_SCHEMES[int(scheme) % len(ROW_SCHEMES)], scale, int(zero))
+def _damaged(name: str) -> ConfigError:
+    return ConfigError(f"the packed weights of {name} do not fit together; remove the file")
 
 
 def _inner_order(mlp: GatedMLP) -> slice | torch.Tensor:

@@ -10,13 +10,12 @@ from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Ke
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, SYMMETRIC_CODE
 
 # Where a row of codes has its constants, in bytes: float32 scale; int32 shift, which a product's sums need for the bias
 # of stored codes; int32 zero; float32 sum of the numbers that its codes stand for.
 ROW_CONSTANTS = {"scale": 0, "shift": 4, "zero": 8, "sum": 12}
 ROW_CONSTANTS_BYTES = 16
-# The numbers of int8, and what the largest value of a row becomes where they are symmetric.
-_LEAST, _MOST, _SYMMETRIC = -128.0, 127.0, 127.5
 _BYTES = ir.VectorType(I8, LANES)
 
 
@@ -121,7 +120,7 @@ class CodeInputs(KernelSpec):
                 # middle of two codes, where the last bit decides.
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
-                code = k.smaller(k.larger(k.rounded(quotient + zero), _LEAST), _MOST)
+                code = _bounded(k, k.rounded(quotient + zero))
                 if self.codes:
                     whole = k.whole_lanes(code)
                     total.value = total.value + whole
@@ -144,15 +143,16 @@ class CodeInputs(KernelSpec):
         """A row's scale and zero, in all lanes."""
         size = self._largest(k, source, vectors)
         if self.scheme == "dynamic":
-            return size / _SYMMETRIC, k.vector(0.0)
+            return size / SYMMETRIC_CODE, k.vector(0.0)
         least, most = k.variable(k.vector(0.0)), k.variable(k.vector(0.0))
         with k.range(vectors) as i:
             value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
             least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
         low = k.maximum(least.value * -1.0) * -1.0
         # A size that is not finite makes the scale not finite.
-        scale = (k.maximum(most.value) - low) / (_MOST - _LEAST) + size * 0.0
-        zero = k.rounded(k.smaller(k.larger(k.vector(_LEAST) - low / scale, _LEAST), _MOST))
+        half = k.maximum(most.value) * 0.5 - low * 0.5
+        scale = half / ((MOST_CODE - LEAST_CODE) / 2) + size * 0.0
+        zero = k.rounded(_bounded(k, k.vector(float(LEAST_CODE)) - low / scale))
         return scale, k.select(scale > 0.0, zero, k.vector(0.0))
 
     def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec, zero: Vec, depth: Int) -> None:
@@ -168,3 +168,7 @@ class CodeInputs(KernelSpec):
         }
         for name, place in ROW_CONSTANTS.items():
             k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)
+
+
+def _bounded(k: Kernel, value: Vec) -> Vec:
+    return k.smaller(k.larger(value, float(LEAST_CODE)), float(MOST_CODE))

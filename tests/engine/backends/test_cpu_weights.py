@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
 from pillion.cores import parse_cores
+from pillion.engine.backends.cpu import cpu_weights
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
 from pillion.engine.backends.loading import choose_kernels, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -115,6 +117,7 @@ def test_two_processes_share_the_pages(path):
     """The mapped pages belong to the file: they are clean and shared, not private to a process."""
     program = f"""
 import torch
+from math import inf, nan
 from pathlib import Path
 from pillion.engine.checkpoints.packed_file import PackedFile
 file = PackedFile(Path({str(path)!r}))
@@ -201,6 +204,27 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
         weights.numbers[f"{name}.{number}"] = wrong
         with pytest.raises(ConfigError, match="do not fit together"):
             weights.linear(name)
+
+
+def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
+    folder = str(save_model(tmp_path / "model"))
+    prepared = prepare(ModelFlags(model=folder, dtype="float32", quantization="int8-dynamic"))
+    weights = load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
+    codes = weights.tensors["layers.0.o.row_codes"]
+    assert weights.linear("layers.0.o").row_codes is not None
+    for place, wrong in ((0, nan), (0, 3), (0, 0.5), (1, 0), (1, -1), (1, inf), (1, nan), (2, nan), (2, 128), (2, 0.5)):
+        weights.tensors["layers.0.o.row_codes"] = codes.clone()
+        weights.tensors["layers.0.o.row_codes"][place] = wrong
+        with pytest.raises(ConfigError, match="do not fit together"):
+            weights.linear("layers.0.o")
+    weights.tensors["layers.0.o.row_codes"] = codes[:2]
+    with pytest.raises(ConfigError, match="do not fit together"):
+        weights.linear("layers.0.o")
+    weights.tensors["layers.0.o.row_codes"] = codes
+    # Sums of more products than this leave 32 bits.
+    monkeypatch.setattr(cpu_weights, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
+    with pytest.raises(ConfigError, match="do not fit together"):
+        weights.linear("layers.0.o")
 
 
 def test_files_that_others_could_have_written_are_refused(path):

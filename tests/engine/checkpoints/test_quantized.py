@@ -177,6 +177,32 @@ def unchanged(name, weight):
     return {name: weight}, weight
 
 
+@needs_kernels
+@pytest.mark.parametrize("odd", ["scale", "plain"])
+def test_rows_of_experts_are_rounded_alike_or_not(odd, plain_folder, tmp_path):
+    """All experts of a layer read the same rows: a static scale of one's own, or none, lets no expert round them."""
+    static = PRODUCERS["w8a8-static"](16)
+
+    def quantize(name, weight):
+        if ".experts." not in name or (odd == "plain" and ".experts.1." in name):
+            return unchanged(name, weight)
+        tensors, values = static.quantize(name, weight)
+        if ".experts.1." in name:
+            tensors = {key: value * 3 if key.endswith("input_scale") else value for key, value in tensors.items()}
+        return tensors, values
+
+    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, Producer(static.config, quantize))
+    prepared, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    for driver in (CpuDriver(prepared), BackendDriver(prepared)):
+        found = driver.run_all(driver.sequences.add()[0], text, [17])
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    (note,) = precision_notes(prepared)
+    assert "only where all experts of a layer have the same scale" in note
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["gptq", "w4a16", "w8a8", "deepseek-fp8", "nf4"])
 def test_heads_and_embeddings_in_few_bits(name, tied, tmp_path):
@@ -303,7 +329,34 @@ def test_rows_in_int8_are_told_where_they_are_not_rounded(plain_folder, tmp_path
     prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
     assert not list(precision_notes(prepared, "cpu"))
     (note,) = precision_notes(prepared, "cuda")
-    assert "rounds the inputs of quantized layers to int8" in note
+    assert "rounds the inputs of quantized layers to int8;" in note
+
+
+def test_all_types_of_rounded_rows_are_told(plain_folder, tmp_path):
+    """Groups of modules may differ."""
+    producer = PRODUCERS["w8a8"](16)
+    group = producer.config["config_groups"]["group_0"]
+    rows = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    groups = {
+        "group_0": {**group, "targets": ["re:.*mlp[.].*"]},
+        "group_1": {**group, "input_activations": rows},
+    }
+    made = Producer({**producer.config, "config_groups": groups}, producer.quantize)
+    few, _ = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, made)
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    for device, types in (("cpu", "to fp8;"), ("cuda", "to fp8 and int8;")):
+        (note,) = precision_notes(prepared, device)
+        assert f"rounds the inputs of quantized layers {types}" in note
+
+
+def test_the_flag_that_rounds_rows_is_named_where_it_has_no_effect(plain_folder):
+    """Nobody but Pillion made int8-dynamic."""
+    flags = ModelFlags(model=str(plain_folder("llama-mqa-biases")), dtype="float32", quantization="int8-dynamic")
+    prepared = prepare(flags)
+    assert not list(precision_notes(prepared, "cpu"))
+    (note,) = precision_notes(prepared, "cuda")
+    assert "--quantization int8-dynamic" in note
+    assert "producer" not in note
 
 
 def test_what_another_file_says_of_the_quantization_is_part_of_the_model(plain_folder, tmp_path):

@@ -75,6 +75,12 @@ def test_constants_are_float16_where_the_matrix_hardly_loses_by_it():
         assert not torch.equal(found.scales.half().float(), found.scales)
 
 
+def test_the_result_that_lost_takes_no_memory():
+    found = quantize_matrix(torch.randn(8, 64), "int4", 32)
+    for tensor in (found.codes, found.scales, found.offsets):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 def test_the_search_pays():
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     error = (quantize_matrix(weight, "int4", 32).dequantize(torch.float32) - weight).square().sum()

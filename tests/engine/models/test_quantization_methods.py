@@ -52,8 +52,8 @@ def test_formats_in_words(found, words):
 
 def test_rounded_activations_are_noted():
     groups = {"group_0": {**GROUP, "weights": {**FP8, "strategy": "channel"}, "input_activations": ROWS}}
-    assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == "fp8"
-    assert parsed(PACKED).activations == ""
+    assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == {"fp8"}
+    assert not parsed(PACKED).activations
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_rounded_activations_are_noted():
 def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
     made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
     found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
-    assert (found.schemes[0][1].row_codes, found.activations) == (row_codes, activations)
-    assert found.rounds_rows == bool(row_codes)
+    assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
+    assert found.row_schemes == ({row_codes} - {""})
 
 
 def test_plain_checkpoints_have_no_quantization():

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from pillion.adapter_folders import ADAPTERS
 from pillion.config import KVNodeFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.errors import InvalidRequest, NotFound, PillionError, Unavailable
+from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import call_unary
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
@@ -142,6 +142,23 @@ async def test_an_adapter_that_nobody_has_is_a_retryable_error_by_name(cache: pa
             async for _ in here.workers.prefill_stub.RunSpan(here.workers.span(ticket, PROMPT, [20], adapter=digest)):
                 pass
         await here.workers.release(ticket)
+        await here.quiet()
+
+
+async def test_a_defect_on_the_way_ends_its_stream_with_an_error(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("a defect")
+
+    async with line() as here:
+        worker = here.workers.decode.worker
+        monkeypatch.setattr(worker.node, "read_adapter", fail)
+        code, retryable, message = await failure(await here.ask(1, "ab" * 32))
+        assert (code, retryable) == (Unavailable.code, True)
+        assert "log" in message
+        monkeypatch.setattr(worker, "bring_adapter", fail)
+        assert (await failure(await here.ask(2, "ab" * 32)))[0] == Internal.code
         await here.quiet()
 
 

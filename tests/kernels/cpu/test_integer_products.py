@@ -94,6 +94,15 @@ def test_a_row_that_is_not_finite_stays_so(runner, scheme, wrong):
     assert constants[:, 0].isfinite().tolist() == [True, False, True]
 
 
+def test_a_row_whose_range_is_more_than_float32_holds(runner):
+    x = normal(2, 64) * 1e37
+    x[1, 3], x[1, 50] = 3e38, -2e38
+    codes, constants = rounded_by(runner, CodeInputs("asymmetric", False), RowCodes("asymmetric"), x)
+    found = RowCodes("asymmetric").round(x)
+    assert torch.equal(meaning(codes, constants), found)
+    assert ((found - x).abs() <= 0.51 * constants[:, :1]).all()
+
+
 class Product:
     """A product of random rows with random codes."""
 
