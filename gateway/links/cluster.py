@@ -220,6 +220,15 @@ class Cluster:
         now = time.monotonic()
         return (*nodes, *(self.view.aged_one(worker, now) for worker in (*decodes, *prefills)))
 
+    def board_mates(self, components: Sequence[ComponentRecord]) -> tuple[ComponentRecord, ...]:
+        """Workers that share a board of cores with one of ``components`` and are not among them: whatever keeps those
+        from being planned with, they compute."""
+        known = {one.component_id for one in components}
+        boards = {(one.node_id, one.core_board) for one in components if one.core_board}
+        beside = (mate for node_id in {node_id for node_id, _ in boards} for mate in self.view.on_node(node_id))
+        mates = (one for one in beside if (one.node_id, one.core_board) in boards and one.component_id not in known)
+        return tuple(one for one in mates if one.component_id not in self.view.fenced)
+
     def _choose(
         self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int
     ) -> list[ComponentRecord]:

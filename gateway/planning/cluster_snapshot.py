@@ -46,6 +46,8 @@ class ClusterSnapshot:
         components: usable ones only: nodes, and workers of this request's model and namespace.
         block_size: tokens per block.
         chunk_tokens: most tokens of one chunk.
+        board_mates: further workers that share a board of cores with one of ``components``: no plan uses them, but what
+            they compute takes cores.
         own_load: tokens (prefill) and streams (decode) that this gateway has under way, by component id. Heartbeats are
             up to a second old, and do not know of them.
         own_tokens: prompt tokens that this gateway has sent to each component and that are not computed yet, by
@@ -71,6 +73,7 @@ class ClusterSnapshot:
     policy: SplitPolicy
     block_size: int
     chunk_tokens: int
+    board_mates: Sequence[ComponentRecord] = ()
     own_load: Mapping[str, int] = field(default_factory=dict)
     own_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0

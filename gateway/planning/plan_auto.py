@@ -74,7 +74,7 @@ class Dial:
 
     def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
         """Blocks before the split, and why."""
-        cached, prefill, decode = cached_blocks * self.block_size, self.way.prefill, self.way.decode
+        cached, prefill = cached_blocks * self.block_size, self.way.prefill
         alone_s = self._price(cached, cached)
         prefix = f"prefix of {cached} tokens" if cached else "no prefix"
         if cached_blocks != self.way.cached_blocks:
@@ -83,8 +83,7 @@ class Dial:
             return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
         if prefill is None:
             return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
-        # The margin depends on the prompt alone: one that grew with the load would let the load decide.
-        margin_s = HYSTERESIS * decode.model.span_s(cached, decode.end, decode.most)
+        margin_s = self.margin_s(cached)
         places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
         prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
         best_s = min(prices.values())
@@ -96,6 +95,11 @@ class Dial:
         compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
         why = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
         return best if shared else cached_blocks, why
+
+    def margin_s(self, cached: int) -> float:
+        """What another way must gain, in seconds, with ``cached`` tokens. It depends on the prompt alone: one that
+        changed with the load would let the load decide."""
+        return HYSTERESIS * self.way.decode.own_cores_s(cached, self.way.decode.end)
 
     def _uses_prefill(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
         """Whether a prefill worker is used, and whether that is so only because the last request did it."""
@@ -215,7 +219,7 @@ def _prefill_sides(
 def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, Board]:
     """The board of each decode worker that shares its cores, by component id. A board is one node's."""
     mates: dict[tuple[str, str], list[ComponentRecord]] = {}
-    for component in snapshot.components:
+    for component in (*snapshot.components, *snapshot.board_mates):
         if component.core_board:
             mates.setdefault((component.node_id, component.core_board), []).append(component)
     follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
@@ -248,7 +252,7 @@ def _way(
     cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False
     if known > cached:
         taken_s = FETCH_CALL_S + (known - cached) * block_s
-        if taken_s < model.span_s(cached * size, known * size, decode.most):
+        if taken_s < decode.model.span_s(cached * size, known * size, decode.most):
             cached, fetch_s, fetched = known, taken_s, True
     chosen: PrefillSide | None = None
     for side in best:

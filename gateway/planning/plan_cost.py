@@ -209,38 +209,46 @@ class Board(NamedTuple):
     ) -> Board:
         """The board of a decode worker. ``mates``: all workers of the board, ``own_tokens``: what this gateway has sent
         to each component and not got back."""
-        own = component.core_share
-        idle, computing, computing_s, decodes, prefills = 1.0 - own, 0.0, 0.0, 1, 0
-        part = 0.0
+        own_share, prefill_share = component.core_share, 0.0
+        idle_share, computing_share, computing_s = 1.0 - own_share, 0.0, 0.0
+        # Workers that compute, which borrow in equal parts what is idle. A prompt of ours makes this one compute.
+        decodes, prefills = 1, 0
         for mate in mates:
             name, share = mate.component_id, mate.core_share
             tokens = max(mate.queued_tokens, mate.waiting_tokens, own_tokens.get(name, 0))
             if mate.role == "prefill":
-                part = max(part, share)
+                # A plan may use any of them: the one with the most cores takes the most from the decode worker.
+                prefill_share = max(prefill_share, share)
             if name == component.component_id or not (tokens or mate.running_requests):
                 continue
-            idle -= share
+            idle_share -= share
             if mate.role == "decode":
                 decodes += 1
                 continue
-            prefills, computing = prefills + 1, computing + share
+            prefills, computing_share = prefills + 1, computing_share + share
             if mate.step_cost_s:
                 model = StepModel._make(mate.step_cost_s)
                 steps = mate.max_step_tokens or ASSUMED_STEP_TOKENS
                 computing_s += share * tokens * model.queued_token_s(steps, model.step_s)
-        idle = max(0.0, idle)
-        speed = 1.0 + (idle + computing) / (decodes * own)
-        soon = 1.0 + idle / ((decodes + prefills) * own)
-        nothing = not (component.running_requests or component.queued_tokens or own_tokens.get(component.component_id))
-        # Beside streams a prefill worker has its own cores and those of others that have nothing to do.
-        lent = max(0.0, idle - part) + (own if nothing else 0.0)
-        span_factor = speed * own / (part + lent / (decodes + prefills)) if part else 1.0
-        busy_s = computing_s / computing if computing else 0.0
-        beside = speed / max(1.0, speed - part / (decodes * own))
-        return cls(speed, speed / soon, busy_s, beside, span_factor, follower_tokens)
+        idle_share = max(0.0, idle_share)
+        # Once prefill workers are done, their cores are as idle as the rest, and only decode workers borrow.
+        speed = 1.0 + (idle_share + computing_share) / (decodes * own_share)
+        speed_now = 1.0 + idle_share / ((decodes + prefills) * own_share)
+        # Each for as long as its own cores need, on the average over the cores.
+        busy_s = computing_s / computing_share if computing_share else 0.0
+        has_work = component.running_requests or component.queued_tokens or own_tokens.get(component.component_id)
+        # A span has the prefill worker's own cores, and its part of those of others that have nothing to do: this
+        # decode worker's, too, unless it has streams or prompts. Alone, the decode worker would have speed * own_share.
+        lent_share = max(0.0, idle_share - prefill_share) + (0.0 if has_work else own_share)
+        span_share = prefill_share + lent_share / (decodes + prefills)
+        span_factor = speed * own_share / span_share if prefill_share else 1.0
+        # The prefill worker's cores are then missing from what decode workers borrow; nobody takes their own.
+        speed_beside = max(1.0, speed - prefill_share / (decodes * own_share))
+        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, span_factor, follower_tokens)
 
     def passed_s(self, seconds: float) -> float:
         """How long the decode worker needs for what takes ``seconds`` while prefill workers have nothing to do."""
+        # Slowed to the end, or only as long as they are busy: in that time it gets 1 / slower of it done.
         return min(seconds * self.slower, seconds + self.busy_s * (1 - 1 / self.slower))
 
 
@@ -337,15 +345,29 @@ class DecodeSide(NamedTuple):
         tokens = self.end - start
         # Not rounded up: a little more load then never makes another number of steps look better.
         steps = max(1.0, tokens / self.room)
-        middle = self.end - tokens / 2
-        reads = steps * middle + tokens / 2
-        seconds = steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
+        seconds = self._steps_s(steps, start, self.end)
         if not self.streams:
             return seconds, 0.0
         has_target = self.component.target_itl_ms or self.component.target_itl_steps
         piece = min(tokens, self.room if has_target else self.most)
         step_s = self.base_s + sequence_s + read_s * self.end + piece * (token_s + read_s + pair_s * self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
+
+    def own_cores_s(self, start: int, end: int) -> float:
+        """Seconds of tokens start .. end alone, on the worker's own cores: they do not depend on the load of others."""
+        return self.model.span_s(start, end, self.most) * (self.board.speed if self.board is not None else 1.0)
+
+    def part_s(self, start: int, end: int) -> float:
+        """Seconds that the prompt's tokens start .. end take here as a part of a longer tail: it shares its first and
+        last step with the rest."""
+        return self._steps_s((end - start) / self.room, start, end)
+
+    def _steps_s(self, steps: float, start: int, end: int) -> float:
+        """Seconds of so many steps beside the streams that compute start .. end."""
+        _, token_s, sequence_s, read_s, pair_s = self.model
+        tokens, middle = end - start, (start + end) / 2
+        reads = steps * middle + tokens / 2
+        return steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
 
 
 def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
@@ -390,7 +412,7 @@ def _way_on_board_s(
             # Both compute the same with the same cores: two fits would only differ by what disturbed them.
             same_s = board.span_factor * decode.model.span_s(cached, split, prefill.step_tokens)
             span_s += same_s - prefill.model.span_s(cached, split, prefill.step_tokens)
-            alone_s, longer = decode.tail_s(cached)[0] - seconds, board.beside - 1
+            alone_s, longer = decode.part_s(cached, split), board.beside - 1
             queue_s = min(alone_s, decode.wait_s * longer)
             # Steps with a prompt tail keep to a bound of the latency, but not beside a prefill worker.
             others_s += queue_s * (decode.streams + decode.waiting)
@@ -402,10 +424,13 @@ def _way_on_board_s(
         else:
             others_s += _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
         begun_s = max(fetch_s, prefill.wait_s) + span_s
+        done_s = max(begun_s, wait_s) + seconds
     else:
-        seconds = board.passed_s(decode.wait_s + seconds) - wait_s
-    others_s += _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
-    return max(begun_s, wait_s) + seconds + others_s
+        # The prompt's own share of this shrinks with the queue, which uses up the prefill workers' busy time. So the
+        # fetch is compared with the whole, and what it does to followers is priced as if nobody else computed: each
+        # term then grows with the load.
+        done_s = max(fetch_s + board.passed_s(seconds), board.passed_s(decode.wait_s + seconds))
+    return done_s + others_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
 
 
 class Demand:

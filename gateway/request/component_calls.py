@@ -223,6 +223,7 @@ class ComponentCalls:
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
+            board_mates=cluster.board_mates(components),
             own_load=cluster.load.by_component,
             own_tokens=cluster.load.tokens,
             fetch_block_s=cluster.fetch_pace.block_s,

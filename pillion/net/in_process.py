@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pillion.errors import DeadlineExceeded, PillionError, Unavailable
+from pillion.errors import DeadlineExceeded, Internal, PillionError, Unavailable
 from pillion.wire.errors import as_pillion_error, to_status
 
 SCHEME = "in-process:"
@@ -89,6 +89,12 @@ class InProcessChannel:
     def unary_stream(self, method: str, *_: Any, **options: Any) -> Any:
         def call(request: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
             return self._stream(method, request, timeout, metadata)
+
+        return call
+
+    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(*_: Any, **more: Any) -> Any:
+            raise rpc_error(Internal(f"{method} is not called within one process"))
 
         return call
 

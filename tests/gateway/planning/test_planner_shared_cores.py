@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.engine.scheduling import step_cost
 from pillion.gateway.planning import plan_cost
+from pillion.gateway.planning.plan_auto import HYSTERESIS
 from pillion.gateway.planning.plan_cost import Board, DecodeSide, StepModel
 from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
@@ -76,6 +77,37 @@ def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
     assert make_plan(snapshot(1000, parts, demand_per_s=(1.0, 1.0))).decode.component_id == "decode-0"
 
 
+def test_a_prefill_worker_that_no_plan_may_use_takes_cores() -> None:
+    """It serves another model, or has no link: what it computes slows the decode worker all the same."""
+    busy = prefill(queued_tokens=20_000, **HALF)
+    alone = (node(0), decode(streams=2, **(AUTO | HALF)))
+
+    def price(**more: tuple[ComponentRecord, ...]) -> float:
+        decided = make_plan(snapshot(1000, alone, **more))
+        assert decided.dial is not None
+        return decided.dial.way.price_s
+
+    assert price(board_mates=(busy,)) > 1.5 * price()
+
+
+def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None:
+    """With the cores of an idle prefill worker it computes blocks sooner than they come."""
+    other = replace(node(1), node_id="kv-1")
+    own_s = StepModel._make(COST).span_s(0, 960, 256)
+    for block_s, fetched in ((own_s / 60 / 3, True), (own_s / 60 / 1.5, False)):
+        parts = (*on_board(running_requests=1), other)
+        decided = make_plan(snapshot(1000, parts, hits={"kv-1": 60}, fetch_block_s=block_s))
+        assert decided.dial is not None
+        assert decided.dial.way.fetched == fetched
+
+
+def test_the_margin_between_two_kinds_of_a_way_does_not_depend_on_the_load() -> None:
+    loads = on_board(streams=2), on_board(spans=5000, streams=20), (node(0), decode(streams=2, **AUTO))
+    dials = [dial for parts in loads if (dial := make_plan(snapshot(1000, parts)).dial) is not None]
+    expected_s = HYSTERESIS * StepModel._make(COST).span_s(0, 1000, 256)
+    assert [dial.margin_s(0) for dial in dials] == [expected_s] * 3
+
+
 def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
     """Short ones would wait behind it there; beside it they only take longer."""
     short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
@@ -83,26 +115,32 @@ def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
     assert not is_shared(make_plan(snapshot(100, on_board(streams=2), **short)))
 
 
+LOADS = st.fixed_dictionaries(
+    {"spans": st.integers(0, 20_000), "streams": st.integers(0, 30), "queued_tokens": st.integers(0, 10_000)}
+)
+
+
+def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[str, int]) -> float:
+    decided = make_plan(snapshot(prompt, on_board(**load), demand_per_s=demand, demand_tokens=mean))
+    assert decided.dial is not None
+    return decided.dial.way.price_s
+
+
 @given(
     prompt=st.integers(17, 5000),
-    spans=st.integers(0, 20_000),
+    load=LOADS,
+    kind=st.sampled_from(["spans", "streams", "queued_tokens"]),
     more=st.integers(0, 20_000),
-    streams=st.integers(0, 30),
-    queue=st.integers(0, 10_000),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 1.0)]),
     mean=st.sampled_from([0.0, 50.0, 3000.0]),
 )
-@settings(max_examples=200, deadline=None)
-def test_what_waits_for_the_prefill_worker_never_attracts(
-    prompt: int, spans: int, more: int, streams: int, queue: int, demand: tuple[float, float], mean: float
+@example(2835, {"spans": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
+@settings(max_examples=400, deadline=None)
+def test_more_load_of_any_kind_never_attracts(
+    prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], mean: float
 ) -> None:
-    def side(tokens: int) -> float:
-        parts = on_board(spans=tokens, streams=streams, queued_tokens=queue)
-        decided = make_plan(snapshot(prompt, parts, demand_per_s=demand, demand_tokens=mean))
-        assert decided.dial is not None
-        return decided.dial.way.price_s
-
-    assert side(spans + more) >= side(spans) * (1 - 1e-9)
+    loaded = load | {kind: load[kind] + (more % 60 if kind == "streams" else more)}
+    assert price_s(prompt, demand, mean, loaded) >= price_s(prompt, demand, mean, load) * (1 - 1e-9)
 
 
 def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
