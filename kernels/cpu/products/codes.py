@@ -11,9 +11,9 @@ float16 where all of a matrix are such numbers, because those of small groups ar
 
 Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. Pairs come from
 tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each bfloat16 are
-looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and that of
-NF4 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves them alone
-(AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
+looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and that
+of NF4 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves them
+alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
 """
 
 from __future__ import annotations

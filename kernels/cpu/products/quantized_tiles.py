@@ -45,7 +45,7 @@ _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 _TABLE_ROWS = 3
 # What the tables of these kinds need beyond that, where they give bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# In a group of so many units at most, chains of additions are short: while they end, the processor begins the next group.
+# In a group of so many units at most, chains of additions are short: while they end, a processor begins the next group.
 _SHORT_CHAIN_UNITS = 8
 # How many longer groups few rows work on side by side.
 _MOST_SIDES = 4
