@@ -23,11 +23,12 @@ from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, is_adapter_digest
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.models.model_config import ModelConfig
-from pillion.errors import ConfigError, NotFound
+from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 
 MAX_STORE_BYTES = 64 * 2**30
 # A copy that was not used for so long may be removed.
 KEEP_S = 24 * 3600.0
+COPIED_AT_ONCE_BYTES = 2**20
 # A draft this old has lost its writer.
 MAX_DRAFT_AGE_S = 3600.0
 
@@ -49,20 +50,25 @@ class AdapterStore:
         self._cache = ModelCache(root)
         self._max_bytes = max_bytes
 
-    def add(self, source: Path, model: ModelConfig, max_rank: int = 0) -> StoredAdapter:
+    def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
         """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
 
-        Raises ConfigError, which names what is wrong, for an adapter that cannot be served with the model, and where
-        the store is full or cannot be written.
+        Args:
+            source: the folder.
+            model: the model that the adapter is for.
+            max_rank: the highest rank that is allowed; 0 allows any.
+            inside: the folder, without links in its name, that the files have to lie in; None for anywhere.
+
+        Raises:
+            ConfigError: the adapter cannot be served with the model; it names what is wrong. PermissionDenied: a file
+                lies outside of ``inside``. Overloaded: the store is full or cannot be written.
         """
+        sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
         files.pairs(model, max_rank)
         with self._draft(files.size_bytes) as draft:
-            try:
-                for name in ADAPTER_FILES:
-                    shutil.copyfile(source / name, draft / name)
-            except OSError as error:
-                raise ConfigError(f"{source} cannot be copied: {error.strerror or error}") from None
+            for name, place in sources.items():
+                _copy(place, draft / name)
             # The folder may have been overwritten meanwhile: what was copied is what counts.
             copied = AdapterFiles(draft, called=source)
             rank = max(pair.rank for pair in copied.pairs(model, max_rank))
@@ -83,7 +89,7 @@ class AdapterStore:
     @contextmanager
     def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
         """Yields a folder for the two files of an adapter that another machine has, which is kept when the block ends.
-        Raises ConfigError where they are not those of ``digest``."""
+        Raises ConfigError where they are not those of ``digest``, Overloaded as :meth:`add` does."""
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
@@ -109,7 +115,7 @@ class AdapterStore:
             draft.mkdir()
             yield draft
         except OSError as error:
-            raise ConfigError(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
+            raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -132,7 +138,7 @@ class AdapterStore:
         return target
 
     def _make_room(self, root: Path, size_bytes: int) -> None:
-        """Removes the copies that were used longest ago until there is room. Raises ConfigError where there is none."""
+        """Removes the copies that were used longest ago until there is room. Raises Overloaded where there is none."""
         now, kept = time.time(), []
         for folder in root.iterdir():
             try:
@@ -150,4 +156,22 @@ class AdapterStore:
             shutil.rmtree(folder, ignore_errors=True)
             total -= size
         if total > self._max_bytes:
-            raise ConfigError(f"the adapters in {root} would take {total} bytes, and may take {self._max_bytes}")
+            raise Overloaded(f"the adapters in {root} would take {total} bytes, and may take {self._max_bytes}")
+
+
+def _place_of(file: Path, inside: Path | None) -> Path:
+    """Where a file really lies. Raises PermissionDenied where that is outside of ``inside``."""
+    place = Path(os.path.realpath(file))
+    if inside is not None and not place.is_relative_to(inside):
+        raise PermissionDenied(f"{file} is a link to somewhere else")
+    return place
+
+
+def _copy(place: Path, target: Path) -> None:
+    try:
+        # Neither a link nor a pipe that took the file's place meanwhile is followed or waited for.
+        source = os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror or error}") from None
+    with source, target.open("xb") as copy:
+        shutil.copyfileobj(source, copy, COPIED_AT_ONCE_BYTES)

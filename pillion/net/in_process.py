@@ -1,6 +1,6 @@
 """gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
 
-    stub --unary call---> the servicer's handler, in the caller's own task
+    stub --unary call---> the servicer's handler, in the caller's own task; a stream of requests is read by the handler
     stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
                           the other as it waits for a connection's flow control
 
@@ -92,6 +92,13 @@ class InProcessChannel:
 
         return call
 
+    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(requests: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+            self._check_open()
+            return self._unary(method, requests, timeout, metadata)
+
+        return call
+
     def stream_stream(self, method: str, *_: Any, **options: Any) -> Any:
         def call(timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
             return self._stream(method, None, timeout, metadata)
@@ -123,7 +130,8 @@ class InProcessChannel:
         handler, context = self._server().handlers[method], InProcessContext(metadata)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                reply = handler.unary_unary(request, context)
+                serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
+                reply = serve(request, context)
                 return await reply if inspect.isawaitable(reply) else reply
         except Exception as error:
             raise _error_of(error, method, limit) from error

@@ -65,6 +65,7 @@ NOT_RUN = {
     "pillion serve": "a cluster of its own; the one here was started so",
     "pillion gateway": "a component of several hosts",
     "pillion decode": "a component of several hosts",
+    "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
 }
 ELSEWHERE = "example.org"

@@ -74,7 +74,8 @@ def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert {"pillion.v1.Gateway", "grpc.health.v1.Health"} <= set(database.get_services())
         service = DescriptorPool(database).FindServiceByName("pillion.v1.Gateway")
-        assert [method.name for method in service.methods] == ["Generate", "ListModels", "GetStatus"]
+        names = [method.name for method in service.methods]
+        assert names == ["Generate", "ListModels", "LoadAdapter", "UnloadAdapter", "GetStatus"]
         for name in ("", "pillion.v1.Gateway"):
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=name), timeout=WITHIN_S

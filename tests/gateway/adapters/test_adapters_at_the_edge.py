@@ -176,6 +176,9 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
     shutil.copytree(folder / "v0", outside)
     (folder / "link").symlink_to(outside)
     (folder / "wide").mkdir()
+    shutil.copytree(folder / "v0", folder / "astray")
+    (folder / "astray" / "adapter_model.safetensors").unlink()
+    (folder / "astray" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
     shutil.copytree(folder / "v0", folder / "dora")
     config = folder / "dora" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
@@ -185,6 +188,7 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
             ("x", folder / "link", 403, "is in none of the folders of --lora-path"),
             ("x", folder / ".." / "outside", 403, "is in none of the folders of --lora-path"),
             ("x", "/etc/no-such-folder", 403, "is in none of the folders of --lora-path"),
+            ("x", "astray", 403, "is a link to somewhere else"),
             ("x", "nowhere", 404, "lora_path: there is no folder 'nowhere'"),
             ("x", "a\0b", 400, "lora_path"),
             ("x", "wide", 400, "it has no adapter_config.json"),

@@ -112,7 +112,8 @@ def test_a_workers_lines() -> None:
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
-    found = list(load_readings(line.scheduler.queues.load(line.scheduler.budget), max_num_seqs=2))
+    scheduler = line.scheduler
+    found = list(load_readings(scheduler.queues.load(scheduler.budget, scheduler.adapters), max_num_seqs=2))
     assert by_labels(found, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
     assert by_labels(found, names.FREE_SEQUENCES) == {"": 0}
     assert by_labels(found, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}
