@@ -9,18 +9,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pillion.engine.adapters.pattern_cost import MAX_WAYS, ways_of
 from pillion.engine.models.config_json import above_zero, read_json, size
 from pillion.errors import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
-# Longest expression of a key: a long one may take minutes where a short one takes none.
+# Longest expression, and most expressions of a key.
 MAX_PATTERN_CHARS = 4096
+MAX_PATTERNS = 1024
+# A scale beyond this leaves nothing of a model's answers.
+MAX_ALPHA = 1e6
 
 ALL_LINEAR = "all-linear"
 
@@ -91,8 +96,8 @@ class AdapterConfig:
         return _named(self.targets, module) and self._layer_of(module) in self.layers
 
     def _layer_of(self, module: str) -> int:
-        prefixes = [rf"(?:^|.*?\.){name}" for name in self.layers_pattern] or [r".*?\.[^.]*"]
-        found = next(filter(None, (re.match(rf"{prefix}\.(\d+)\.", module) for prefix in prefixes)), None)
+        patterns = [_LAYER.format(name) for name in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
+        found = next(filter(None, (_compiled(pattern).match(module) for pattern in patterns)), None)
         return -1 if found is None else int(found[1])
 
     def rank_of(self, module: str) -> int:
@@ -110,14 +115,24 @@ class AdapterConfig:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 
+# How PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern.
+_LAYER = r"(?:^|.*?\.){}\.(\d+)\."
+_END = r"(.*\.)?({})$"
+
+
+@lru_cache(4 * MAX_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
 def _named(names: str | tuple[str, ...], module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return _compiled(names).fullmatch(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _ends(pattern: str, module: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    return _compiled(_END.format(pattern)).match(module) is not None
 
 
 def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
@@ -134,6 +149,8 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
         # Errors of the readers of single values name the config of a model.
         message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
         raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
+    except RecursionError:
+        raise ConfigError(f"{called}: {CONFIG_NAME} is nested too deep") from None
 
 
 def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
@@ -145,16 +162,16 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
     layers = raw.get("layers_to_transform")
     return AdapterConfig(
         rank=size(raw, "r"),
-        alpha=above_zero(raw, "lora_alpha", 8),
+        alpha=_alpha(raw, "lora_alpha", 8),
         rank_stabilized=_flag(raw, "use_rslora"),
         rank_pattern=tuple((key, size(part, key)) for key, part in _patterns(raw, "rank_pattern")),
-        alpha_pattern=tuple((key, above_zero(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
+        alpha_pattern=tuple((key, _alpha(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
         targets=_targets(raw),
         excluded=_modules(raw, "exclude_modules"),
         # PEFT reads an empty list as all layers.
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
         layers_pattern=tuple(
-            _expression(name, "layers_pattern") for name in _list_of(str, raw.get("layers_pattern"), "layers_pattern")
+            _expressions(_list_of(str, raw.get("layers_pattern"), "layers_pattern"), "layers_pattern", _LAYER)
         ),
     )
 
@@ -178,6 +195,13 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
             raise _refused(key, value, _REASONS.get(key, "nobody here obeys it"))
 
 
+def _alpha(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = above_zero(raw, key, default)
+    if not value <= MAX_ALPHA:
+        raise ConfigError(f"{CONFIG_NAME}: {key} must be at most {MAX_ALPHA:.0f}, not {value}")
+    return value
+
+
 def _flag(raw: Mapping[str, Any], key: str) -> bool:
     value = raw.get(key) or False
     if not isinstance(value, bool):
@@ -190,7 +214,7 @@ def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any
     found = raw.get(key) or {}
     if not isinstance(found, Mapping) or None in found.values():
         raise ConfigError(f"{CONFIG_NAME}: {key} must give a number for each expression, not {repr(found)[:80]}")
-    return [(_expression(name, key), {name: value}) for name, value in found.items()]
+    return [(name, {name: found[name]}) for name in _expressions(list(found), key, _END)]
 
 
 def _targets(raw: Mapping[str, Any]) -> str | tuple[str, ...]:
@@ -203,7 +227,7 @@ def _targets(raw: Mapping[str, Any]) -> str | tuple[str, ...]:
 def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     found = raw.get(key)
     if isinstance(found, str):
-        return _expression(found, key)
+        return found if found.lower() == ALL_LINEAR else _expressions([found], key, "{}")[0]
     # The order of a list says nothing, and PEFT writes a set.
     return tuple(sorted(set(_list_of(str, found, key))))
 
@@ -216,11 +240,23 @@ def _list_of(kind: type, value: Any, key: str) -> list[Any]:
     return entries
 
 
-def _expression(pattern: str, key: str) -> str:
-    if len(pattern) > MAX_PATTERN_CHARS:
-        raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is no regular expression: {error}") from None
-    return pattern
+def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
+    """The expressions of a key, which are put into ``used`` where they are used."""
+    if len(patterns) > MAX_PATTERNS:
+        raise ConfigError(f"{CONFIG_NAME}: {key} has more than {MAX_PATTERNS} expressions")
+    ways = 0
+    for pattern in patterns:
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
+        try:
+            # Parts such as (?i) stand alone and not inside of another expression.
+            _compiled(used.format(pattern))
+            ways += ways_of(used.format(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is no regular expression: {error}") from None
+        if ways > MAX_WAYS:
+            raise ConfigError(
+                f"{CONFIG_NAME}: {key}: {pattern[:80]!r} may search for too long; repeat fewer parts, and none that"
+                " repeats a part itself"
+            )
+    return patterns

@@ -21,7 +21,9 @@ from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, MAX_COPIES_BYTES, a
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.models.model_config import ModelConfig
-from pillion.errors import ConfigError, NotFound
+from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
+
+COPIED_AT_ONCE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,25 @@ class AdapterStore:
         self._cache = ModelCache(root)
         self._max_bytes = max_bytes
 
-    def add(self, source: Path, model: ModelConfig, max_rank: int = 0) -> StoredAdapter:
+    def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
         """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
 
-        Raises ConfigError, which names what is wrong, for an adapter that cannot be served with the model, and where
-        the store is full or cannot be written.
+        Args:
+            source: the folder.
+            model: the model that the adapter is for.
+            max_rank: the highest rank that is allowed; 0 allows any.
+            inside: the folder, without links in its name, that the files have to lie in; None for anywhere.
+
+        Raises:
+            ConfigError: the adapter cannot be served with the model; it names what is wrong. PermissionDenied: a file
+                lies outside of ``inside``. Overloaded: the store is full or cannot be written.
         """
+        sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
         files.pairs(model, max_rank)
         with self._draft(files.size_bytes) as draft:
-            try:
-                for name in ADAPTER_FILES:
-                    shutil.copyfile(source / name, draft / name)
-            except OSError as error:
-                raise ConfigError(f"{source} cannot be copied: {error.strerror or error}") from None
+            for name, place in sources.items():
+                _copy(place, draft / name)
             # The folder may have been overwritten meanwhile: what was copied is what counts.
             copied = AdapterFiles(draft, called=source)
             rank = max(pair.rank for pair in copied.pairs(model, max_rank))
@@ -75,7 +82,7 @@ class AdapterStore:
     @contextmanager
     def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
         """Yields a folder for the two files of an adapter that another machine has, which is kept when the block ends.
-        Raises ConfigError where they are not those of ``digest``."""
+        Raises ConfigError where they are not those of ``digest``, Overloaded as :meth:`add` does."""
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
@@ -99,7 +106,7 @@ class AdapterStore:
             with adapter_draft(root, size_bytes, self._max_bytes) as draft:
                 yield draft
         except OSError as error:
-            raise ConfigError(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
+            raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
 
     def _keep(self, draft: Path, digest: str) -> Path:
         target = self._folder(digest)
@@ -118,3 +125,21 @@ class AdapterStore:
             if not target.is_dir():
                 raise
         return target
+
+
+def _place_of(file: Path, inside: Path | None) -> Path:
+    """Where a file really lies. Raises PermissionDenied where that is outside of ``inside``."""
+    place = Path(os.path.realpath(file))
+    if inside is not None and not place.is_relative_to(inside):
+        raise PermissionDenied(f"{file} is a link to somewhere else")
+    return place
+
+
+def _copy(place: Path, target: Path) -> None:
+    try:
+        # Neither a link nor a pipe that took the file's place meanwhile is followed or waited for.
+        source = os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror or error}") from None
+    with source, target.open("xb") as copy:
+        shutil.copyfileobj(source, copy, COPIED_AT_ONCE_BYTES)

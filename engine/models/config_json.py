@@ -19,7 +19,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent} is no model folder: it has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object")
@@ -50,7 +50,10 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     value = _value(raw, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"config.json: {key} is too large a number") from None
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:

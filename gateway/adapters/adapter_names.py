@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -132,7 +133,7 @@ class AdapterNames:
         for module in modules:
             try:
                 found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
-            except (InvalidRequest, Conflict) as error:
+            except (InvalidRequest, Conflict, Overloaded) as error:
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
         self.table = NameTable(found)
 
@@ -171,8 +172,8 @@ class AdapterNames:
             raise _wrong("lora_name", "a name has from 1 to 256 characters, none of them a space")
         async with self._turn():
             self._check_free(name, in_place)
-            folder = await asyncio.to_thread(self._allowed, path)
-            adapter = await asyncio.to_thread(self._load, name, folder, model)
+            root, folder = await asyncio.to_thread(self._allowed, path)
+            adapter = await asyncio.to_thread(self._load, name, folder, model, root)
             self.table.put(adapter, _now_ms())
         await self._share_quietly()
         log.info("adapter %s of model %s is %s from %s", name, adapter.parent, adapter.digest[:12], folder)
@@ -264,26 +265,28 @@ class AdapterNames:
         if self.table.find(name) is None and len(self.table.all()) >= MAX_NAMES:
             raise Conflict(f"{MAX_NAMES} adapters have names already")
 
-    def _allowed(self, path: str) -> Path:
-        """The folder that a caller names. Nothing is said of paths elsewhere, not even whether they exist."""
+    def _allowed(self, path: str) -> tuple[Path, Path]:
+        """The folder of --lora-path, and the one in it that a caller names. Nothing is said of paths elsewhere, not
+        even whether they exist."""
         if "\0" in path:
             raise _wrong("lora_path", "a path has no character 0")
-        found = [folder for root in self._folders if (folder := (root / path).resolve()).is_relative_to(root)]
+        found = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
+        found = [(root, folder) for root, folder in found if folder.is_relative_to(root)]
         if not found:
             raise PermissionDenied(f"lora_path: {path[:200]!r} is in none of the folders of --lora-path")
-        there = next((folder for folder in found if folder.is_dir()), None)
+        there = next((one for one in found if one[1].is_dir()), None)
         if there is None:
             raise NotFound(f"lora_path: there is no folder {path[:200]!r}")
         return there
 
-    def _load(self, name: str, folder: Path, model: str) -> NamedAdapter:
+    def _load(self, name: str, folder: Path, model: str, inside: Path | None = None) -> NamedAdapter:
         parent = model or next(iter(self._models))
         if parent not in self._models:
             raise _wrong("base_model_name", f"{parent[:100]!r} is not served here")
         if name in self._taken:
             raise Conflict(f"{name!r} is the name of a model")
         try:
-            kept = self._store.add(folder, self._models[parent], self._options.max_rank)
+            kept = self._store.add(folder, self._models[parent], self._options.max_rank, inside=inside)
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
         return NamedAdapter(name=name, parent=parent, digest=kept.digest, rank=kept.rank, path=str(folder))

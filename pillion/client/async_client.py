@@ -53,6 +53,8 @@ from pillion.wire.public import model_from_pb, status_from_pb
 DEFAULT_TARGET = "127.0.0.1:50051"
 # For models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
+# An adapter may have gigabytes, which are copied, checked and brought to other machines before its name is given.
+LOAD_ADAPTER_TIMEOUT_S = 600.0
 
 
 class AsyncClient:
@@ -250,7 +252,7 @@ class AsyncClient:
             PillionError: with the reason why the adapter cannot be served, or may not be loaded.
         """
         request = gateway_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place, model=model)
-        return model_from_pb(await self._unary("LoadAdapter", request))
+        return model_from_pb(await self._unary("LoadAdapter", request, LOAD_ADAPTER_TIMEOUT_S))
 
     async def unload_adapter(self, name: str) -> None:
         """Takes the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
@@ -307,12 +309,12 @@ class AsyncClient:
         client_spans.end_with_async(span, call)
         return number, call
 
-    async def _unary(self, name: str, message: Any) -> Any:
+    async def _unary(self, name: str, message: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
         for left in reversed(range(len(self._connection.targets))):
             number, stub = self._stub()
             try:
                 method = getattr(stub, name)
-                return await method(message, timeout=UNARY_TIMEOUT_S, metadata=self._connection.metadata())
+                return await method(message, timeout=timeout_s, metadata=self._connection.metadata())
             except grpc.aio.AioRpcError as error:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
                 if not left or not is_loss(found, spoken):

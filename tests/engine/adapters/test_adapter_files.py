@@ -83,6 +83,19 @@ def test_a_good_one(adapter, model_folder):
         ({"rank_pattern": {"q_proj": 0}}, "q_proj must be a whole number above 0"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must give a number"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: '(' is no regular expression"),
+        ({"rank_pattern": {"(?i)q_proj": 8}}, "rank_pattern: '(?i)q_proj' is no regular expression"),
+        ({"layers_to_transform": [0], "layers_pattern": "(?i)layers"}, "layers_pattern: '(?i)layers' is no regular"),
+        ({"rank_pattern": {str(n): 4 for n in range(1025)}}, "rank_pattern has more than 1024 expressions"),
+        ({"target_modules": r"(.*\.?)*!"}, "may search for too long"),
+        ({"exclude_modules": r"(.*\.?)*!"}, "may search for too long"),
+        ({"rank_pattern": {r"(.*\.?)*!": 4}}, "may search for too long"),
+        ({"alpha_pattern": {r"(.*\.?)*!": 4}}, "may search for too long"),
+        ({"layers_to_transform": [0], "layers_pattern": "(a*)*b"}, "may search for too long"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be"),
+        ({"lora_alpha": float("inf")}, "lora_alpha must be at most"),
+        ({"lora_alpha": 1e300}, "lora_alpha must be at most"),
+        ({"lora_alpha": 10**400}, "lora_alpha is too large"),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, "q_proj must be at most"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern must give a number"),
         ({"target_modules": None}, "target_modules names no module"),
         ({"target_modules": [3]}, "target_modules must be a list of str"),
@@ -99,6 +112,13 @@ def test_a_good_one(adapter, model_folder):
 )
 def test_configs(changes, words, adapter, model_folder):
     refused(edit_config(adapter, **changes), model_folder, words)
+
+
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"use_dora": false', f'"use_dora": {"[" * depth}{"]" * depth}'))
+    refused(adapter, model_folder, "adapter_config.json")
 
 
 @pytest.mark.parametrize(

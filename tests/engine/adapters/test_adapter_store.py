@@ -12,7 +12,7 @@ from pillion.engine.adapters import adapter_store
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.models.model_config import load_config
-from pillion.errors import ConfigError, NotFound
+from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 from tests.support.adapters import edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
 
@@ -68,14 +68,47 @@ def test_what_is_refused_leaves_nothing(store, sources, model, tmp_path):
 def test_a_source_that_changes_while_it_is_copied(store, sources, model, tmp_path, monkeypatch):
     """What was checked is what was copied, whenever the folder was overwritten."""
     source = shutil.copytree(sources[0], tmp_path / "source")
-    copy = shutil.copyfile
+    copy = adapter_store._copy
 
     def swapped(found, into):
-        copy(sources[1] / found.name, source / found.name)
-        return copy(found, into)
+        shutil.copyfile(sources[1] / found.name, source / found.name)
+        copy(found, into)
 
-    monkeypatch.setattr(adapter_store.shutil, "copyfile", swapped)
+    monkeypatch.setattr(adapter_store, "_copy", swapped)
     assert store.add(source, model).digest == AdapterFiles(sources[1]).digest()
+
+
+@pytest.mark.parametrize("name", ADAPTER_FILES)
+def test_files_behind_links_lie_inside_of_the_allowed_folder(store, sources, model, tmp_path, name):
+    inside = (tmp_path / "allowed").resolve()
+    source = shutil.copytree(sources[0], inside / "source")
+    (source / name).rename(inside / "blob")
+    (source / name).symlink_to(inside / "blob")
+    assert store.add(source, model, inside=inside).digest == AdapterFiles(sources[0]).digest()
+    (source / name).unlink()
+    (source / name).symlink_to(sources[0] / name)
+    with pytest.raises(PermissionDenied, match="is a link to somewhere else"):
+        store.add(source, model, inside=inside)
+    assert store.add(source, model).digest == AdapterFiles(sources[0]).digest()
+
+
+def test_a_link_or_pipe_that_takes_a_files_place_is_not_read(store, sources, model, tmp_path, monkeypatch):
+    source = shutil.copytree(sources[0], tmp_path / "source")
+    copy, swaps = adapter_store._copy, [lambda file: file.symlink_to(sources[1] / file.name), os.mkfifo]
+
+    def swapped(found, into):
+        found.unlink()
+        swaps[0](found)
+        copy(found, into)
+
+    monkeypatch.setattr(adapter_store, "_copy", swapped)
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            store.add(source, model)
+        shutil.rmtree(source)
+        shutil.copytree(sources[0], source)
+        swaps.reverse()
+    assert folders(tmp_path) == []
 
 
 def test_a_damaged_copy_is_made_again(store, sources, model):
@@ -112,7 +145,7 @@ def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
     size = sum((sources[0] / name).stat().st_size for name in ADAPTER_FILES)
     store = AdapterStore(tmp_path / "cache", max_bytes=2 * size + size // 2)
     first, second = (store.add(source, model) for source in sources[:2])
-    with pytest.raises(ConfigError, match=r"would take .* bytes, and may take"):
+    with pytest.raises(Overloaded, match=r"would take .* bytes, and may take"):
         store.add(sources[2], model)
     for kept in (first, second):
         os.utime(kept.folder, (0, 0))
