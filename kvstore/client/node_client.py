@@ -209,7 +209,17 @@ class NodeClient:
         """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
         does not take them; Internal if it refused them while they were sent."""
         async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
-            await call_unary(self._stub.KeepAdapter, pieces, ADAPTER_TIMEOUT_S)
+            # Written here and not by gRPC, whose task may still read the pieces when the call has ended.
+            call = self._stub.KeepAdapter(timeout=ADAPTER_TIMEOUT_S, metadata=inject())
+            try:
+                # A refused call cannot be written to; its error is the call's own.
+                with contextlib.suppress(asyncio.InvalidStateError):
+                    async for piece in pieces:
+                        await typed(call.write(piece))
+                    await typed(call.done_writing())
+                await typed(call)
+            finally:
+                call.cancel()
 
     async def reattach(self, epoch: int) -> int:
         """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an
