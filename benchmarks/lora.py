@@ -2,8 +2,8 @@
 
 Each pair of steps is run in turn, so that what else runs on the machine slows both; the share of the rate that is left
 is the median of the rounds' shares. The adapters change every projection. "Enabled" is a backend with places for
-adapters that runs a step without any, beside a backend that has none. Steps are also timed while another thread, of the
-lowest priority, packs one adapter after another.
+adapters that runs a step without any, beside a backend that has none. Steps are also timed while another thread, which
+gives way as that of a worker does, packs one adapter after another.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.cpu_steps import CpuStepBench, kernels_bench
 from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
+from pillion.cores import give_way
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -68,8 +69,7 @@ def loading(bench: CpuStepBench, batch: StepBatch, weights: AdapterWeights, roun
     stop = threading.Event()
 
     def pack() -> None:
-        # Threads of a process have priorities of their own on Linux.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        give_way()
         while not stop.is_set():
             packed.append(bench.backend.pack_adapter(weights))
             stop.wait(PAUSE_S)

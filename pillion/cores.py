@@ -1,14 +1,19 @@
-"""Which of the machine's cores there are for us."""
+"""Which of the machine's cores there are for us, and threads that leave them to others."""
 
 from __future__ import annotations
 
 import os
+import sys
+from threading import get_native_id
 
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
 # The most threads that a pool of the CPU kernels can have.
 MAX_CPU_THREADS = 512
+# Threads beside steps are this much nicer than those that compute steps: both use the same cores, and a step is as slow
+# as its slowest thread. Not the nicest of all: such a thread may hold the interpreter's lock while a step waits for it.
+BACKGROUND_NICENESS = 10
 
 
 def allowed_cores() -> frozenset[int]:
@@ -45,3 +50,9 @@ def parse_cores(text: str) -> tuple[int, ...]:
     if missing:
         raise ConfigError(f"--cpu-affinity: this process may not use core {missing[0]}")
     return tuple(cores)
+
+
+def give_way() -> None:
+    """Make this thread, and those that it starts, nice, where threads have a niceness of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)

@@ -266,8 +266,8 @@ class Backend(Protocol):
         """
 
     def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
-        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps. A thread
-        of low priority does not take cores from steps.
+        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps, from
+        which it takes cores: workers call it in one thread that gives way (:func:`pillion.cores.give_way`).
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """

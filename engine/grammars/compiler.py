@@ -8,20 +8,19 @@ whatever is in it: the worst mask within them takes some tens of milliseconds.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock, get_native_id
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pillion.cores import give_way
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 MAX_COMPILED_GRAMMARS = 64
 # Grammars that are compiled at once.
 COMPILE_THREADS = 2
-# Threads that compile are this much nicer than those that compute steps: both use the same cores, and a step is as slow
-# as its slowest thread.
-COMPILE_NICENESS = 10
 # Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
 MAX_FORCED_BYTES = 2048
 # Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
@@ -60,7 +56,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
-        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", _give_way)
+        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", give_way)
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
         self._lock = Lock()
 
@@ -134,12 +130,6 @@ class GrammarCompiler:
         matcher.consume(int(first))
         matcher.rollback(1)
         return not matcher.error()
-
-
-def _give_way() -> None:
-    """Make this thread nice, where a thread has a niceness of its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + COMPILE_NICENESS)
 
 
 class _LibraryMatcher:

@@ -10,8 +10,9 @@ when it leaves the queues: it has ended, or it was preempted and so joins again 
 nobody holds it, the least recently held one first.
 
 Nobody waits for ever. Places are given by rank. Who joins an adapter that has a place is let past those who wait for
-one, but not for long: for each adapter that has waited PLACE_PATIENCE_S, one place is closed, which means that nobody
-new may hold it, and it is free when its holders' answers end. Holders always get on: they wait neither for a place nor,
+one, but not for long: for each adapter that has waited PLACE_PATIENCE_S, one place is closed. Nobody new may hold a
+closed place, and of its holders those that have not begun and have a worse rank than the one that waits go back into
+the line, so it is free when the answers of the others end. Holders always get on: they wait neither for a place nor,
 because a preempted sequence lets go, for memory that others keep.
 """
 
@@ -178,15 +179,29 @@ class AdapterPlaces:
 
     def _close_places(self, now: float) -> None:
         """Close as many places as adapters have waited for too long; those with the fewest holders come first."""
-        late = {
-            sequence.spec.adapter
-            for sequence in self._waiting
-            if sequence.spec.adapter not in self._of and now - self._since_s[sequence.seq_id] >= PLACE_PATIENCE_S
-        }
+        late: dict[str, Sequence] = {}
+        for sequence in self._waiting:
+            if sequence.spec.adapter not in self._of and now - self._since_s[sequence.seq_id] >= PLACE_PATIENCE_S:
+                late.setdefault(sequence.spec.adapter, sequence)
         held = [place for place in self._places if place.holders]
         held.sort(key=lambda place: (not place.closed, len(place.holders), place.last_held))
-        for number, place in enumerate(held):
-            place.closed = number < len(late)
+        for place in held:
+            place.closed = False
+        # The first place is for the one of the best rank, as it is when places are given.
+        for place, first in zip(held, late.values(), strict=False):
+            place.closed = True
+            behind = _rank(first)
+            for sequence in tuple(place.holders.values()):
+                if sequence.state is SequenceState.WAITING and _rank(sequence) > behind:
+                    self._send_back(place, sequence, now)
+
+    def _send_back(self, place: AdapterPlace, sequence: Sequence, now: float) -> None:
+        """A holder that has not begun waits in the line again."""
+        del place.holders[sequence.seq_id], self._held[sequence.seq_id]
+        sequence.leave_adapter()
+        sequence.await_adapter()
+        insort(self._waiting, sequence, key=_rank)
+        self._since_s[sequence.seq_id] = now
 
     def _place_for(self, digest: str) -> AdapterPlace | None:
         """The place in which a sequence that waits may have its adapter now, whether it is there already or not."""

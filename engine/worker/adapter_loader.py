@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from pillion.cores import give_way
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.backend import PackedAdapter
@@ -37,7 +40,7 @@ log = logging.getLogger("pillion.worker")
 
 # Longest time that the files of an adapter may take from another machine.
 BRING_TIMEOUT_S = 120.0
-# Transfers at once, and those that run or wait. Only one adapter is packed at a time: steps need the cores.
+# Transfers at once, and those that run or wait.
 MAX_TRANSFERS = 2
 MAX_BRINGING = 256
 
@@ -51,7 +54,8 @@ class AdapterLoader:
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
-        self._packing = asyncio.Semaphore(1)
+        # One at a time, on a thread that gives way: steps need the cores.
+        self._packing = ThreadPoolExecutor(1, "pillion-adapter", give_way)
         self._loads = {
             ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (True, False)
         }
@@ -82,9 +86,7 @@ class AdapterLoader:
         try:
             # Its copy may have been removed since its requests came.
             await self.bring(digest)
-            async with self._packing:
-                began_s = loop.time()
-                packed = await asyncio.to_thread(self._pack, digest)
+            packed, pack_s = await loop.run_in_executor(self._packing, self._pack, digest)
         except PillionError:
             self._loads[False].add()
             raise
@@ -93,12 +95,13 @@ class AdapterLoader:
             log.exception("adapter %s could not be loaded", digest[:12])
             raise Internal(f"adapter {digest[:12]} could not be loaded; the worker's log says why") from None
         self._loads[True].add()
-        self._durations.observe(loop.time() - began_s)
+        self._durations.observe(pack_s)
         log.info("adapter %s is packed, %.1f MiB", digest[:12], packed.nbytes / 2**20)
         return packed
 
     def close(self) -> None:
-        """End the transfers under way."""
+        """End the transfers under way, and the thread when its work is done. Idempotent."""
+        self._packing.shutdown(wait=False, cancel_futures=True)
         for bringing in self._bringing.values():
             bringing.cancel()
 
@@ -129,10 +132,12 @@ class AdapterLoader:
         async with contextlib.aclosing(self._node.read_adapter(digest)) as pieces:
             await receive_files(await next_piece(pieces), pieces, partial(self._store.receive, digest))
 
-    def _pack(self, digest: str) -> PackedAdapter:
-        folder = self._store.find(digest)
+    def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
+        """Returns the adapter and how many seconds it took."""
+        began_s, folder = time.monotonic(), self._store.find(digest)
         try:
-            return self._model.backend.pack_adapter(self._model.read_adapter(folder, digest))
+            packed = self._model.backend.pack_adapter(self._model.read_adapter(folder, digest))
+            return packed, time.monotonic() - began_s
         except ConfigError as error:
             if _is_whole(folder, digest):
                 raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None

@@ -1,6 +1,6 @@
 """gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
 
-    stub --unary call---> the servicer's handler, in the caller's own task
+    stub --unary call---> the servicer's handler, in the caller's own task; a stream of requests is read by the handler
     stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
                           the other as it waits for a connection's flow control
 
@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pillion.errors import DeadlineExceeded, Internal, PillionError, Unavailable
+from pillion.errors import DeadlineExceeded, PillionError, Unavailable
 from pillion.wire.errors import as_pillion_error, to_status
 
 SCHEME = "in-process:"
@@ -93,8 +93,9 @@ class InProcessChannel:
         return call
 
     def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
-        def call(*_: Any, **more: Any) -> Any:
-            raise rpc_error(Internal(f"{method} is not called within one process"))
+        def call(requests: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> Any:
+            self._check_open()
+            return self._unary(method, requests, timeout, metadata)
 
         return call
 
@@ -129,7 +130,8 @@ class InProcessChannel:
         handler, context = self._server().handlers[method], InProcessContext(metadata)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                reply = handler.unary_unary(request, context)
+                serve = handler.stream_unary if handler.request_streaming else handler.unary_unary
+                reply = serve(request, context)
                 return await reply if inspect.isawaitable(reply) else reply
         except Exception as error:
             raise _error_of(error, method, limit) from error

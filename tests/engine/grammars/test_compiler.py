@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
+from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.grammars import compiler as compiler_module
-from pillion.engine.grammars.compiler import COMPILE_NICENESS, MAX_COMPILED_GRAMMARS, GrammarCompiler
+from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
 from tests.support.fake_backend import EOS, VOCAB_SIZE
@@ -73,7 +74,7 @@ def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: Gramma
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
 def test_threads_that_compile_give_way_to_steps(compiler: GrammarCompiler) -> None:
     nice = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(20)
-    assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + COMPILE_NICENESS)
+    assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
 
 
 def test_forced_text_comes_as_a_run(compiler: GrammarCompiler) -> None:

@@ -105,6 +105,24 @@ def test_a_busy_adapter_is_closed_for_one_that_waits_long() -> None:
     run_out(harness)
 
 
+def test_an_urgent_stream_does_not_wait_for_those_of_another_adapter_that_have_not_begun() -> None:
+    harness = SchedulerHarness(max_loras=1, max_num_seqs=2, slots=600)
+    background = [harness.submit(prompt(number, 5), 20, adapter=1, priority=5) for number in range(40)]
+    steps(harness, 1)
+    harness.load()
+    steps(harness, 1)
+    urgent = harness.submit(prompt(1, 5), 4, adapter=2, priority=-5)
+    harness.now += PLACE_PATIENCE_S
+    for _ in range(200):
+        if ended(harness, urgent):
+            break
+        harness.load()
+        steps(harness, 1)
+    assert sum(ended(harness, seq_id) for seq_id in background) <= 4
+    assert ended(harness, urgent)
+    run_out(harness)
+
+
 def test_a_stream_that_is_stopped_while_its_adapter_loads_leaves_nothing_behind() -> None:
     harness = SchedulerHarness(max_loras=1)
     first = harness.submit(prompt(1, 5), 5, adapter=1)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import shutil
+import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +19,10 @@ from safetensors.torch import save_file
 
 from pillion.adapter_folders import ADAPTERS
 from pillion.config import KVNodeFlags
+from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import call_unary
 from pillion.kvstore.node.kv_node import start_kvnode
@@ -198,6 +204,29 @@ async def test_loading_holds_up_nobody_and_a_stream_may_leave_meanwhile(cache: p
         await check(kept, digest)
         assert not gone.token_ids
         await here.quiet()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
+async def test_an_adapter_is_packed_on_a_thread_that_gives_way_to_steps(
+    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = [store(cache, number) for number in range(2)]
+    packers: list[tuple[int, int]] = []
+    async with line() as here:
+        backend = here.workers.decode_backend
+        pack = backend.pack_adapter
+
+        def watched(weights: AdapterWeights) -> PackedAdapter:
+            packers.append((threading.get_ident(), os.getpriority(os.PRIO_PROCESS, 0)))
+            return pack(weights)
+
+        monkeypatch.setattr(backend, "pack_adapter", watched)
+        for key, digest in enumerate(digests):
+            await check(await here.ask(key, digest), digest)
+        await here.quiet()
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
+    assert [niceness for _, niceness in packers] == [nice, nice]
+    assert packers[0] == packers[1], "two threads"
 
 
 async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:

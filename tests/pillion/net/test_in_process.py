@@ -41,6 +41,10 @@ class Echo:
                 return
             yield request
 
+    async def sum(self, requests: AsyncIterator[Any], context: Any) -> int:
+        context.add_done_callback(lambda _: self._end("sum"))
+        return sum([request async for request in requests])
+
     async def count(self, request: int, context: Any) -> AsyncIterator[int]:
         for self.sent in range(1, request + 1):
             yield self.sent
@@ -57,6 +61,7 @@ async def serving(address: str = "in-process:echo") -> AsyncIterator[tuple[Echo,
     handlers = {
         "One": grpc.unary_unary_rpc_method_handler(echo.one),
         "Many": grpc.stream_stream_rpc_method_handler(echo.many),
+        "Sum": grpc.stream_unary_rpc_method_handler(echo.sum),
         "Count": grpc.unary_stream_rpc_method_handler(echo.count),
     }
 
@@ -74,6 +79,22 @@ async def error_of(call: Any) -> PillionError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return from_rpc_error(caught.value)
+
+
+async def test_a_handler_reads_a_stream_of_requests_and_replies_once() -> None:
+    async def requests() -> AsyncIterator[int]:
+        for request in range(4):
+            yield request
+
+    async def broken() -> AsyncIterator[int]:
+        yield 1
+        raise Overloaded("no more")
+
+    async with serving() as (echo, channel, _):
+        total = channel.stream_unary("/Echo/Sum")
+        assert await total(requests()) == 6
+        assert isinstance(await error_of(total(broken())), Overloaded)
+        assert echo.ended == ["sum", "sum"]
 
 
 async def test_a_call_gives_the_handlers_reply() -> None:
