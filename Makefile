@@ -45,9 +45,9 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 test: check ## Checks, then all tests
 	@$(MAKE) --no-print-directory tests
 
-tests: setup-dev setup-clients ## All tests but those of the checks
+tests: setup-dev setup-clients ## All tests but those of the checks (ARGS=tests/test_packaging.py: one file)
 	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  -o run_limit_s=$(TEST_LIMIT_S) $(addprefix --ignore=,$(CHECKED)) $(ARGS)
+	  -o run_limit_s=$(TEST_LIMIT_S) $(foreach file,$(CHECKED),$(if $(findstring $(file),$(ARGS)),,--ignore=$(file))) $(ARGS)
 
 retest: ## The tests that failed in the last run, again, one after the other
 	$(IN_VENV) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)

@@ -21,7 +21,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
-from pillion.kernels.cpu.language.isa import BY_NAME
+from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
@@ -31,11 +31,8 @@ POOL_BYTES = 400 * 2**20
 PARTIAL_ROWS = 4096
 # Heads' sizes, query heads of a KV head, KV heads; types of queries and of K and V.
 SHAPES = {"64 x 3": (64, 3, 3), "128 x 4": (128, 4, 8), "128 x 8": (128, 8, 4)}
-KINDS = {
-    "avx512_bf16": [(True, ""), (True, "int8"), (True, "fp8_e4m3")],
-    "avx512": [(True, ""), (False, "")],
-    "avx2": [(False, ""), (True, ""), (False, "int8")],
-}
+PAIRS, FLOATS = [(True, ""), (True, "int8"), (True, "fp8_e4m3")], [(False, ""), (True, ""), (False, "int8")]
+KINDS = {isa.name: PAIRS if isa.bf16_dot else FLOATS for isa in TABLE}
 # Streams and their tokens of context.
 LOADS = ((16, 264), (16, 1024), (1, 8192))
 
@@ -125,7 +122,8 @@ class AttentionBench:
 def main() -> None:
     """Measure, print, write results/cpu_attention.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", default=list(KINDS), choices=KINDS)
+    here = [isa.name for isa in TABLE if set(isa.needs) <= host_features()]
+    parser.add_argument("--kernels", nargs="+", default=here, choices=here, help="rows that this processor can run")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -305,7 +305,7 @@ class SimGateway:
         self._demand = Demand()
         self._gateways = gateways
         self._first_spread = number
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Callable[[Flow], None] = lambda flow: None
         self.flows: list[Flow] = []
         self.plan_s: list[float] = []
         for worker in workers:
@@ -372,7 +372,7 @@ class SimGateway:
             flow.last_s = now
         if update.ending is not None:
             self._streams[decode] -= 1
-            self.on_end()
+            self.on_end(flow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +434,10 @@ def simulate(
 
 
 def simulate_closed(cluster: SimCluster, policy: str, load: ClosedLoad) -> tuple[list[ClientRecord], float]:
-    """Simulate a closed loop; return the clients' records, and the seconds until the last answer's end."""
+    """Simulate a closed loop; return the clients' records, and the seconds until the last answer's end.
+
+    Raises RuntimeError where no answer ends for PATIENCE_S: a request was lost.
+    """
     clock = Clock()
     workers = cluster.workers(clock)
     gateway = SimGateway(clock, policy, workers, 0, 1)
@@ -443,20 +446,25 @@ def simulate_closed(cluster: SimCluster, policy: str, load: ClosedLoad) -> tuple
     clock.run(WARM_UP_S)
     numbers = iter(range(load.requests))
     ended_s: list[float] = []
+    until_s = WARM_UP_S
 
     def ask() -> None:
         for number in itertools.islice(numbers, 1):
             gateway.arrive(Request(number, 0.0, clock.now, load.input_tokens, load.output_tokens))
 
-    def end() -> None:
-        ended_s.append(clock.now)
-        ask()
+    def end(flow: Flow) -> None:
+        if flow.request.number >= 0:
+            ended_s.append(clock.now)
+            ask()
 
     gateway.on_end = end
     for _ in range(load.concurrency):
         ask()
     while len(ended_s) < load.requests:
-        clock.run(clock.now + HEARTBEAT_S)
+        until_s += HEARTBEAT_S
+        clock.run(until_s)
+        if until_s - max(ended_s, default=WARM_UP_S) > PATIENCE_S:
+            raise RuntimeError(f"{len(ended_s)} of {load.requests} requests ended, and no other one in {PATIENCE_S} s")
     return _records([gateway]), ended_s[-1] - WARM_UP_S
 
 

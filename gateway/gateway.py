@@ -554,6 +554,7 @@ class Gateway:
             resume=resume,
             original_tokens=model.limits.original_tokens,
             adapter="" if model.adapter is None else model.adapter.digest,
+            adapter_rank=0 if model.adapter is None else model.adapter.rank,
         )
 
     async def _answers(

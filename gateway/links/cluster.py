@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
@@ -45,6 +45,8 @@ MIN_SPARE_SLOTS = 16
 # Most workers of a role that one request is planned with. Of more, half are those beside most of its prompt; the others
 # take turns, so that several gateways do not all find the same least loaded one in their heartbeats.
 MAX_CANDIDATES = 32
+# Of more, so many may be chosen because they have the request's adapter.
+MAX_READY = 8
 # Between the first ones of two requests' turns: prime, so that all numbers of workers are gone through.
 TURN = 7919
 
@@ -83,15 +85,20 @@ class Prefixes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as live workers serve it: the KV that they share."""
+    """A model as live workers serve it: the KV that they share. ``adapter_rank``: they run adapters of that rank, too;
+    0: the model alone is asked for."""
 
     model: str
     fingerprint: str
     namespace: bytes
     block_size: int
+    adapter_rank: int = 0
 
     def includes(self, worker: ComponentRecord) -> bool:
-        """Whether a worker of the model shares that KV."""
+        """Whether a worker of the model shares that KV, and runs such adapters."""
+        rank = self.adapter_rank
+        if rank and not (worker.max_loras and worker.max_lora_rank >= rank):
+            return False
         return worker.fingerprint in ("", self.fingerprint) and worker.namespace == self.namespace.hex()
 
 
@@ -129,8 +136,9 @@ class Cluster:
         self.registry = registry
         # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
-        # When a decode worker and a KV node for the model were last on record, by model.
-        self._recorded_at_s: dict[str, float] = {}
+        # When a decode worker and a KV node for the model were last on record, by model and the worker's largest rank
+        # of adapters.
+        self._recorded_at_s: dict[tuple[str, int], float] = {}
         self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
@@ -173,12 +181,15 @@ class Cluster:
             self._note_models(now)
             self._sync()
 
-    def served(self, model: str, fingerprint: str) -> Served:
-        """How ``model`` is served now, by components that answer. Raises Unavailable, naming what is missing."""
+    def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
+        """How ``model``, with adapters of a rank, is served now by components that answer. Raises Unavailable, naming
+        what is missing."""
         for served in self._per_look(("served", model, fingerprint), lambda: self._spaces(model, fingerprint)):
+            served = replace(served, adapter_rank=adapter_rank) if adapter_rank else served
             if any(served.includes(worker) and self._usable(worker) for worker in self.view.of("decode", model)):
                 return served
-        raise Unavailable(f"no decode worker of model {model!r} lives{self.blind_spot()}")
+        wanted = f" that runs adapters of rank {adapter_rank} (--enable-lora, --max-lora-rank)" if adapter_rank else ""
+        raise Unavailable(f"no decode worker of model {model!r} lives{wanted}{self.blind_spot()}")
 
     def _spaces(self, model: str, fingerprint: str) -> list[Served]:
         """How workers on record serve the model, the most usual first. Those of two releases may differ in layout; a
@@ -193,7 +204,12 @@ class Cluster:
         return not any(self._fit(worker, served, 0) for worker in self.view.of("decode", served.model))
 
     def candidates(
-        self, served: Served, tokens: int, hits: Mapping[str, int] | None = None, spread: int = 0
+        self,
+        served: Served,
+        tokens: int,
+        hits: Mapping[str, int] | None = None,
+        spread: int = 0,
+        adapter: str = "",
     ) -> tuple[ComponentRecord, ...]:
         """The components that a request is planned with: usable workers, at most MAX_CANDIDATES of a role, and nodes.
 
@@ -201,20 +217,21 @@ class Cluster:
             tokens: prompt and answer at their longest; nodes whose whole pool is smaller are left out.
             hits: blocks of the prompt on each node, by node id.
             spread: any number that differs from request to request.
+            adapter: digest of the request's adapter; of many workers, some of those that have it are included.
 
         Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
         """
         hits = hits or {}
         turned = sorted(hits)[spread % len(hits) :] + sorted(hits)[: spread % len(hits)] if hits else []
         best = sorted(turned, key=lambda node_id: -hits[node_id])
-        decodes = self._choose("decode", served, tokens, best, spread)
+        decodes = self._choose("decode", served, tokens, best, spread, adapter)
         if not decodes:
             usable = [one for one in self.view.of("decode", served.model) if served.includes(one) and self._usable(one)]
             if any(self._live_node(one.node_id) for one in usable):
                 raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {served.model!r}")
             return tuple(usable)
         near = dict.fromkeys(worker.node_id for worker in decodes)
-        prefills = self._choose("prefill", served, tokens, near, spread)
+        prefills = self._choose("prefill", served, tokens, near, spread, adapter)
         names = dict.fromkeys((*near, *(worker.node_id for worker in prefills), *best))
         nodes = [node for node in map(self._live_node, names) if node is not None]
         now = time.monotonic()
@@ -230,16 +247,22 @@ class Cluster:
         return tuple(one for one in mates if one.component_id not in self.view.fenced)
 
     def _choose(
-        self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int
+        self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int, adapter: str
     ) -> list[ComponentRecord]:
-        """Fit workers of a role: all, or of many those on ``nodes``, the first first, and those whose turn it is."""
+        """Fit workers of a role: all, or of many those on ``nodes``, the first first, those that have the adapter, and
+        those whose turn it is."""
         everyone = self.view.of(role, served.model)
         workers: Iterable[ComponentRecord] = everyone
         if len(everyone) > MAX_CANDIDATES:
             beside = (one for node_id in nodes for one in self.view.on_node(node_id))
             mine = (one for one in beside if (one.role, one.model) == (role, served.model))
             first = spread * TURN % len(everyone)
-            workers = itertools.chain(itertools.islice(mine, MAX_CANDIDATES // 2), everyone[first:], everyone[:first])
+            turned = everyone[first:] + everyone[:first]
+            sent = self.sent_adapters.workers(adapter, time.monotonic()) if adapter else ()
+            ready = (one for one in turned if adapter and (adapter in one.adapters or one.component_id in sent))
+            workers = itertools.chain(
+                itertools.islice(mine, MAX_CANDIDATES // 2), itertools.islice(ready, MAX_READY), turned
+            )
         chosen: dict[str, ComponentRecord] = {}
         for worker in workers:
             if worker.component_id not in chosen and self._fit(worker, served, tokens):
@@ -250,10 +273,10 @@ class Cluster:
 
     def _fit(self, worker: ComponentRecord, served: Served, tokens: int) -> bool:
         """Whether a worker and its node can serve a request of so many tokens now."""
-        node = self._live_node(worker.node_id)
-        if node is None or 0 < node.total_blocks * served.block_size < tokens:
+        if not served.includes(worker):
             return False
-        return served.includes(worker) and self._usable(worker)
+        node = self._live_node(worker.node_id)
+        return node is not None and not 0 < node.total_blocks * served.block_size < tokens and self._usable(worker)
 
     def _live_node(self, node_id: str) -> ComponentRecord | None:
         node = self.view.node(node_id)
@@ -262,15 +285,15 @@ class Cluster:
     def _usable(self, component: ComponentRecord) -> bool:
         return self.answers(component) and self.view.trusts(component.component_id, time.monotonic())
 
-    async def served_soon(self, model: str, fingerprint: str) -> Served:
-        """How ``model`` is served, for a new request, which waits a little: FIRST_LOOK_S for components that are just
-        starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a supervisor is bringing
-        them back. Raises Unavailable."""
+    async def served_soon(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
+        """How ``model``, with adapters of a rank, is served, for a new request, which waits a little: FIRST_LOOK_S for
+        components that are just starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a
+        supervisor is bringing them back. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
-            served, complete = self._look((model, fingerprint))
+            served, complete = self._look((model, fingerprint, adapter_rank))
             if complete:
                 return served
-        return await self._waiters.wait((model, fingerprint))
+        return await self._waiters.wait((model, fingerprint, adapter_rank))
 
     def request_slots(self, model: str) -> int:
         """Requests that the model's workers should be given at once: this gateway's share of the decode workers' slots,
@@ -336,16 +359,20 @@ class Cluster:
 
     def _note_models(self, now: float) -> None:
         if self.view.of("kvnode"):
-            self._recorded_at_s.update(dict.fromkeys(self.view.models(), now))
+            workers = (worker for model in self.view.models() for worker in self.view.of("decode", model))
+            self._recorded_at_s.update({(one.model, one.max_lora_rank if one.max_loras else 0): now for one in workers})
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
         """How a model is served, and whether by a KV node of its decode workers too. Raises Unavailable."""
         served = self.served(*key)
         return served, not self.lacks_node(served)
 
-    def _patience_s(self, model: str) -> float:
-        """How long a request waits for the model: longer where it was served a short time ago."""
-        expected = time.monotonic() - self._recorded_at_s.get(model, -math.inf) < RETURN_WAIT_S
+    def _patience_s(self, key: ModelKey) -> float:
+        """How long a request waits for the model, with adapters of a rank: longer where it was served a short time
+        ago."""
+        model, _, adapter_rank = key
+        times_s = (at_s for (name, rank), at_s in self._recorded_at_s.items() if name == model and rank >= adapter_rank)
+        expected = time.monotonic() - max(times_s, default=-math.inf) < RETURN_WAIT_S
         return RETURN_WAIT_S if expected else FIRST_LOOK_S
 
     def node(self, node_id: str) -> NodeLink:

@@ -19,8 +19,8 @@ from pillion.gateway.links.defects import Defects
 LOOK_INTERVAL_S = 0.1
 
 T = TypeVar("T")
-# A model's name and its fingerprint.
-ModelKey = tuple[str, str]
+# A model's name, its fingerprint, and the rank of the adapter that it is asked for with, 0 without one.
+ModelKey = tuple[str, str, int]
 
 
 class OutageWaiters(Generic[T]):
@@ -36,7 +36,7 @@ class OutageWaiters(Generic[T]):
         self,
         refresh: Callable[[], Awaitable[None]],
         look: Callable[[ModelKey], tuple[T, bool]],
-        patience_s: Callable[[str], float],
+        patience_s: Callable[[ModelKey], float],
     ) -> None:
         self._refresh = refresh
         self._look = look
@@ -72,7 +72,7 @@ class OutageWaiters(Generic[T]):
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     def _answer(self, key: ModelKey, now_s: float) -> None:
-        line, patience_s = self._lines[key], self._patience_s(key[0])
+        line, patience_s = self._lines[key], self._patience_s(key)
         found: T | Unavailable
         try:
             found, complete = self._look(key)

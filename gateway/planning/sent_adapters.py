@@ -24,6 +24,10 @@ class SentAdapters:
         if len(self._until_s) > MAX_SENT_ADAPTERS:
             del self._until_s[next(iter(self._until_s))]
 
+    def forget(self, digest: str, component_id: str) -> None:
+        """The request failed there: nothing shows that the worker has the adapter."""
+        self._until_s.get(digest, {}).pop(component_id, None)
+
     def workers(self, digest: str, now: float) -> Set[str]:
         """Workers that such a request went to within SENT_COUNTS_S."""
         workers = self._until_s.get(digest)

@@ -36,7 +36,6 @@ from pillion.v1.decode_pb2 import Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
-from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -150,6 +149,7 @@ class ComponentCalls:
         try:
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
+            self._failed_at(worker)
             self._post(ev.DecodeLost(attempt, error, retryable=True))
         else:
             for stream, key in zip(streams, keys, strict=True):
@@ -184,9 +184,9 @@ class ComponentCalls:
         try:
             with telemetry.child("plan", self._span) as span:
                 if action.attempt == 1:
-                    served = await cluster.served_soon(job.model, job.fingerprint)
+                    served = await cluster.served_soon(job.model, job.fingerprint, job.adapter_rank)
                 else:
-                    served = cluster.served(job.model, job.fingerprint)
+                    served = cluster.served(job.model, job.fingerprint, job.adapter_rank)
                 whole = None if cluster.lacks_node(served) else served
                 decided = await self._plan(action, served, span)
         except PillionError as error:
@@ -212,9 +212,7 @@ class ComponentCalls:
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
-        components: Sequence[ComponentRecord] = cluster.candidates(served, job.text_tokens, blocks, job.spread)
-        if job.adapter:
-            components = _with_adapters(components, job.model)
+        components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -311,6 +309,7 @@ class ComponentCalls:
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
+            self._failed_at(worker.component_id)
             self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
@@ -334,9 +333,16 @@ class ComponentCalls:
                 self._still_queued(attempt, delta.queued)
             elif delta.error is not None:
                 error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
+                if self._stream is not None:
+                    self._failed_at(self._stream[0])
                 self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)
+
+    def _failed_at(self, component_id: str) -> None:
+        """What was sent to the worker does not show that it has the request's adapter: perhaps it cannot have it."""
+        if self._job.adapter:
+            self._cluster.sent_adapters.forget(self._job.adapter, component_id)
 
     def _still_queued(self, attempt: int, position: int) -> None:
         self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
@@ -363,11 +369,3 @@ class ComponentCalls:
             left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
             amounts[plan.prefill.component_id] = left, left
         self.assign(amounts)
-
-
-def _with_adapters(components: Sequence[ComponentRecord], model: str) -> Sequence[ComponentRecord]:
-    """The nodes, and the workers that run adapters. Raises Unavailable where no decode worker does."""
-    found = [one for one in components if one.role == "kvnode" or one.max_loras]
-    if not any(one.role == "decode" for one in found):
-        raise Unavailable(f"no decode worker of model {model!r} lives that runs adapters (--enable-lora)")
-    return found

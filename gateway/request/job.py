@@ -33,7 +33,7 @@ class Job:
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
     is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of
-    the adapter that answers are computed with; "" for the model alone.
+    the adapter that answers are computed with; "" for the model alone. ``adapter_rank`` is its largest rank.
     """
 
     request_id: str
@@ -53,6 +53,7 @@ class Job:
     grammar: str = ""
     original_tokens: int = 0
     adapter: str = ""
+    adapter_rank: int = 0
 
     @property
     def text_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.closed_loop import ClosedLoad
-from benchmarks.split_world import NEXT_CORE_SPEED, Clock, SharedCores, SimCluster, simulate_closed
+from benchmarks.split_world import NEXT_CORE_SPEED, Clock, Flow, SharedCores, SimCluster, SimGateway, simulate_closed
 from pillion.core_board import LINGER_NS
 from pillion.loadgen.figures import percentile
 
@@ -50,3 +50,15 @@ def test_auto_serves_as_much_as_one_worker_with_all_cores(load: ClosedLoad) -> N
     found, found_gap_s = figures("auto", SimCluster(1, 1, COST, COST, 0.0, 2.5, 1))
     assert found > 0.95 * rate
     assert found_gap_s < 1.25 * gap_s
+
+
+def test_a_lost_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = SimGateway._submit
+
+    def lose_one(gateway: SimGateway, flow: Flow) -> None:
+        if flow.request.number != 2:
+            submit(gateway, flow)
+
+    monkeypatch.setattr(SimGateway, "_submit", lose_one)
+    with pytest.raises(RuntimeError, match="3 of 4 requests ended"):
+        simulate_closed(SimCluster(0, 1, (), COST, 0.0, 2.5, 2), "colocated", ClosedLoad(64, 4, 2, 4))

@@ -9,9 +9,11 @@ float16 where all of a matrix are such numbers, because those of small groups ar
     8 bits   a line for each of its two pairs of inputs: [4 quarters][2 tiles][4 columns][2 inputs], a byte is a sign
              and 7 bits
 
-Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. With AVX-512 both
-come from tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each
-bfloat16 are looked up and interleaved within each quarter of a line.
+Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. Pairs come from
+tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each bfloat16 are
+looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and that
+of NF4 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves them
+alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
 
 
 def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
-    """The ``CodeKind.codes`` with float32 constants for all these codes of a coding of
+    """The ``CodeKind.codes`` of the kind that holds all these codes, whatever their constants. ``coding`` is a key of
     :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
     if coding in ("uint4", "int4"):
         return "int4"

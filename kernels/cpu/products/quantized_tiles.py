@@ -45,9 +45,9 @@ _MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 _TABLE_ROWS = 3
 # What the tables of these kinds need beyond that, where they give bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# Units of a group whose chains end soon enough: a processor has the next group at hand before these end.
+# In a group of so many units at most, chains of additions are short: while they end, a processor begins the next group.
 _SHORT_CHAIN_UNITS = 8
-# Longer groups that few rows work on side by side.
+# How many longer groups few rows work on side by side.
 _MOST_SIDES = 4
 
 

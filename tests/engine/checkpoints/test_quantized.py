@@ -159,16 +159,20 @@ def test_rows_are_rounded_as_compressed_tensors_rounds_them(name, family, kernel
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernels_and_torch_round_rows_alike(dtype, plain_folder, tmp_path):
-    """Also those of experts, and with symmetric scales."""
-    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS["w8a8"](16))
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [("w8a8-asymmetric", "float32", 1e-3), ("w8a8", "float32", 0.4), ("w8a8-static", "bfloat16", 0.6)],
+)
+def test_the_kernels_and_torch_round_rows_alike(name, dtype, most, plain_folder, tmp_path):
+    """Also those of experts. Logits of kernels that round no rows are as far from torch's as unrounded logits are; with
+    rows that are rounded it is 0.00001, 0.15 and 0.29 of that, because ties and bfloat16 turn some codes."""
+    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS[name](16))
     exact, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
     prepared = prepare(ModelFlags(model=str(few), dtype=dtype))
     plain = prepare(ModelFlags(model=str(wide), dtype="float32"))
     drivers = [CpuDriver(prepared), BackendDriver(exact), BackendDriver(plain)]
     ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
-    assert (ours - theirs).abs().mean() < 1.5 * (theirs - unrounded).abs().mean()
+    assert (ours - theirs).abs().mean() < most * (theirs - unrounded).abs().mean()
     # A prompt that was cut into other batches has logits with the same bits.
     assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
 

@@ -7,8 +7,11 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 
+import grpc
 import pytest
+from msgspec.structs import replace
 
 from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
@@ -153,6 +156,28 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         with pytest.raises(NotFound):
             await fakes.client.unload_adapter("sql")
         await fakes.settled()
+
+
+async def test_workers_that_cannot_have_the_adapter(made, flags, monkeypatch):
+    """One that failed does not count as one that loads it; one of too small a rank is no worker for it."""
+    monkeypatch.setattr("pillion.gateway.links.cluster.RETURN_WAIT_S", 0.0)
+    async with running(made, lora_modules=(f"sql={made[1][0]}",), **flags) as fakes:
+        address, cluster = fakes.gateway.http_address, fakes.gateway.gateway.cluster
+
+        def sent():
+            return set(cluster.sent_adapters.workers(digest_of(made, 0), time.monotonic()))
+
+        fakes.decode.refusals = [(grpc.StatusCode.INTERNAL.value[0], False)]
+        assert (await call(address, "/v1/completions", TEXT | {"model": "sql"})).status == 500
+        assert "decode-0" not in sent()
+        assert (await call(address, "/v1/completions", TEXT | {"model": "sql"})).status == 200
+        assert "decode-0" in sent()
+        old = next(one for one in cluster.view.of("decode", "toy"))
+        await fakes.registry.heartbeat(replace(old, max_lora_rank=2))
+        await until("the rank to be known", lambda: cluster.view.of("decode", "toy")[0].max_lora_rank == 2)
+        refused = await call(address, "/v1/completions", TEXT | {"model": "sql"})
+        assert (refused.status, "adapters of rank 4 " in refused.error["message"]) == (503, True), refused.error
+        assert (await call(address, "/v1/completions", TEXT | {"model": "toy"})).status == 200
 
 
 async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.links.cluster import MAX_CANDIDATES, Cluster
+from pillion.gateway.links.cluster import FIRST_LOOK_S, MAX_CANDIDATES, RETURN_WAIT_S, Cluster
 from pillion.wire.registry import ComponentRecord
 
 NODES, WORKERS_EACH = 100, 3
@@ -85,6 +86,55 @@ def test_board_mates_are_all_that_compute_there(cluster: Cluster) -> None:
     planned = [record for record in cluster.view.on_node("kv-3") if record.component_id in ("kv-3", "decode-3-0")]
     assert {one.component_id for one in cluster.board_mates(planned)} == {"prefill-3-0", "decode-3-1", "prefill-3-2"}
     assert cluster.board_mates(cluster.candidates(cluster.served("m", ""), 100, {"kv-5": 1}, 1)[:2]) == ()
+
+
+OURS = "ab" * 32
+
+
+def with_adapters(cluster: Cluster, ranks: dict[str, int], **more: dict[str, object]) -> None:
+    """Makes workers run adapters, up to each one's rank."""
+    runs = [
+        replace(one, **({"max_loras": 2, "max_lora_rank": ranks[one.component_id]} | more.get(one.component_id, {})))
+        if one.component_id in ranks
+        else one
+        for one in RECORDS
+    ]
+    cluster.view.update(runs, 101.0)
+
+
+def test_the_few_that_run_the_adapter_are_found_on_every_turn(cluster: Cluster) -> None:
+    with_adapters(cluster, {"decode-5-0": 16, "decode-95-1": 16, "decode-50-1": 8, "prefill-7-2": 8, "prefill-8-2": 64})
+    served = cluster.served("m", "", 16)
+    for number in range(9):
+        found = cluster.candidates(served, 100, {"kv-1": 9}, number, OURS)
+        assert sorted(ids(found, "decode")) == ["decode-5-0", "decode-95-1"]
+        assert ids(found, "prefill") == ["prefill-8-2"]
+    assert len(ids(cluster.candidates(cluster.served("m", ""), 100), "decode")) == MAX_CANDIDATES
+    with pytest.raises(Unavailable, match="adapters of rank 32 "):
+        cluster.served("m", "", 32)
+
+
+def test_those_that_have_the_adapter_are_candidates_of_every_turn(cluster: Cluster) -> None:
+    names = [record.component_id for record in RECORDS if record.role == "decode"]
+    loaded = {name: {"adapters": (OURS,)} for name in ("decode-33-0", "decode-66-1")}
+    with_adapters(cluster, dict.fromkeys(names, 16), **loaded)
+    cluster.sent_adapters.note(OURS, {"decode-77-1"}, time.monotonic())
+    served = cluster.served("m", "", 16)
+    for number in range(9):
+        found = ids(cluster.candidates(served, 100, {"kv-1": 9}, number, OURS), "decode")
+        assert {"decode-33-0", "decode-66-1", "decode-77-1"} < set(found)
+        assert len(found) == MAX_CANDIDATES
+
+
+def test_a_worker_that_ran_adapters_is_waited_for_as_a_model_is(cluster: Cluster) -> None:
+    """One of the model alone does not count, nor one that never took the rank."""
+    with_adapters(cluster, {"decode-5-0": 16})
+    cluster._note_models(time.monotonic())
+    cluster.view.update(RECORDS, 102.0)
+    cluster._note_models(time.monotonic())
+    assert cluster._patience_s(("m", "", 16)) == RETURN_WAIT_S
+    assert cluster._patience_s(("m", "", 17)) == FIRST_LOOK_S
+    assert cluster._patience_s(("m", "", 0)) == RETURN_WAIT_S
 
 
 def test_workers_that_move_or_go_leave_nothing_behind(cluster: Cluster) -> None:

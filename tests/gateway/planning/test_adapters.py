@@ -51,6 +51,10 @@ def test_what_was_sent_counts_for_a_while_and_is_bounded():
     assert sent.workers(OURS, 4.0) == {"a", "b"}
     assert sent.workers(OURS, 1.1 + SENT_COUNTS_S) == {"b"}
     assert sent.workers(OTHER, 4.0) == set()
+    sent.note(OTHER, {"a", "b"}, 3.0)
+    sent.forget(OTHER, "a")
+    sent.forget("unknown", "a")
+    assert sent.workers(OTHER, 4.0) == {"b"}
     for number in range(MAX_SENT_ADAPTERS):
         sent.note(str(number), {"c"}, 4.0)
     assert sent.workers(OURS, 4.0) == set()
