@@ -1,17 +1,38 @@
 """Where a machine keeps its copies of adapters: by their digests, in the model cache that all components share.
 
 $PILLION_CACHE or ~/.cache/pillion
-`-- adapters/<digest>/    the ADAPTER_FILES, whole and never changed
+`-- adapters/
+    |-- <digest>/         the ADAPTER_FILES, whole and never changed
+    `-- <random>.tmp/     a draft, locked by the process that writes it, and renamed into its place
+
+Whoever begins a draft makes room for it first: drafts of processes that have ended go, then the copies that were used
+longest ago.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
+# The most that an adapter may take.
+MAX_ADAPTER_BYTES = 8 * 2**30
+# What all copies may take, and what they leave free on the disk.
+MAX_COPIES_BYTES = 64 * 2**30
+MIN_FREE_BYTES = 2**30
+# A copy that was not used for so long may be removed.
+KEEP_S = 3600.0
+# From this age on, a draft without a lock has lost its writer.
+MIN_DRAFT_AGE_S = 60.0
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -24,3 +45,64 @@ def cache_root() -> Path:
 def is_adapter_digest(text: str) -> bool:
     """Whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
     return _DIGEST.fullmatch(text) is not None
+
+
+@contextlib.contextmanager
+def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_BYTES) -> Iterator[Path]:
+    """Yields a new folder for an adapter's files, beside their place in ``adapters``, and removes it if it is still
+    there at the end. Raises OSError where there is no room for ``size_bytes``."""
+    make_room(adapters, size_bytes, max_bytes)
+    draft = adapters / f"{secrets.token_hex(8)}.tmp"
+    draft.mkdir()
+    try:
+        with _locked(draft) as alone:
+            assert alone, "the name of a draft is random"
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def make_room(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_BYTES) -> None:
+    """Removes what nobody needs until ``size_bytes`` more fit below ``max_bytes`` and on the disk. Raises OSError where
+    that is not enough."""
+    now, kept = time.time(), []
+    for folder in adapters.iterdir():
+        try:
+            used = folder.stat().st_mtime
+            if folder.suffix != ".tmp":
+                kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+            elif now - used > MIN_DRAFT_AGE_S:
+                with _locked(folder) as alone:
+                    if alone:
+                        shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # Another process removed it.
+    total_bytes = size_bytes + sum(size for _, size, _ in kept)
+    free_bytes = shutil.disk_usage(adapters).free
+    excess_bytes = max(total_bytes - max_bytes, size_bytes + MIN_FREE_BYTES - free_bytes)
+    for used, size, folder in sorted(kept):
+        if excess_bytes <= 0 or now - used < KEEP_S:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        excess_bytes -= size
+    if excess_bytes > 0:
+        reason = (
+            f"the adapters would take {total_bytes} bytes, and may take {max_bytes}; the disk has {free_bytes} bytes"
+            f" free, and {MIN_FREE_BYTES} stay so"
+        )
+        raise OSError(errno.ENOSPC, reason)
+
+
+@contextlib.contextmanager
+def _locked(draft: Path) -> Iterator[bool]:
+    """Holds a draft's lock, which ends with its process; False where another one holds it."""
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

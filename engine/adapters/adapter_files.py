@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from pillion.adapter_folders import MAX_ADAPTER_BYTES
 from pillion.engine.adapters.adapter_config import AdapterConfig, load_adapter_config
 from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
@@ -26,7 +27,6 @@ from pillion.errors import ConfigError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-MAX_ADAPTER_BYTES = 8 * 2**30
 # Numbers that are checked at once.
 _CHECKED_AT_ONCE = 2**22
 

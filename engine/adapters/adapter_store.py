@@ -11,26 +11,19 @@ the store is full; gateways use theirs again and again.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, is_adapter_digest
+from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, MAX_COPIES_BYTES, adapter_draft, is_adapter_digest
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 
-MAX_STORE_BYTES = 64 * 2**30
-# A copy that was not used for so long may be removed.
-KEEP_S = 24 * 3600.0
 COPIED_AT_ONCE_BYTES = 2**20
-# A draft this old has lost its writer.
-MAX_DRAFT_AGE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +39,7 @@ class StoredAdapter:
 class AdapterStore:
     """The store of a machine. ``root`` is the model cache's folder, by default that of this user."""
 
-    def __init__(self, root: Path | None = None, max_bytes: int = MAX_STORE_BYTES) -> None:
+    def __init__(self, root: Path | None = None, max_bytes: int = MAX_COPIES_BYTES) -> None:
         self._cache = ModelCache(root)
         self._max_bytes = max_bytes
 
@@ -109,15 +102,11 @@ class AdapterStore:
     @contextmanager
     def _draft(self, size_bytes: int) -> Iterator[Path]:
         root = self._cache.make(ADAPTERS)
-        self._make_room(root, size_bytes)
-        draft = root / f"{secrets.token_hex(8)}.tmp"
         try:
-            draft.mkdir()
-            yield draft
+            with adapter_draft(root, size_bytes, self._max_bytes) as draft:
+                yield draft
         except OSError as error:
             raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
 
     def _keep(self, draft: Path, digest: str) -> Path:
         target = self._folder(digest)
@@ -136,27 +125,6 @@ class AdapterStore:
             if not target.is_dir():
                 raise
         return target
-
-    def _make_room(self, root: Path, size_bytes: int) -> None:
-        """Removes the copies that were used longest ago until there is room. Raises Overloaded where there is none."""
-        now, kept = time.time(), []
-        for folder in root.iterdir():
-            try:
-                used, is_draft = folder.stat().st_mtime, folder.suffix == ".tmp"
-                if is_draft and now - used > MAX_DRAFT_AGE_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-                elif not is_draft:
-                    kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
-            except OSError:
-                continue  # Another process removed it.
-        total = size_bytes + sum(size for _, size, _ in kept)
-        for used, size, folder in sorted(kept):
-            if total <= self._max_bytes or now - used < KEEP_S:
-                break
-            shutil.rmtree(folder, ignore_errors=True)
-            total -= size
-        if total > self._max_bytes:
-            raise Overloaded(f"the adapters in {root} would take {total} bytes, and may take {self._max_bytes}")
 
 
 def _place_of(file: Path, inside: Path | None) -> Path:

@@ -17,7 +17,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.engine.adapters.adapter_store import KEEP_S, AdapterStore
+from pillion.adapter_folders import KEEP_S
+from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import (
     ConfigError,

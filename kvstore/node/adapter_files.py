@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from pillion.adapter_folders import ADAPTERS, cache_root, is_adapter_digest
+from pillion.adapter_folders import ADAPTERS, adapter_draft, cache_root, is_adapter_digest
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.transfer.adapter_pieces import next_piece, open_files, pieces_of, receive_files
@@ -36,8 +33,6 @@ MAX_READS = 16
 # Nodes that are asked for one adapter, and adapters that a gateway asks for at once.
 MAX_ASKED_NODES = 16
 MAX_ASKED_DIGESTS = 4096
-# What an adapter leaves free on the disk.
-MIN_FREE_BYTES = 2**30
 
 
 class NodeAdapters:
@@ -107,11 +102,7 @@ class NodeAdapters:
         """Yields a folder beside the adapter's place, which is renamed into it: it is there whole or not at all."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES + size_bytes:
-            raise OSError(errno.ENOSPC, "the disk of the model cache is nearly full")
-        draft = target.with_name(f"{secrets.token_hex(8)}.tmp")
-        draft.mkdir()
-        try:
+        with adapter_draft(target.parent, size_bytes) as draft:
             yield draft
             try:
                 draft.rename(target)
@@ -119,8 +110,6 @@ class NodeAdapters:
                 # Somebody else has kept it meanwhile.
                 if not target.is_dir():
                     raise
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
 
     async def _from_others(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
         nodes = await self.addresses() if ask_others else {}

@@ -12,12 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from pillion.adapter_folders import ADAPTER_FILES
+from pillion.adapter_folders import ADAPTER_FILES, MAX_ADAPTER_BYTES
 from pillion.errors import InvalidRequest, Unavailable
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
-# Largest adapter that is taken from another machine.
-MAX_ADAPTER_BYTES = 8 * 2**30
 MAX_PIECE_BYTES = 2**19
 # Longest silence of the other side while files are written.
 PIECE_TIMEOUT_S = 60.0

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pillion.adapter_folders import ADAPTERS
+from pillion.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.config import KVNodeFlags
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_files import AdapterFiles
@@ -268,6 +268,31 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
         with pytest.raises(InvalidRequest, match="too early"):
             await call_unary(kvnode_pb2_grpc.KVNodeStub(node.channel).KeepAdapter, broken_off())
         assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
+        await here.quiet()
+
+
+async def test_a_node_with_a_full_disk_keeps_what_is_used(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
+    used, unused = store(cache, 3), store(cache, 4)
+    folder, copies = tmp_path / "gateway" / ADAPTERS, cache / ADAPTERS
+    abandoned = copies / "0.tmp"
+    abandoned.mkdir()
+    for old in (copies / unused, abandoned):
+        os.utime(old, (0, 0))
+    disk, size = shutil.disk_usage(cache), sum(file.stat().st_size for file in (folder / digest).iterdir())
+
+    def usage(path: object) -> Any:
+        """A disk with room for three adapters."""
+        return disk._replace(free=MIN_FREE_BYTES + size * (3 - len(set(copies.iterdir()) - set(copies.glob("*.tmp")))))
+
+    async with line() as here:
+        node = here.workers.node
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", usage)
+            await node.keep_adapter(other, open_files(folder / other))
+            assert {path.name for path in copies.iterdir()} == {used, unused, other}
+            await node.keep_adapter(digest, open_files(folder / digest))
+            assert {path.name for path in copies.iterdir()} == {used, digest, other}
         await here.quiet()
 
 
