@@ -86,9 +86,9 @@ T = TypeVar("T")
 STOPPING = "this gateway is stopping"
 # A client may come again at once: it reaches another gateway, or the next one behind this port.
 DRAIN_RETRY_MS = 100
-# Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
 # Longest time that the load of an adapter waits until all machines have it.
 SPREAD_TIMEOUT_S = 30.0
+# Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
 TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
 
 
@@ -239,7 +239,7 @@ class Gateway:
             answers = await self._answers(request, model, job, form, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
-            return self._start(request, job, answers, permit, span)
+            return self._start(request, model.name, job, answers, permit, span)
         except BaseException as error:
             # A request that was admitted leaves, also where its caller was cancelled.
             if permit is not None:
@@ -287,14 +287,21 @@ class Gateway:
         """The model, perhaps with an adapter, that ``name`` means for a tenant, for the gateway itself without one; ""
         means the only one. Raises NotFound and InvalidRequest."""
         found = self._named(name)
-        if found is not None and (tenant is None or tenant.may_use(found.name)):
+        if found is not None and self._may_use(tenant, found):
             return found
-        known = [one for one in self._models if tenant is None or tenant.may_use(one)]
+        known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
             known = [one for one in tenant.models if self._named(one) is not None]
         found = self._named(check_model(name, known))
         assert found is not None
         return found
+
+    def _may_use(self, tenant: Tenant | None, entry: ModelEntry) -> bool:
+        """Whether a tenant, which the gateway itself is without one, may use a model or an adapter. Tenants' files may
+        have a model's alias for its name."""
+        if tenant is None or tenant.may_use(entry.name):
+            return True
+        return entry.adapter is None and self._by_name.get(entry.alias) is entry and tenant.may_use(entry.alias)
 
     def _named(self, name: str) -> ModelEntry | None:
         entry = self._by_name.get(name)
@@ -344,7 +351,7 @@ class Gateway:
         for adapter in () if self.adapters is None else self.adapters.all():
             if adapter.parent in served:
                 entries.append(replace(served[adapter.parent], adapter=adapter))
-        return tuple(_described(entry) for entry in entries if tenant is None or tenant.may_use(entry.name))
+        return tuple(_described(entry) for entry in entries if self._may_use(tenant, entry))
 
     async def load_adapter(
         self, tenant: Tenant | None, name: str, path: str, *, in_place: bool = False, model: str = ""
@@ -579,6 +586,7 @@ class Gateway:
     def _start(
         self,
         request: GenerateRequest,
+        name: str,
         job: Job,
         answers: list[AnswerText],
         permit: AdmissionPermit,
@@ -599,10 +607,10 @@ class Gateway:
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
             if job.adapter:
-                self._running_adapters[request.model] -= 1
+                self._running_adapters[name] -= 1
 
         if job.adapter:
-            self._running_adapters[request.model] += 1
+            self._running_adapters[name] += 1
         generation = Generation(job, self.cluster, answers, span, meter, ended)
         generation.start()
         return generation

@@ -253,7 +253,7 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> Adapter
         raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
     names = AdapterNames(
         {name: load_config(entry.folder) for name, entry in entries.items() if entry.folder is not None},
-        [entry.alias for entry in entries.values() if entry.alias],
+        {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},
         AdapterOptions(
             max_rank=flags.max_lora_rank,
             max_loras=flags.max_loras,

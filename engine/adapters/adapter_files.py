@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from pillion.adapter_folders import MAX_ADAPTER_BYTES
 from pillion.engine.adapters.adapter_config import AdapterConfig, load_adapter_config
+from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
@@ -153,7 +154,7 @@ class AdapterFiles:
         """
         halves = self._halves()
         prefix = self._prefix(halves)
-        known = self._modules(model, prefix, halves)
+        known = self._modules(model, prefix)
         pairs: list[AdapterPair] = []
         for module, names in halves.items():
             projection = known.get(module)
@@ -255,12 +256,11 @@ class AdapterFiles:
                 return prefix
         return _PREFIXES[0]
 
-    def _modules(self, model: ModelConfig, prefix: str, present: Mapping[str, object]) -> dict[str, Projection]:
-        """The model's linear layers by their names in it, fused ones only where the adapter has any."""
+    def _modules(self, model: ModelConfig, prefix: str) -> dict[str, Projection]:
+        """The model's linear layers by their names in it."""
         per_layer = [projections(model, layer) for layer in range(model.num_layers)]
-        hidden: set[str] = set()
-        for fused, parts in _FUSED.items():
-            hidden.update(parts if any(name.endswith(fused) for name in present) else (fused,))
+        fused = FAMILIES[model.family].fused_projections
+        hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
         return {
             f"{prefix}layers.{layer}.{name}": projection
             for layer, found in enumerate(per_layer)

@@ -19,7 +19,8 @@ class ModelFamily:
     ``defaults`` are the values that transformers assumes for missing keys. They also switch options on: a key such as
     ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and refused
     for others (:mod:`pillion.engine.models.config_keys`). ``ignored`` are keys that stand in configs of the family
-    although transformers does not read them there.
+    although transformers does not read them there. ``fused_projections``: transformers has qkv_proj and gate_up_proj
+    in place of their parts.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class ModelFamily:
     qk_norm: str = ""
     scaled_embedding: bool = False
     partial_rope: bool = False
+    fused_projections: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -124,6 +126,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "sliding_window": None,
         },
         partial_rope=True,
+        fused_projections=True,
     ),
     "gemma2": ModelFamily(
         {

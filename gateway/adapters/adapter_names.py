@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class AdapterNames:
 
     Args:
         models: the config of each served model, by its name; the first one is that of --model.
-        taken: further names that no adapter may have.
+        aliases: further names of models, which no adapter may have; each with the model's name.
         shared: the names that all gateways share; None where this gateway is alone.
         store: made when it is needed by default.
     """
@@ -108,13 +108,14 @@ class AdapterNames:
     def __init__(
         self,
         models: Mapping[str, ModelConfig],
-        taken: Collection[str],
+        aliases: Mapping[str, str],
         options: AdapterOptions,
         shared: SharedNames | None = None,
         store: AdapterStore | None = None,
     ) -> None:
         self._models = models
-        self._taken = frozenset(taken) | frozenset(models)
+        self._aliases = aliases
+        self._taken = frozenset(aliases) | frozenset(models)
         self._options = options
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
@@ -126,6 +127,9 @@ class AdapterNames:
         self._changing = 0
         self._sharing = asyncio.Lock()
         self._looked_s = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+        # Loads whose callers may have left.
+        self._loads: set[asyncio.Task[NamedAdapter]] = set()
 
     def load_fixed(self, modules: Sequence[LoraModule]) -> None:
         """Loads the adapters of --lora-modules. Reads files; raises ConfigError, which names the adapter."""
@@ -147,12 +151,25 @@ class AdapterNames:
         return [adapter for adapter in self.table.all() if self.find(adapter.name) is adapter]
 
     async def look(self, name: str) -> None:
-        """Asks the registry about a name that is unknown here, where nobody has asked it just now."""
-        if name and self.table.find(name) is None and name not in self._taken and self._options.updating:
-            now = time.monotonic()
-            if now - self._looked_s >= LOOK_INTERVAL_S:
-                self._looked_s = now
-                await self._share_quietly()
+        """Asks the registry about a name that is unknown here; all who ask at once share a look, and each has one that
+        began after it came."""
+        if not name or name in self._taken or not self._options.updating:
+            return
+        # A look that is under way may have been answered before the name was given.
+        for _ in range(1 if self._looking is None else 2):
+            if self.table.find(name) is not None:
+                return
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look())
+            await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.sleep(self._looked_s + LOOK_INTERVAL_S - time.monotonic())
+            await self._share_quietly()
+        finally:
+            self._looked_s = time.monotonic()
+            self._looking = None
 
     async def load(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> NamedAdapter:
         """Gives ``name`` to the adapter of a folder, for requests that come from now on.
@@ -162,20 +179,39 @@ class AdapterNames:
             in_place: whether the name may mean another adapter already.
             model: the name of the adapter's model; "" for that of --model.
 
+        A load goes on when its caller leaves; to load what the name means already changes nothing.
+
         Raises:
-            Overloaded: too many adapters are being loaded. PermissionDenied: names are fixed here, or the folder is in
-                none of --lora-path. NotFound: no such folder. InvalidRequest: the adapter cannot be served. Conflict:
-                the name is taken.
+            Overloaded: too many adapters are being loaded, or there is no room for this one. PermissionDenied: names
+                are fixed here, or the folder is in none of --lora-path. NotFound: no such folder. InvalidRequest: the
+                adapter cannot be served. Conflict: the name is taken.
         """
+        load = asyncio.create_task(self._change(name, path, in_place, model))
+        self._loads.add(load)
+        load.add_done_callback(self._loaded)
+        return await asyncio.shield(load)
+
+    def _loaded(self, load: asyncio.Task[NamedAdapter]) -> None:
+        self._loads.discard(load)
+        if not load.cancelled():
+            load.exception()
+
+    async def _change(self, name: str, path: str, in_place: bool, model: str) -> NamedAdapter:
         self._check_updating()
         if not _NAME.fullmatch(name):
             raise _wrong("lora_name", "a name has from 1 to 256 characters, none of them a space")
         async with self._turn():
-            self._check_free(name, in_place)
+            self._check_free(name)
             root, folder = await asyncio.to_thread(self._allowed, path)
             adapter = await asyncio.to_thread(self._load, name, folder, model, root)
+            before = self.find(name)
+            if before is not None and (before.parent, before.digest) == (adapter.parent, adapter.digest):
+                return before
+            self._check_unused(name, in_place)
             self.table.put(adapter, _now_ms())
         await self._share_quietly()
+        if self.table.find(name) != adapter:
+            raise Conflict(f"what {name!r} means was changed at the same time")
         log.info("adapter %s of model %s is %s from %s", name, adapter.parent, adapter.digest[:12], folder)
         return adapter
 
@@ -223,7 +259,9 @@ class AdapterNames:
             await asyncio.sleep(interval_s)
 
     async def aclose(self) -> None:
-        """Closes the connections to Redis."""
+        """Ends loads and looks, and closes the connections to Redis."""
+        for task in (*self._loads, *filter(None, [self._looking])):
+            task.cancel()
         if self._shared is not None:
             await self._shared.aclose()
 
@@ -251,19 +289,21 @@ class AdapterNames:
         if not self._options.updating:
             raise PermissionDenied("names of adapters are fixed here: --allow-runtime-lora-updating changes that")
 
-    def _check_free(self, name: str, in_place: bool) -> None:
+    def _check_free(self, name: str) -> None:
         if name in self._taken:
             raise Conflict(f"{name!r} is the name of a model")
         if name in self.table.fixed:
             raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
+        if self.table.find(name) is None and len(self.table.all()) >= MAX_NAMES:
+            raise Conflict(f"{MAX_NAMES} adapters have names already")
+
+    def _check_unused(self, name: str, in_place: bool) -> None:
         if self.table.find(name) is not None and not in_place:
             raise _wrong(
                 "lora_name",
                 f"The lora adapter {name!r} has already been loaded. If you want to load the adapter in place, set"
                 " 'load_inplace' to True.",
             )
-        if self.table.find(name) is None and len(self.table.all()) >= MAX_NAMES:
-            raise Conflict(f"{MAX_NAMES} adapters have names already")
 
     def _allowed(self, path: str) -> tuple[Path, Path]:
         """The folder of --lora-path, and the one in it that a caller names. Nothing is said of paths elsewhere, not
@@ -280,7 +320,7 @@ class AdapterNames:
         return there
 
     def _load(self, name: str, folder: Path, model: str, inside: Path | None = None) -> NamedAdapter:
-        parent = model or next(iter(self._models))
+        parent = self._aliases.get(model, model) or next(iter(self._models))
         if parent not in self._models:
             raise _wrong("base_model_name", f"{parent[:100]!r} is not served here")
         if name in self._taken:

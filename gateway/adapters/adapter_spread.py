@@ -2,6 +2,8 @@
 
 a name is given, a node joins --> which of the adapters does its machine lack? --> it gets those that this gateway has
 
+a gateway learns a name whose files it lacks --> it gets them from a KV node: names outlive the gateways that gave them
+
 On one machine all components share the model cache, so nothing is lacking. What cannot be brought is tried again later;
 meanwhile workers ask their nodes, and these each other.
 """
@@ -12,12 +14,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from functools import partial
 
 from pillion.adapter_folders import ADAPTERS, cache_root
-from pillion.errors import PillionError
+from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.errors import NotFound, PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.kvstore.transfer.adapter_pieces import open_files
+from pillion.kvstore.transfer.adapter_pieces import open_files, receive_files
 
 log = logging.getLogger("pillion.gateway")
 
@@ -25,6 +30,8 @@ log = logging.getLogger("pillion.gateway")
 ASK_AGAIN_S = 600.0
 # How often it is asked again while it lacks something.
 RETRY_S = 5.0
+# Longest time that one adapter may take from a node.
+FETCH_TIMEOUT_S = 120.0
 
 
 class AdapterSpread:
@@ -35,6 +42,10 @@ class AdapterSpread:
         self._nodes = nodes
         self._digests = digests
         self._root = cache_root()
+        self._store = AdapterStore()
+        # Adapters that this machine has, and when the others are asked for again.
+        self._here: set[str] = set()
+        self._fetch_again_s = float("-inf")
         # By node: the session and the adapters that it was asked about, and until when that holds.
         self._asked: dict[str, tuple[int, frozenset[str], float]] = {}
         self._spreading = asyncio.Lock()
@@ -49,12 +60,46 @@ class AdapterSpread:
             asked = [self._bring(node, digests) for node in nodes if digests and not self._knows(node, digests, now)]
             await asyncio.gather(*asked)
 
+    async def fetch(self) -> None:
+        """Gets the adapters that have names and that this machine lacks from KV nodes. What fails is tried again."""
+        digests = set(self._digests())
+        self._here &= digests
+        unknown = digests - self._here
+        if not unknown or time.monotonic() < self._fetch_again_s:
+            return
+        complete = True
+        for digest in sorted(unknown):
+            try:
+                await asyncio.to_thread(self._store.find, digest)
+            except NotFound:
+                if not await self._fetch(digest):
+                    complete = False
+                    continue
+            self._here.add(digest)
+        if not complete:
+            self._fetch_again_s = time.monotonic() + RETRY_S
+
+    async def _fetch(self, digest: str) -> bool:
+        # Each node asks the others.
+        node = next((node for node in self._nodes() if node.alive), None)
+        if node is None:
+            return False
+        try:
+            async with asyncio.timeout(FETCH_TIMEOUT_S), aclosing(node.client.read_adapter(digest)) as pieces:
+                await receive_files(await anext(pieces, None), pieces, partial(self._store.receive, digest))
+        except (PillionError, OSError, TimeoutError) as error:
+            log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
+            return False
+        log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
+        return True
+
     async def run(self, interval_s: float) -> None:
-        """Spreads what changes, until it is cancelled."""
+        """Spreads and fetches what changes, until it is cancelled."""
         defects = Defects("the spreading of adapters")
         while True:
             try:
                 await self.spread()
+                await self.fetch()
             except Exception as error:  # noqa: BLE001  (without it, other machines would lack new adapters)
                 defects.note(error)
             await asyncio.sleep(interval_s)

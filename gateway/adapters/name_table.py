@@ -14,7 +14,7 @@ from pillion.adapter_folders import is_adapter_digest
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
-# Names that mean something, and those that do not any more.
+# Names that mean something, and those that do not any more; of these, the oldest are forgotten where there are more.
 MAX_CHANGES = 4 * MAX_NAMES
 # How long a gateway that nobody reaches may come back without bringing again what was unloaded meanwhile.
 FORGET_MS = 24 * 3600 * 1000
@@ -101,6 +101,8 @@ class NameTable:
 
     def _take(self, name: str, change: StampedValue) -> None:
         self._changes[name] = change
+        if len(self._changes) > MAX_CHANGES:
+            self._forget_one(but=name)
         if name in self.fixed:
             return
         self._adapters.pop(name, None)
@@ -112,6 +114,14 @@ class NameTable:
             # Whoever may write to the registry must not make a worker ask for anything else.
             if adapter.name == name and is_adapter_digest(adapter.digest):
                 self._adapters[name] = adapter
+
+    def _forget_one(self, but: str) -> None:
+        """Forgets the name that was unloaded first, as the registry does."""
+        gone = [(change.stamp_ms, name) for name, change in self._changes.items() if not change.value and name != but]
+        if gone:
+            _, name = min(gone)
+            del self._changes[name]
+            self._unsent.discard(name)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the adapters are not what the changes and the fixed names say."""

@@ -214,7 +214,8 @@ def _adapters(flags: OfflineFlags, model: Any) -> Any:
     if not flags.enable_lora:
         return None
     options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True)
-    return AdapterNames({model.name: load_config(model.folder)}, [model.alias] if model.alias else [], options)
+    aliases = {model.alias: model.name} if model.alias else {}
+    return AdapterNames({model.name: load_config(model.folder)}, aliases, options)
 
 
 async def _until_ready(gateway: Any) -> None:

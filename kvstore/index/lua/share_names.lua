@@ -1,8 +1,28 @@
--- Shares small values by name: of two values of a name, the one with the later stamp stays, of those with one stamp the greater
--- one. KEYS: the names. ARGV: the version
--- that the caller knows, the most names, the age in ms at which an empty value is forgotten; then name, stamp in ms, value of
--- each that the caller brings. Returns the version, and if it is another one than the caller's all names and values, each value
--- behind its stamp and a space.
+-- Shares small values by name: of two values of a name, the one with the later stamp stays, of those with one stamp the
+-- greater one, byte by byte. Where there are too many names, those that were emptied first make room for new values.
+-- KEYS: the names. ARGV: the version that the caller knows, the most names, the age in ms at which an empty value is
+-- forgotten; then name, stamp in ms, value of each that the caller brings. Returns the version, and if it is another one
+-- than the caller's all names and values, each value behind its stamp and a space.
+local function less(one, other)
+  -- What the operator < says of texts depends on the server's locale.
+  for at = 1, math.min(#one, #other) do
+    local here, there = string.byte(one, at), string.byte(other, at)
+    if here ~= there then
+      return here < there
+    end
+  end
+  return #one < #other
+end
+local function make_room(names)
+  local rows, oldest, since = redis.call('HGETALL', names), nil, nil
+  for at = 1, #rows, 2 do
+    local stamp = tonumber(rows[at] ~= '' and string.match(rows[at + 1], '^(%d+) $') or nil)
+    if stamp and (not since or stamp < since) then
+      oldest, since = rows[at], stamp
+    end
+  end
+  return oldest and redis.call('HDEL', names, oldest) == 1
+end
 local names = KEYS[1]
 own(names, 'hash')
 local version = redis.call('HGET', names, '')
@@ -12,9 +32,10 @@ for at = 4, #ARGV, 3 do
   local old = redis.call('HGET', names, name)
   local before, value_before = string.match(old or '', '^(%d+) (.*)$')
   before = tonumber(before)
-  local newer = not before or before < tonumber(stamp) or (before == tonumber(stamp) and value_before < value)
-  local fits = old or redis.call('HLEN', names) <= tonumber(ARGV[2])
-  if fits and newer then
+  local newer = not before or before < tonumber(stamp) or (before == tonumber(stamp) and less(value_before, value))
+  local count = redis.call('HLEN', names) - redis.call('HEXISTS', names, '')
+  local fits = old or count < tonumber(ARGV[2]) or (value ~= '' and make_room(names))
+  if newer and fits then
     redis.call('HSET', names, name, stamp .. ' ' .. value)
     changed = true
   end

@@ -130,6 +130,10 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
         (lambda t: {n: x for n, x in t.items() if n != Q_A}, "and no lora_A of model.layers.0.self_attn.q_proj"),
         (lambda t: {n: x for n, x in t.items() if n != Q_B}, "and no lora_B of model.layers.0.self_attn.q_proj"),
         (lambda t: {n: x for n, x in t.items() if n not in (Q_A, Q_B)}, "for which adapter_model.safetensors has no"),
+        (
+            lambda t: {n.replace("q_proj", "qkv_proj"): x for n, x in t.items()},
+            "qkv_proj, which a llama model does not have",
+        ),
         (lambda t: {}, "holds no tensors"),
         (lambda t: t | {Q_B: t[Q_B] * float("nan")}, "q_proj.lora_B.weight holds NaN or infinite numbers"),
         (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight holds NaN or infinite numbers"),

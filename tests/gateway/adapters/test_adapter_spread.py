@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 
 from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS
+from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import Overloaded
 from pillion.gateway.adapters import adapter_spread
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
+from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
+from pillion.v1.kvnode_pb2 import AdapterPiece
+from tests.support.adapters import make_adapter
+from tests.support.families import FAMILIES, make_model
 
 OURS, OTHERS = "ab" * 32, "cd" * 32
 
@@ -91,3 +96,30 @@ async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock:
     clock.now += adapter_spread.RETRY_S
     await spread.spread()
     assert nodes[0].client.kept == [OURS]
+
+
+async def test_a_gateway_gets_what_its_machine_lacks(
+    clock: SimpleNamespace, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its cache is new, and the gateway that loaded the adapter is gone."""
+    model = make_model(tmp_path_factory.mktemp("model"), FAMILIES["llama-gqa-tied"])[0]
+    source = make_adapter(model, tmp_path / "source", r=4, target_modules=["q_proj"])
+    digest, node, asked = AdapterFiles(source).digest(), link("a"), []
+
+    async def read_adapter(wanted: str) -> AsyncGenerator[AdapterPiece, None]:
+        asked.append(wanted)
+        if len(asked) == 1:
+            raise Overloaded("busy")
+        async for piece in pieces_of(open_files(source)):
+            yield piece
+
+    node.client.read_adapter = read_adapter
+    spread = AdapterSpread(lambda: [node], lambda: {OURS, digest})
+    for _ in range(2):
+        await spread.fetch()
+    assert asked == [digest]
+    clock.now += adapter_spread.RETRY_S
+    for _ in range(2):
+        await spread.fetch()
+    assert asked == [digest] * 2
+    assert AdapterFiles(tmp_path / ADAPTERS / digest).digest() == digest

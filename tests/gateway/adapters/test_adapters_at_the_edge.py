@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
+import threading
 import time
 
 import grpc
@@ -15,10 +17,12 @@ from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.adapters import adapter_names
-from pillion.gateway.adapters.adapter_names import parse_lora_modules
+from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
+from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.gateway_server import start_gateway
 from pillion.kvstore.hashing import request_root
+from pillion.kvstore.index.shared_names import SharedNames
 from testbed.conditions import until
 from tests.support.adapters import make_adapter
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
@@ -26,8 +30,11 @@ from tests.support.families import FAMILIES, make_model
 from tests.support.http import call
 
 TEXT = {"prompt": "hi"}
-KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("boss", "narrow", "free")}
-TENANTS = '[tenant.boss]\noperator = true\n[tenant.narrow]\nmodels = ["sql"]\n[tenant.free]\n'
+KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("boss", "narrow", "alias", "free")}
+TENANTS = (
+    '[tenant.boss]\noperator = true\n[tenant.narrow]\nmodels = ["sql"]\n[tenant.alias]\nmodels = ["models/toy"]\n'
+    "[tenant.free]\n"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -126,6 +133,8 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         again = await load(fakes, "sql", folder / "v1")
         assert again.status == 400
         assert "has already been loaded" in again.error["message"]
+        # What it means already may be loaded again, as a client does that has not heard of its success.
+        assert (await load(fakes, "sql", folder / "v0", base_model_name="models/toy")).status == 200
         # The same folder with other content, as a trainer overwrites it.
         shutil.copytree(folder / "v1", folder / "v0", dirs_exist_ok=True)
         assert (await call(address, "/v1/completions", body)).json["system_fingerprint"] == first
@@ -233,7 +242,12 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path)
                 assert reply.status == (200 if model in ("", *seen[name]) else 404)
                 tokenized = await call(address, "/tokenize", TEXT | {"model": model}, headers)
                 assert tokenized.status == reply.status
-        assert seen == {"boss": ["toy", "poetry", "sql"], "narrow": ["sql"], "free": ["toy", "poetry", "sql"]}
+        assert seen == {
+            "boss": ["toy", "poetry", "sql"],
+            "narrow": ["sql"],
+            "alias": ["toy"],
+            "free": ["toy", "poetry", "sql"],
+        }
         with_key = {"Authorization": f"Bearer {KEYS['narrow']}"}
         assert (await call(address, "/v1/models/poetry", headers=with_key)).status == 404
         assert (await call(address, "/v1/completions", TEXT | {"model": "sql"}, with_key)).status == 200
@@ -277,6 +291,53 @@ async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
             names.table.check_integrity()
         finally:
             await other.stop()
+
+
+async def test_all_who_ask_at_once_learn_a_name_of_another_gateway(made, flags, folder):
+    async with running(made, **flags | {"heartbeat_ms": 60_000, "heartbeat_timeout_ms": 600_000}) as fakes:
+        here = fakes.gateway.gateway.adapters
+        other = AdapterNames(
+            {"toy": None}, {}, AdapterOptions(max_rank=8, updating=True), SharedNames(fakes.redis.url, 10, 10**9)
+        )
+        await other.share()
+        adapter = NamedAdapter(name="far", parent="toy", digest="ab" * 32, rank=4, path="/far")
+        # Somebody has asked for another name just now.
+        await here.look("nobody")
+        other.table.put(adapter, 10)
+        await other.share()
+        await asyncio.gather(*(here.look("far") for _ in range(5)))
+        assert here.find("far") == adapter
+        replies = await asyncio.gather(
+            *(call(fakes.gateway.http_address, "/v1/completions", TEXT | {"model": "far"}) for _ in range(3))
+        )
+        assert [reply.status for reply in replies] == [200] * 3
+        await other.aclose()
+
+
+async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkeypatch):
+    async with running(made, **flags) as fakes:
+        names, began, go_on = fakes.gateway.gateway.adapters, asyncio.Event(), threading.Event()
+        real, loop = names._load, asyncio.get_running_loop()
+
+        def slow(*arguments):
+            loop.call_soon_threadsafe(began.set)
+            go_on.wait(30)
+            return real(*arguments)
+
+        monkeypatch.setattr(names, "_load", slow)
+        caller = asyncio.create_task(names.load("sql", "v0"))
+        await began.wait()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        go_on.set()
+        await until("the adapter to have its name", lambda: names.find("sql"))
+
+
+async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder, monkeypatch):
+    async with running(made, **flags) as fakes:
+        monkeypatch.setattr(fakes.gateway.gateway.adapters._store, "_max_bytes", 10)
+        refused = await load(fakes, "sql", "v0")
+        assert (refused.status, "and may take 10" in refused.error["message"]) == (429, True)
 
 
 async def test_loads_at_once_are_bounded(made, flags, monkeypatch):

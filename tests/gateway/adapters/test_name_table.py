@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.adapters.name_table import FORGET_MS, NamedAdapter, NameTable
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, NamedAdapter, NameTable
 from pillion.kvstore.index.shared_names import StampedValue
 
 NAMES = ("a", "b", "c")
@@ -111,3 +111,17 @@ def test_what_was_unloaded_is_forgotten_after_a_while():
         registry.rows.clear()
         meet(table, registry, now_ms)
         assert registry.rows.keys() == names
+
+
+def test_many_names_that_come_and_go_are_bounded():
+    table = NameTable()
+    table.put(adapter("stays", 1), 5)
+    for number in range(MAX_CHANGES + 10):
+        table.put(adapter(f"n{number}", 1), 10 + 2 * number)
+        table.remove(f"n{number}", 11 + 2 * number)
+    table.check_integrity()
+    sent = [name for name, _ in table.unsent()]
+    assert len(sent) == MAX_CHANGES
+    assert "stays" in sent
+    assert f"n{MAX_CHANGES + 9}" in sent
+    assert "n0" not in sent
