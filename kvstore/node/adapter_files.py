@@ -53,18 +53,11 @@ class NodeAdapters:
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
         """Yields the files of an adapter. Raises NotFound where no node that was asked has them, Overloaded where
         MAX_READS are under way, InvalidRequest for what is no digest."""
-        if not is_adapter_digest(digest):
-            raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
-        if self.reading >= MAX_READS:
-            raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
-        self.reading += 1
-        try:
+        with self._counted(digest):
             files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
             async with aclosing(pieces_of(files) if files else self._from_others(digest, ask_others)) as pieces:
                 async for piece in pieces:
                     yield piece
-        finally:
-            self.reading -= 1
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
         """Those of the adapters that this machine lacks; the others count as used now. Raises InvalidRequest for what
@@ -84,18 +77,25 @@ class NodeAdapters:
         Unavailable for a silent sender, Overloaded where MAX_READS are under way or the disk is full."""
         first = await next_piece(pieces)
         digest = first.digest if first is not None else ""
+        with self._counted(digest):
+            try:
+                await receive_files(first, pieces, partial(self._room, digest))
+            except OSError as error:
+                raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
+        log.info("adapter %s is kept on this machine", digest[:12])
+
+    @contextlib.contextmanager
+    def _counted(self, digest: str) -> Iterator[None]:
+        """One adapter that is read or kept. Raises InvalidRequest and Overloaded as its callers say."""
         if not is_adapter_digest(digest):
             raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
         if self.reading >= MAX_READS:
             raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
         self.reading += 1
         try:
-            await receive_files(first, pieces, partial(self._room, digest))
-        except OSError as error:
-            raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
+            yield
         finally:
             self.reading -= 1
-        log.info("adapter %s is kept on this machine", digest[:12])
 
     @contextlib.contextmanager
     def _room(self, digest: str, size_bytes: int) -> Iterator[Path]:
