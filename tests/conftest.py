@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
 
-pytest_plugins = ["tests.support.limits"]
+pytest_plugins = ["tests.support.limits", "tests.support.own_cache"]
 
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.

@@ -111,7 +111,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def canonical(self) -> bytes:
-        """The same bytes for all configs that mean the same."""
+        """Returns what the digest covers: configs of one meaning give equal bytes."""
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 

@@ -9,7 +9,7 @@ from benchmarks.split_world import NEXT_CORE_SPEED, Clock, Flow, SharedCores, Si
 from pillion.core_board import LINGER_NS
 from pillion.loadgen.figures import percentile
 
-# Of the demo model on one core: a step, a token, a sequence, a KV token read, a query-key pair.
+# Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (9.4e-3, 1.06e-3, 4.1e-4, 7.5e-7, 2.9e-7)
 
 

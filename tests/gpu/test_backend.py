@@ -25,16 +25,11 @@ from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
 from tests.support.scored_prompts import check_scores, run_scored
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums. A GPU's
 # float32 products are cuBLAS's, in another order.
 TOLERANCE = 1e-3 if NATIVE else 1e-4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def close(got, wanted):

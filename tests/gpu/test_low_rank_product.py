@@ -22,6 +22,8 @@ from tests.support.gpu_model import GpuDriver, gpu_backend
 from tests.support.mixed_adapters import RANKS, mixed_steps, place_adapters, with_adapters
 from tests.support.torch_model import BackendDriver
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 # Places: one behind the begin of the buffer, of two adapters.
 AT, PLACES = 32, 2
 LAYERS = {
@@ -88,13 +90,6 @@ def test_wrong_calls_are_refused():
         with pytest.raises(Internal):
             run(x, out, places, wrong, [0, 1])
     assert [padded_rank(rank) for rank in (1, 16, 17, 64)] == [16, 16, 32, 64]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "mixtral"])

@@ -16,6 +16,8 @@ from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 torch.set_num_threads(1)
 
 TOLERANCE = 2e-4
@@ -52,13 +54,6 @@ CONFIGS = {
         "alpha_pattern": {"v_proj": 7, r".*\.1\.self_attn\.q_proj": 1},
     },
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

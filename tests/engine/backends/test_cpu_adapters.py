@@ -19,14 +19,7 @@ from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
-pytestmark = needs_kernels
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture(scope="module")

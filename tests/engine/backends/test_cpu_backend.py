@@ -22,7 +22,7 @@ from tests.support.cpu_model import SHELF, CpuDriver, KernelUse, cpu_backend, ne
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 MODELS = {
     "llama": {},
@@ -42,13 +42,6 @@ MODELS_AND_KV = [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8
 EACH_MODEL_AND_KV = pytest.mark.parametrize(
     ("folder", "prepared", "kv"), MODELS_AND_KV, indirect=["folder", "prepared"]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

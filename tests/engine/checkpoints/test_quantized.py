@@ -33,6 +33,8 @@ from tests.support.quantized import (
 )
 from tests.support.torch_model import BackendDriver
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 torch.set_num_threads(1)
 
 # A model of each family, and those whose tensors have other shapes or names.
@@ -57,13 +59,6 @@ MODELS = (
 ROUNDED_ROWS = ("w8a8", "w8a8-asymmetric", "w8a8-static", "w8a8-static-asymmetric", "w4a8")
 # Formats whose scales are powers or whose numbers are few enough that float32 holds each product exactly.
 INEXACT = {"bnb-int8", "nf4-nested", "w8a16-packed", "w8a8-asymmetric"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

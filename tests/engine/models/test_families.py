@@ -21,6 +21,8 @@ from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
 from tests.support.torch_model import BackendDriver
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 torch.set_num_threads(1)
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums.
@@ -59,13 +61,6 @@ class FamilyCase:
         """Returns the logits of each token of a text, padded because some rotary embeddings depend on its length."""
         filled = text + [3] * (PROMPT_TOKENS - len(text))
         return self.model(torch.tensor([filled])).logits[0, : len(text)].float()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

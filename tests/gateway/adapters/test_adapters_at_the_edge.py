@@ -29,19 +29,14 @@ from tests.support.fake_components import FINGERPRINT, record, running_fake_clus
 from tests.support.families import FAMILIES, make_model
 from tests.support.http import call
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TEXT = {"prompt": "hi"}
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("boss", "narrow", "alias", "free")}
 TENANTS = (
     '[tenant.boss]\noperator = true\n[tenant.narrow]\nmodels = ["sql"]\n[tenant.alias]\nmodels = ["models/toy"]\n'
     "[tenant.free]\n"
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +130,7 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         assert "has already been loaded" in again.error["message"]
         # What it means already may be loaded again, as a client does that has not heard of its success.
         assert (await load(fakes, "sql", folder / "v0", base_model_name="models/toy")).status == 200
-        # The same folder with other content, as a trainer overwrites it.
+        # A trainer overwrites the folder: its content is another adapter now.
         shutil.copytree(folder / "v1", folder / "v0", dirs_exist_ok=True)
         assert (await call(address, "/v1/completions", body)).json["system_fingerprint"] == first
         assert (await load(fakes, "sql", "v0", load_inplace=True)).status == 200
@@ -146,7 +141,7 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'sql' removed successfully.")
         assert (await call(address, "/v1/completions", body)).status == 404
         assert (await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql"})).status == 404
-        # The same by gRPC.
+        # Calls over gRPC load and unload as those over HTTP do.
         info = await fakes.client.load_adapter("sql", "v2")
         assert (info.name, info.parent, info.adapter) == ("sql", "toy", digest_of(made, 2))
         with pytest.raises(InvalidRequest, match="has already been loaded"):
