@@ -87,6 +87,7 @@ def cluster(
     with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
         environ.setenv("PILLION_API_KEY", KEYS["free"])
         with served(pathlib.Path(folder), model, *flags) as running:
+            wait_for("both gateways to listen", lambda: both_listen(running))
             yield running
 
 
@@ -130,6 +131,12 @@ def listeners() -> list[Any]:
     """Return the sockets that listen on the HTTP port, each with its living process."""
     found = psutil.net_connections("tcp")
     return [one for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == HTTP_PORT]
+
+
+def both_listen(cluster: ServedCluster) -> bool:
+    """Return whether two gateway processes live and connections reach each of them."""
+    pids = {process.pid for process in gateways(cluster).values()}
+    return len(pids) == 2 and {one.pid for one in listeners()} == pids
 
 
 def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
@@ -342,7 +349,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     assert min(output.timings.replays for output in found if output.timings) > 0
     for output in (output for number, output in enumerate(found) if number % 4 > 1):
         assert all(len(json.loads(one.text)["w"]) == 20 for one in output.outputs)
-    wait_for("it to return", lambda: len(gateways(cluster)) == 2)
+    wait_for("it to return", lambda: both_listen(cluster))
 
 
 def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluster) -> None:
@@ -352,7 +359,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
     # Its last thread closes its sockets, maybe a moment after it counts as dead; connections in between are reset.
     wait_for("its sockets' end", lambda: all(one.pid for one in listeners()))
     assert [ask(cluster, {"prompt": "x"})[1].status for _ in range(16)] == [200] * 16
-    wait_for("it to return", lambda: len(gateways(cluster)) == 2)
+    wait_for("it to return", lambda: both_listen(cluster))
     wait_for("it to serve", lambda: ask(cluster, {"prompt": "x"})[0] != before["gateway-1"].pid)
     assert gateways(cluster)["gateway-1"].pid == before["gateway-1"].pid
 
@@ -384,7 +391,7 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
             assert done() < LINES, "the batch was too short for this test"
             folder.check_integrity()
         wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, 100)
-        wait_for("both gateways to return", lambda: len(gateways(cluster)) == 2)
+        wait_for("both gateways to return", lambda: both_listen(cluster))
         batch = client.batches.retrieve(batch.id)
         assert (batch.status, batch.error_file_id) == ("completed", None)
         answers = [json.loads(line) for line in client.files.content(str(batch.output_file_id)).text.splitlines()]
