@@ -35,6 +35,7 @@ MAX_WORKERS = 64
 # A worker reads its adapters into memory and names them in every heartbeat.
 MAX_LORAS = 256
 MAX_LORA_RANK = 512
+MAX_RANKS = 16
 # Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = (
@@ -264,7 +265,11 @@ class PoolFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadFlags:
-    """The threads of a forward pass on a CPU."""
+    """The processes and threads of a forward pass."""
+
+    tensor_parallel_size: int = flag(
+        1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS
+    )
 
     cpu_threads: int = flag(
         0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.", least=0, most=MAX_CPU_THREADS

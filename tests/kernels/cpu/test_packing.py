@@ -168,7 +168,8 @@ def test_symmetric_codes_need_no_offsets():
 
 
 def test_constants_are_float16_where_that_is_exact():
-    """The constants of all matrices decide together. A zero point of 8 becomes none; other offsets stay, with codes from 0 on."""
+    """The constants of all matrices decide together. A zero point of 8 becomes none; other offsets stay, with codes
+    from 0 on."""
     half = random_matrix(8, 64, 32, half=True)
     assert packed_kind([half], "bf16") == "uint4_half"
     assert packed_kind([half, random_matrix(8, 64, 32)], "bf16") == "int4"
