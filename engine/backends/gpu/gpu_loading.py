@@ -3,6 +3,8 @@
 The order matters, because the KV node makes its pool of the GPU's free memory when the first worker attaches:
 
     weights (a region that the KV node shares out, filled by the first worker) -> buffers -> workspace -> (attach)
+
+Ranks of one worker do all of that at the same time, and rank 0 attaches when all have done it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
+from pillion.engine.backends.gpu.rank_group import RankGroup
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
@@ -35,11 +39,15 @@ MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
 
 
-def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Progress) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. Raises ConfigError for models and flags it cannot run."""
+def load_gpu_backend(
+    flags: WorkerFlags, prepared: PreparedModel, progress: Progress, ranks: RankGroup | None = None
+) -> tuple[GpuBackend, str]:
+    """Returns the backend and the name of its kernels. ``ranks``: the worker's other ranks, where it has any. Raises
+    ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
-    device = torch.device("cpu" if interpreted() else "cuda:0")
     config = load_config(prepared.folder)
+    split = RankSplit.of(config, 0, 1) if ranks is None else ranks.split
+    device = rank_device(split.rank)
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
@@ -48,6 +56,7 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
+        split=split,
         memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
         progress=progress,
@@ -59,16 +68,23 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         limits.max_tokens,
         MAX_ANSWERS * limits.max_tokens,
         max_samples=limits.max_samples + limits.max_scored,
+        ranks=ranks,
     )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")
     backend.take_workspace()
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    share = "" if split.whole else f"rank {split.rank} of {split.size}: "
     progress(
-        f"all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
+        f"{share}all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+def rank_device(rank: int) -> torch.device:
+    """The device of a rank: all of a worker's ranks are where its KV node's pool is."""
+    return torch.device("cpu" if interpreted() else "cuda:0")
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
