@@ -1,6 +1,6 @@
 """GPU backends of several ranks: rank 0 in the test's process, each other one in a process of its own.
 
-Without a GPU, Triton's interpreter computes in each process. On one, all ranks are on it. In both cases sums go by gloo.
+Without a GPU, Triton's interpreter computes in each process; with one, all ranks are on it. Sums go by gloo.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _serve(rank: int, size: int, calls: Any) -> None:
         try:
             getattr(mine, name)(*args)
             calls.send("")
-        except BaseException as error:  # noqa: BLE001  (the test shows it)
+        except BaseException as error:  # (the test shows it)
             calls.send(f"rank {rank}: {error!r}")
 
 
@@ -158,9 +158,7 @@ class TeamBackend:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         return self._all("forward", batch, own=partial(self.own.forward, batch))
 
-    def launch(
-        self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
-    ) -> GpuInFlightStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
         return self._all("launch", batch, copies, own=partial(self.own.launch, batch, copies, rows))
 
     def warm_up(self, max_tokens: int) -> None:

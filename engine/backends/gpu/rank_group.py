@@ -14,6 +14,7 @@ wakes. The other ranks wait as long as rank 0 lives, because they end with it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -51,11 +52,13 @@ class RankGroup:
         limit_s: longest time of one wait of rank 0.
     """
 
-    def __init__(self, split: RankSplit, group: Any, device: torch.device, aborted: Callable[[], bool]) -> None:
+    def __init__(
+        self, split: RankSplit, group: Any, meeting: int, device: torch.device, aborted: Callable[[], bool]
+    ) -> None:
         self.split = split
         self.limit_s = START_TIMEOUT_S
         self.capturable = not isinstance(group, dist.ProcessGroupGloo)
-        self._group = group
+        self._group, self._meeting = group, meeting
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = aborted
         self._lost = False
@@ -78,6 +81,8 @@ class RankGroup:
             own_device: whether no two ranks have the same GPU.
             aborted: asked in every wait: whether a rank has ended.
         """
+        # The store opens the file by this path whenever it reads or writes, and once more when the group ends.
+        meeting = os.dup(meeting)
         try:
             store = dist.FileStore(f"/proc/self/fd/{meeting}", split.size)
             store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
@@ -86,12 +91,12 @@ class RankGroup:
             raise ConfigError(
                 f"rank {split.rank} of {split.size} did not find the others: {_first_line(error)}"
             ) from None
-        return cls(split, group, device, aborted)
+        return cls(split, group, meeting, device, aborted)
 
     def sum(self, values: torch.Tensor) -> None:
         """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
         host = self._reachable(values)
-        self._run(lambda: self._group.allreduce([host]))
+        self._run(self._group.allreduce, [host])
         if host is not values:
             values.copy_(host)
 
@@ -102,7 +107,7 @@ class RankGroup:
         options.rootRank = 0
         host = self._reachable(mine)
         hosts = every if host is mine else [torch.empty_like(host) for _ in every]
-        self._run(lambda: self._group.gather([hosts] if hosts else [], [host], options))
+        self._run(self._group.gather, [hosts] if hosts else [], [host], options)
         if hosts is not every:
             for target, found in zip(every, hosts, strict=True):
                 target.copy_(found)
@@ -112,7 +117,7 @@ class RankGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         host = self._reachable(values)
-        self._run(lambda: self._group.broadcast([host], options))
+        self._run(self._group.broadcast, [host], options)
         if host is not values and not self.split.leads:
             values.copy_(host)
 
@@ -147,17 +152,21 @@ class RankGroup:
     def close(self) -> None:
         """Leaves the group, without waiting for others; calls under way end. Idempotent."""
         group, self._group = self._group, None
-        if group is not None and self.capturable and self._lost:
+        if group is None:
+            return
+        if self.capturable and self._lost:
             # Kernels that wait for a rank that is gone would keep the device busy for ever.
             group.abort()
+        del group
+        os.close(self._meeting)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
         """The values themselves, or a copy in host memory if only that can be sent."""
         return values if self.capturable else values.cpu()
 
-    def _run(self, call: Callable[[], Any]) -> None:
+    def _run(self, call: Callable[..., Any], *args: Any) -> None:
         try:
-            work = call()
+            work = call(*args)
             if self.capturable:
                 # The stream waits, and not this thread.
                 work.wait()
