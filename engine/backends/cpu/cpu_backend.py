@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from pillion.core_board import CoreShare
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes
+from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
 from pillion.engine.backends.backend import KVLayout, PackedAdapter, adapter_shapes, distinct_rows, kv_layout
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.cpu.cpu_adapters import AdapterRows, AdapterTable, CpuAdapter
@@ -160,8 +162,10 @@ class CpuBackend(HostBackend):
         model, shapes = self.model, self._adapter_shapes()
         tensors = model.weights.tensors
         names = {name.rpartition(".")[0] for name in shapes}
-        orders = {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
-        table = AdapterTable(shapes, orders, max_adapters, max_rank, bf16=model.dtype == "bfloat16")
+        orders = {
+            name: tensors[f"{name}.inner_order"].long().numpy() for name in names if f"{name}.inner_order" in tensors
+        }
+        table = AdapterTable(shapes, orders, max_adapters, max_rank)
         plan = plan_with_adapters(model.plan, model.config, model.weights, model.layout, model.dtype, table)
         specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
         kernels = compile_kernels(
@@ -175,14 +179,22 @@ class CpuBackend(HostBackend):
         )
         self._thread_pool = self._new_thread_pool(kernels)
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Writes the adapter's addresses into the table that kernels read."""
         super().place_adapter(place, packed)
-        assert packed is None or isinstance(packed, CpuAdapter)
+        assert isinstance(packed, CpuAdapter)
         self._adapter_steps().table.place(place, packed)
 
+    def adapter_form(self) -> AdapterForm:
+        """The packed tiles of the kernels."""
+        return self._adapter_steps().table.form
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> CpuAdapter:
+        """``data`` begins at a cache line and belongs to the adapter from now on."""
+        return self._adapter_steps().table.take(about, data)
+
     def _pack(self, weights: AdapterWeights) -> CpuAdapter:
-        return self._adapter_steps().table.pack(weights)
+        return self.take_adapter(weights.digest, *self.adapter_form().pack(layers_of(weights)))
 
     def _adapter_steps(self) -> _AdapterSteps:
         if self._with_adapters is None:
