@@ -122,6 +122,18 @@ _FUSED = {
 }
 
 
+def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
+    """All linear layers that may have adapters, by their names in the model, whose decoder is called ``prefix``."""
+    fused = FAMILIES[model.family].fused_projections
+    hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
+    return {
+        f"{prefix}layers.{layer}.{name}": projection
+        for layer in range(model.num_layers)
+        for name, projection in projections(model, layer).items()
+        if name not in hidden
+    }
+
+
 class AdapterFiles:
     """An adapter's folder, whose config and headers are read when it is made.
 
@@ -155,7 +167,7 @@ class AdapterFiles:
         """
         halves = self._halves()
         prefix = self._prefix(halves)
-        known = self._modules(model, prefix)
+        known = modules(model, prefix)
         pairs: list[AdapterPair] = []
         for module, names in halves.items():
             projection = known.get(module)
@@ -271,18 +283,6 @@ class AdapterFiles:
             if any(module.startswith(f"{prefix}layers.") for module in modules):
                 return prefix
         return _PREFIXES[0]
-
-    def _modules(self, model: ModelConfig, prefix: str) -> dict[str, Projection]:
-        """The model's linear layers by their names in it."""
-        per_layer = [projections(model, layer) for layer in range(model.num_layers)]
-        fused = FAMILIES[model.family].fused_projections
-        hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
-        return {
-            f"{prefix}layers.{layer}.{name}": projection
-            for layer, found in enumerate(per_layer)
-            for name, projection in found.items()
-            if name not in hidden
-        }
 
     def _why_unknown(self, module: str, model: ModelConfig) -> str:
         words = module.split(".")

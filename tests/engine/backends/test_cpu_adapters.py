@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +115,11 @@ def test_steps_with_places_that_do_not_exist_are_refused(llama):
         object.__setattr__(batch, "adapters", np.array([place], np.int32))
         with pytest.raises(Internal, match=words):
             drive.backend.forward(batch)
+
+
+def test_the_process_that_packs_imports_neither_torch_nor_the_compiler():
+    """It runs beside each worker, and starts in a moment."""
+    program = "import sys, pillion.engine.adapters.packing_main, pillion.engine.backends.cpu.cpu_adapter_form;"
+    program += "print({'torch', 'llvmlite', 'transformers', 'grpc'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
