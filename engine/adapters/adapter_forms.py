@@ -8,8 +8,9 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,9 @@ Layers = Mapping[str, Sequence[PairBits]]
 
 
 class AdapterForm(Protocol):
-    """The form in which a backend takes adapters. It is pickled for the process that reads them."""
+    """The form in which a backend takes adapters; :func:`described` for the process that reads them."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
         """Returns a list for JSON, and bytes. Raises ConfigError for what the backend cannot take."""
@@ -69,6 +72,23 @@ def plain_layers(about: list[Any], data: Bytes) -> Layers:
         pair = PairBits(first_output, a.reshape(rank, inputs), values[begin:end].reshape(outputs, rank))
         layers.setdefault(name, []).append(pair)
     return layers
+
+
+def described(thing: Any) -> Any:
+    """What JSON can say about a dataclass of JSON's types and of such dataclasses; :func:`made` makes it again."""
+    if not is_dataclass(thing):
+        return thing
+    kind = type(thing)
+    own = {field.name: described(getattr(thing, field.name)) for field in fields(thing)}
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": own}
+
+
+def made(about: Any) -> Any:
+    """Makes what was :func:`described`."""
+    if not isinstance(about, dict) or "class" not in about:
+        return about
+    module, _, name = about["class"].partition(":")
+    return getattr(import_module(module), name)(**{key: made(value) for key, value in about["fields"].items()})
 
 
 def line_bytes(size_bytes: int) -> Bytes:

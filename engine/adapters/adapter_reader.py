@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,10 @@ from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Laye
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError
 
-Order = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True)
 class AdapterReader:
-    """Reads and packs the adapters of one model. It is pickled for the process that does so.
+    """Reads and packs the adapters of one model, in a process to which it was described.
 
     Attributes:
         model_folder: the folder of the model that the adapters are for.
@@ -31,22 +30,27 @@ class AdapterReader:
         form: what the worker's backend takes.
     """
 
-    model_folder: Path
+    model_folder: str
     dtype: str
     max_rank: int
-    qkv_order: Order | None
+    qkv_order: Sequence[int] | None
     form: AdapterForm
 
     def packed(self, folder: Path, digest: str) -> tuple[list[Any], Bytes]:
         """What the form makes of the adapter in a folder. Raises ConfigError for one that does not fit the model or the
         form, and for files of another content than that of ``digest``."""
         files = AdapterFiles(folder)
-        model = load_config(self.model_folder)
+        model = load_config(Path(self.model_folder))
         return self.form.pack(read_pairs(files, model, self.dtype, digest, self.max_rank, self.qkv_order))
 
 
 def read_pairs(
-    files: AdapterFiles, model: ModelConfig, dtype: str, digest: str, max_rank: int = 0, qkv_order: Order | None = None
+    files: AdapterFiles,
+    model: ModelConfig,
+    dtype: str,
+    digest: str,
+    max_rank: int = 0,
+    qkv_order: Sequence[int] | None = None,
 ) -> Layers:
     """Reads an adapter's matrices; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
@@ -54,15 +58,16 @@ def read_pairs(
     if files.digest() != digest:
         raise ConfigError(f"{files.folder} does not hold the adapter {digest}")
     files.check_numbers()
+    order = None if qkv_order is None else np.array(qkv_order)
     layers: dict[str, list[PairBits]] = defaultdict(list)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
         with np.errstate(over="ignore"):
             # The scale is applied to the file's numbers, so that b is rounded once.
             b = files.values(pair.b) * np.float32(pair.scale)
-        if qkv_order is not None and projection.layer.endswith(".qkv"):
+        if order is not None and projection.layer.endswith(".qkv"):
             # Heads keep their places, so each projection is reordered within itself.
-            b = b[qkv_order[first : first + projection.outputs] - first]
+            b = b[order[first : first + projection.outputs] - first]
         layers[projection.layer].append(PairBits(first, _rounded(files.values(pair.a), dtype), _rounded(b, dtype)))
     return layers
 

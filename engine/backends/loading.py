@@ -64,10 +64,10 @@ class LoadedModel:
 
         order = qkv_order(load_config(self.prepared.folder))
         return AdapterReader(
-            self.prepared.folder,
+            str(self.prepared.folder),
             "float32" if self.prepared.dtype == "float32" else "bfloat16",
             max_rank,
-            None if order is None else order.numpy(),
+            None if order is None else order.tolist(),
             self.backend.adapter_form(),
         )
 

@@ -8,14 +8,13 @@ receives bytes, which it does without the lock.
 from __future__ import annotations
 
 import json
-import pickle
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from pillion.engine.adapters.adapter_forms import Bytes, line_bytes
+from pillion.engine.adapters.adapter_forms import Bytes, described, line_bytes
 from pillion.engine.adapters.adapter_reader import AdapterReader
 from pillion.engine.adapters.packing_main import ANSWER_HEAD
 from pillion.engine.backends.backend import Backend, PackedAdapter
@@ -78,7 +77,7 @@ class PackingProcess:
             self._process = process
         assert process.stdin is not None
         try:
-            _write(process, pickle.dumps(self._reader))
+            _write(process, described(self._reader))
         except OSError as error:
             self._end(process)
             raise Unavailable(f"the process that reads adapters has ended: {error}") from None
@@ -90,16 +89,16 @@ class PackingProcess:
         process.wait()
 
 
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+def _write(process: subprocess.Popen[bytes], line: Any) -> None:
     assert process.stdin is not None
-    rest = memoryview(data)
+    rest = memoryview(json.dumps(line).encode() + b"\n")
     while rest:
         rest = rest[process.stdin.write(rest) or 0 :]
 
 
 def _exchange(process: subprocess.Popen[bytes], job: list[str]) -> tuple[dict[str, Any], Bytes]:
     """Sends a job. Returns what is said about the answer, and its bytes."""
-    _write(process, json.dumps(job).encode() + b"\n")
+    _write(process, job)
     about_bytes, data_bytes = ANSWER_HEAD.unpack(_read(process, ANSWER_HEAD.size).data)
     return json.loads(_read(process, about_bytes).tobytes()), _read(process, data_bytes)
 

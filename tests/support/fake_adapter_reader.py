@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_forms import Bytes, PlainForm
+from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_reader import AdapterReader
 from pillion.errors import ConfigError
 
 
 class FakeAdapterReader(AdapterReader):
     """Its adapters are nothing but their digests. The answer tells the niceness of the process that gave it."""
-
-    def __init__(self) -> None:
-        super().__init__(pathlib.Path("nowhere"), "float32", 0, None, PlainForm())
 
     def packed(self, folder: pathlib.Path, digest: str) -> tuple[list[Any], Bytes]:
         if AdapterFiles(folder).digest() != digest:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_forms import Bytes
+from pillion.engine.adapters.adapter_forms import Bytes, PlainForm
 from pillion.engine.backends.backend import DevicePool, KVLayout
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
@@ -166,4 +166,4 @@ class FakeModel(LoadedModel):
     """A model whose adapters are nothing but their digests."""
 
     def adapter_reader(self, max_rank: int) -> FakeAdapterReader:
-        return FakeAdapterReader()
+        return FakeAdapterReader("nowhere", "float32", max_rank, None, PlainForm())

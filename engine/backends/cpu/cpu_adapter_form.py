@@ -36,8 +36,8 @@ class CpuAdapterForm:
         record_words: words of a record.
     """
 
-    shapes: Mapping[str, tuple[int, int]]
-    inner_orders: Mapping[str, npt.NDArray[np.int64]]
+    shapes: Mapping[str, Sequence[int]]
+    inner_orders: Mapping[str, Sequence[int]]
     max_rank: int
     record: Mapping[str, int]
     record_words: int
@@ -90,7 +90,8 @@ class CpuAdapterForm:
             b[rows, : pair.b.shape[1]] = pair.b
             owners[rows] = number
         prefix, _, layer = name.rpartition(".")
-        order = self.inner_orders.get(prefix)
+        found = self.inner_orders.get(prefix)
+        order = None if found is None else np.array(found)
         if layer == "down" and order is not None:
             a[:, :inputs] = a[:, order]
         if layer == "gate_up":

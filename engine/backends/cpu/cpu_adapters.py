@@ -7,12 +7,11 @@ A place holds no memory of its own: an adapter takes what its rank needs, and ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.backends.batch import Int32, StepBatch, adapted_runs, row_places
@@ -45,7 +44,7 @@ class AdapterTable:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, int]],
-        inner_orders: Mapping[str, npt.NDArray[np.int64]],
+        inner_orders: Mapping[str, Sequence[int]],
         max_adapters: int,
         max_rank: int,
     ) -> None:

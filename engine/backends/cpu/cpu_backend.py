@@ -209,7 +209,7 @@ class CpuBackend(HostBackend):
         orders = {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
         table = AdapterTable(
             adapter_shapes(model.split.local(model.config)),
-            {name: order.numpy() for name, order in orders.items()} if model.split.whole else {},
+            {name: order.tolist() for name, order in orders.items()} if model.split.whole else {},
             max_adapters,
             max_rank,
         )
