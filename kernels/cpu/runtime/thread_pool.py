@@ -184,10 +184,10 @@ class _Native:
 
     def check(self) -> None:
         """Raises Internal where the checked kernels of the last run left their memory, and resets the marks."""
-        number, offset = (int(word) for word in self._fault)
-        if number:
+        address, offset = (int(word) for word in self._fault)
+        if address:
             self._fault[:] = 0
-            name = self._kernels.names[number - 1]
+            name = self._kernels.name_at(address)
             raise Internal(f"kernel {name} strayed to byte {offset} of the memory that it was given")
         broken = np.flatnonzero((self._canaries != _CANARY_BYTE).any(1))
         if broken.size:
