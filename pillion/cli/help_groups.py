@@ -11,7 +11,7 @@ GROUPS = {
     "Answers": "tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
-    "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size device cpu share_cores core_board"
+    "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size device cpu share_cores core_board"
     " first_core enforce_eager drain_timeout_s fence_kill_after_s",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " low_watermark high_watermark host_bytes disk verify_blocks fetch max_fetch_bytes",
