@@ -45,6 +45,7 @@ from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequen
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, TokenLogprob
 
 # Rows of a step that score tokens of prompts, and the logits of them all.
@@ -69,6 +70,7 @@ class Scheduler:
         target_itl_steps: that duration as a number of plain steps, which only decode; 0 where it is in seconds or off.
         max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
         drafter: guesses tokens of decodes; None guesses nothing.
+        most_guesses: most tokens that are guessed for a sequence in one step.
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
             where prompts run whole.
         max_loras: adapters that the backend has places for; 0: no sequence has one.
@@ -87,6 +89,7 @@ class Scheduler:
         target_itl_steps: float = 0.0,
         max_whole_tokens: int = 0,
         drafter: Drafter | None = None,
+        most_guesses: int = MAX_SPECULATIVE_TOKENS,
         max_scored_rows: int = MAX_SCORED_ROWS,
         max_loras: int = 0,
     ) -> None:
@@ -107,6 +110,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
         self._drafter = drafter
+        self._most_guesses = most_guesses
         self._max_scored_rows = max_scored_rows
         self._in_flight = InFlightSteps()
         self.adapters = AdapterPlaces(max_loras, self._in_flight)
@@ -227,7 +231,7 @@ class Scheduler:
         prompt_tails = self.queues.prompt_tails(now)
         if self._drafter is not None or any(_is_forced(piece.sequence) for piece in pieces):
             spare = self.budget.left(pieces, 0, 0, least_tokens=0) - self._owed(prompt_tails)
-            pieces = speculate(self._drafter, pieces, spare)
+            pieces = speculate(self._drafter, self._most_guesses, pieces, spare)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in self.queues.running)
             left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails), streams=streams)
@@ -528,6 +532,8 @@ class Scheduler:
         """Leave the queues; owned slots that will not be committed go back to the stock at once."""
         self.queues.leave(sequence)
         self.adapters.leave(sequence)
+        if self._drafter is not None and not sequence.is_span:
+            self._drafter.ended(sequence)
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if not sequence.in_commit:
             self._settle(sequence, now)
