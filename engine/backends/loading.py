@@ -48,8 +48,7 @@ class LoadedModel:
     """A model and the backend that runs it.
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
-    cores; 0: it has no board, or borrows none of its cores. ``ranks`` are the worker's other processes, None where it is
-    one process.
+    cores; 0: it has no board, or borrows none of its cores. ``ranks`` are the worker's other processes, or None.
     """
 
     prepared: PreparedModel
@@ -276,10 +275,13 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     if device == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
-    splits = [RankSplit.of(load_config(prepared.folder), rank, size) for rank in range(size)]
-    for split in splits if isa is not None else ():
-        if not packed_path(prepared, ModelCache(), split).exists():
-            _load_for_cpu(flags, prepared, isa, progress, split)
+    if isa is not None:
+        from pillion.engine.backends.cpu.cpu_weights import packed_name
+
+        for rank in range(size):
+            split = RankSplit.of(load_config(prepared.folder), rank, size)
+            if not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
+                _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
 
 

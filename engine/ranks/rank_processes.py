@@ -96,7 +96,7 @@ class RankProcess:
 
     def _tend(self, command: Sequence[str], passed: tuple[int, ...]) -> None:
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
         except OSError as error:
             self._error = error
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import weakref
 from collections import deque
@@ -89,5 +88,7 @@ class RankedBackend(HostBackend):
         self.ranks.check_integrity()
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        # What no rank could run fails alone, and no rank hears of it.
+        self.own.check_step(pool, batch)
         with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
             return self.own.forward(batch)

@@ -25,8 +25,7 @@ from pillion.engine.ranks.rank_main import run_rank
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.ranks.ranked_backend import RankedBackend
 from pillion.errors import ConfigError
-from tests.support.fake_backend import FakeBackend, FakeModel, ShiftAdapter, Int64, prepared_model, run
-
+from tests.support.fake_backend import FakeBackend, FakeModel, Int64, ShiftAdapter, prepared_model, run
 
 NAP_S = 0.002
 # The layer whose adapters ranks can pack.

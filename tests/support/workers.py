@@ -190,8 +190,8 @@ async def running_workers(
     load: BackendFactory | None = None,
 ) -> AsyncIterator[Workers]:
     """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
-    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one. ``load`` makes the decode worker's model in
-    place of ``backend``."""
+    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one. ``load`` makes the decode worker's
+    model in place of ``backend``."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}

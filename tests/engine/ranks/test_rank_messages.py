@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -101,11 +102,9 @@ def test_a_silence_is_counted_in_slices(
             return []
 
     monkeypatch.setattr(pair[0], "_polls", dict.fromkeys(pair[0]._polls, CountingPoll()))
+    send = partial(pair[0].send, RankMessage.STEP, bytes(10_000_000), limit_ms=7)
     with pytest.raises(RankSilent):
-        if sends:
-            pair[0].send(RankMessage.STEP, bytes(10_000_000), limit_ms=7)
-        else:
-            pair[0].receive(7)
+        (send if sends else partial(pair[0].receive, 7))()
     assert polls == [1] * 7
 
 

@@ -85,13 +85,14 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
     ):
         backend = workers.decode.worker.model.backend
         assert isinstance(backend, RankedBackend)
-        ticket = await workers.ticket(TOKENS)
-        answer = await connection.submit(submit_of(1, ticket, TOKENS, 800))
+        tickets = [await workers.ticket(TOKENS)]
+        answer = await connection.submit(submit_of(1, tickets[0], TOKENS, 800))
         await until("some tokens", lambda: answer.token_ids)
         said = list(answer.token_ids)
         if how == "broken":
-            other = await workers.ticket([fake_ranks.BROKEN] * 3)
-            await connection.submit(submit_of(2, other, [fake_ranks.BROKEN] * 3))
+            breaking = [fake_ranks.BROKEN] * 3
+            tickets.append(await workers.ticket(breaking))
+            await connection.submit(submit_of(2, tickets[1], breaking))
         else:
             os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
         reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
@@ -109,7 +110,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         pids = backend.ranks.pids()
         await workers.decode.stop(0.0)
         assert gone(pids)
-        await workers.release(ticket)
+        await workers.release(*tickets)
         await workers.quiet()
 
 
