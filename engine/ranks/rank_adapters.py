@@ -43,7 +43,7 @@ def write_adapter(weights: AdapterWeights) -> tuple[dict[str, Any], int]:
         for pairs in weights.layers.values():
             for pair in pairs:
                 for matrix in (pair.a, pair.b):
-                    file.write(memoryview(matrix.contiguous().view(torch.uint8).numpy().reshape(-1)))
+                    file.write(matrix.contiguous().view(torch.uint8).numpy().data)
     return {"digest": weights.digest, "rank": weights.rank, "layers": layers}, descriptor
 
 

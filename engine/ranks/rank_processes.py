@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -56,27 +57,26 @@ class RankProcess:
         with the rank and the exit status, on a thread of its own. Raises ConfigError where it cannot be started."""
         self.rank, self.label = rank, label
         self._ended = ended
-        self._process: subprocess.Popen[bytes] | None = None
-        self._error: OSError | None = None
-        self._started = threading.Event()
         (steps, theirs), (packing, their_packing) = (socket.socketpair() for _ in range(2))
         self.link, self.packing = RankLink(steps), RankLink(packing)
         passed = theirs.fileno(), their_packing.fileno()
         command = [sys.executable, "-m", MODULE, label, str(os.getpid()), *map(str, passed)]
-        self.thread = threading.Thread(target=self._tend, args=(command, passed), name=f"pillion-rank-{rank}")
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self.thread = threading.Thread(target=self._tend, args=(command, passed, started), name=f"pillion-rank-{rank}")
         self.thread.daemon = True
         self.thread.start()
-        self._started.wait()
-        theirs.close()
-        their_packing.close()
-        if self._error is not None:
+        try:
+            self._process = started.result()
+        except OSError as error:
             self.end()
-            raise ConfigError(f"rank {rank} cannot be started: {self._error}")
+            raise ConfigError(f"rank {rank} cannot be started: {error}") from None
+        finally:
+            theirs.close()
+            their_packing.close()
 
     @property
     def pid(self) -> int:
         """The process id."""
-        assert self._process is not None
         return self._process.pid
 
     @property
@@ -91,18 +91,17 @@ class RankProcess:
 
     def kill(self) -> None:
         """Sends SIGKILL, which ends a stopped process, too."""
-        if self._process is not None and self.alive:
+        if self.alive:
             self._process.kill()
 
-    def _tend(self, command: Sequence[str], passed: tuple[int, ...]) -> None:
+    def _tend(self, command: Sequence[str], passed: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
         except OSError as error:
-            self._error = error
+            started.set_exception(error)
             return
-        finally:
-            self._started.set()
-        self._ended(self.rank, self._process.wait())
+        started.set_result(process)
+        self._ended(self.rank, process.wait())
 
 
 class RankProcesses:
@@ -121,7 +120,7 @@ class RankProcesses:
         self._closing = False
         self._lock = threading.Lock()
         self._packing = threading.Lock()
-        self._on_lost: Callable[[str], None] = lambda reason: None
+        self._on_lost: Callable[[str], object] = lambda reason: None
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, size):
@@ -130,7 +129,7 @@ class RankProcesses:
             self.close()
             raise
 
-    def watch(self, on_lost: Callable[[str], None]) -> None:
+    def watch(self, on_lost: Callable[[str], object]) -> None:
         """``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is already."""
         with self._lock:
             self._on_lost = on_lost

@@ -155,7 +155,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         loop.add_reader(attachment.fileno(), worker._on_node_gone)
         if model.ranks is not None:
-            model.ranks.watch(partial(loop.call_soon_threadsafe, worker.fail))
+            model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
         worker.epoch.start()
         return worker
 
