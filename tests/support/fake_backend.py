@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_forms import Bytes, PlainForm
-from pillion.engine.backends.backend import DevicePool, KVLayout
+from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_layers
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import DevicePool, KVLayout, PackedAdapter
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
-from tests.support.fake_adapter_reader import FakeAdapterReader
+from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97
 # Ends a text, where the model has a tokenizer.
@@ -113,11 +114,14 @@ class FakeBackend(HostBackend):
         self.packed: list[str] = []
         self.packers: list[tuple[int, int]] = []
 
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> ShiftAdapter:
+    def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
         assert self.packing.wait(60)
-        self.packed.append(digest)
-        self.packers.append((about[0], about[1]))
-        return ShiftAdapter(shift_of(digest))
+        self.packed.append(weights.digest)
+        return ShiftAdapter(shift_of(weights.digest))
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        self.packers.append(packer_of(plain_layers(about, data)))
+        return super().take_adapter(digest, about, data)
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         self.bound += 1
