@@ -42,7 +42,7 @@ from pillion.engine.backends.backend import (
     distinct_rows,
     warm_up_batches,
 )
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.batch import StepBatch, row_places
 from pillion.engine.backends.gpu.device_memory import event_on, tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_adapters import GpuAdapter, GpuAdapters
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
@@ -211,7 +211,9 @@ class GpuBackend:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; of no rows at ranks above 0."""
-        return self._forward(self._bound_or_raise(), batch).cpu()
+        logits = self._forward(self._bound_or_raise(), batch)
+        self.settle()
+        return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does."""
@@ -319,10 +321,16 @@ class GpuBackend:
             raise Internal("a step before bind_pool")
         return self._bound
 
-    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
-        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
+    def check_step(self, batch: StepBatch) -> None:
+        """Raises Internal for a batch that no step can run."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
+        if batch.adapters is not None:
+            row_places(batch, self.max_adapters)
+
+    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
+        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
+        self.check_step(batch)
         rows, places = distinct_rows(batch)
         plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks, batch.adapters is not None)

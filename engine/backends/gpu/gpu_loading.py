@@ -27,6 +27,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
@@ -40,14 +41,18 @@ FP8_LAYOUT_VERSION = "fp8-rows-1"
 
 
 def load_gpu_backend(
-    flags: WorkerFlags, prepared: PreparedModel, progress: Progress, ranks: RankGroup | None = None
+    flags: WorkerFlags,
+    limits: GpuLimits,
+    prepared: PreparedModel,
+    progress: Progress,
+    ranks: RankGroup | None = None,
 ) -> tuple[GpuBackend, str]:
     """Returns the backend and the name of its kernels. ``ranks``: the worker's other ranks, where it has any. Raises
     ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
     split = RankSplit.of(config, 0, 1) if ranks is None else ranks.split
-    device = rank_device(split.rank)
+    device = step_device()
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
@@ -61,7 +66,6 @@ def load_gpu_backend(
         dummy=flags.load_format == "dummy",
         progress=progress,
     )
-    limits = limits_of(flags, prepared)
     model = GpuModel(
         weights,
         prepared.max_model_len,
@@ -82,9 +86,15 @@ def load_gpu_backend(
     return backend, f"gpu/{arch}"
 
 
-def rank_device(rank: int) -> torch.device:
-    """The device of a rank: all of a worker's ranks are where its KV node's pool is."""
+def step_device() -> torch.device:
+    """The device of a worker's steps, on which its KV node's pool is, too. All ranks of a worker share it."""
     return torch.device("cpu" if interpreted() else "cuda:0")
+
+
+def join_ranks(split: RankSplit, meeting: int, memory: RankMemory) -> RankGroup:
+    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended. Raises
+    ConfigError."""
+    return RankGroup.join(split, meeting, step_device(), own_device=False, aborted=lambda: memory.aborted)
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
@@ -102,6 +112,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
+    """The limits of a worker's steps, by the flags of its kind."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = (
             flags.max_num_batched_tokens,

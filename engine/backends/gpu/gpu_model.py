@@ -113,7 +113,9 @@ class GpuModel:
         names = (f"layers.{index}" for index in range(config.num_layers))
         # The inner values that the rank has, where they are not in order.
         self.inner_values = {
-            name: weights[f"{name}.{INNER_VALUES}"].cpu() for name in names if f"{name}.{INNER_VALUES}" in weights
+            name: weights[f"{name}.{INNER_VALUES}"].long().cpu()
+            for name in names
+            if f"{name}.{INNER_VALUES}" in weights
         }
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
         # Matrices in few bits, their biases, and the type of their products.

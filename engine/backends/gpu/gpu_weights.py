@@ -46,7 +46,7 @@ _KIND_NUMBERS = ("coding", "outputs", "inputs", "group")
 _NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "qk_norm", "q_norm", "k_norm")
 # Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
-# A layer's inner values that a rank has, where they are not in order.
+# A layer's inner values that a rank has, where they are not in order: int32.
 INNER_VALUES = "mlp.inner_values"
 
 
@@ -258,7 +258,7 @@ def _layer_tensors(
     layer: LayerWeights, config: ModelConfig, dtype: torch.dtype, split: RankSplit
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
     if not split.whole and isinstance(layer.mlp, GatedMLP) and _in_own_order(layer.mlp.down.weight):
-        yield INNER_VALUES, inner_values(layer.mlp, split)
+        yield INNER_VALUES, inner_values(layer.mlp, split).int()
     layer = split_layer(layer, config, split)
     for name in _NORMS:
         norm: RmsNorm | None = getattr(layer, name)

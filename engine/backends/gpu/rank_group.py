@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.backends.gpu.device_memory import event_on
@@ -41,6 +41,8 @@ DEVICE_WAIT_S = 50e-6
 # Torch's own limit, which counts the time of a pause: never met.
 TORCH_TIMEOUT = timedelta(days=30)
 LOOPBACK = "127.0.0.1"
+# Its stubs lack the classes of groups.
+_DIST: Any = torch.distributed
 
 
 class RankGroup:
@@ -57,7 +59,7 @@ class RankGroup:
     ) -> None:
         self.split = split
         self.limit_s = START_TIMEOUT_S
-        self.capturable = not isinstance(group, dist.ProcessGroupGloo)
+        self.capturable = not isinstance(group, _DIST.ProcessGroupGloo)
         self._group, self._meeting = group, meeting
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = aborted
@@ -84,7 +86,7 @@ class RankGroup:
         # The store opens the file by this path whenever it reads or writes, and once more when the group ends.
         meeting = os.dup(meeting)
         try:
-            store = dist.FileStore(f"/proc/self/fd/{meeting}", split.size)
+            store = _DIST.FileStore(f"/proc/self/fd/{meeting}", split.size)
             store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
             group = (_nccl if own_device else _gloo)(store, split)
         except RuntimeError as error:
@@ -103,7 +105,7 @@ class RankGroup:
     def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
         """Brings the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
         rank; the other ranks give none."""
-        options = dist.GatherOptions()
+        options = _DIST.GatherOptions()
         options.rootRank = 0
         host = self._reachable(mine)
         hosts = every if host is mine else [torch.empty_like(host) for _ in every]
@@ -114,7 +116,7 @@ class RankGroup:
 
     def spread(self, values: torch.Tensor) -> None:
         """Brings rank 0's contiguous ``values`` to the other ranks, into theirs."""
-        options = dist.BroadcastOptions()
+        options = _DIST.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         host = self._reachable(values)
         self._run(self._group.broadcast, [host], options)
@@ -202,18 +204,18 @@ class RankGroup:
 
 
 def _gloo(store: Any, split: RankSplit) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = _DIST.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    group = dist.ProcessGroupGloo(store, split.rank, split.size, options)
+    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    group = _DIST.ProcessGroupGloo(store, split.rank, split.size, options)
     group.set_timeout(TORCH_TIMEOUT)
     return group
 
 
 def _nccl(store: Any, split: RankSplit) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = TORCH_TIMEOUT
-    return dist.ProcessGroupNCCL(store, split.rank, split.size, options)
+    return _DIST.ProcessGroupNCCL(store, split.rank, split.size, options)
 
 
 def _first_line(error: Exception) -> str:
