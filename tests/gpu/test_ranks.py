@@ -139,21 +139,19 @@ def test_weights_in_few_bits(team, name, tmp_path):
     driver.backend.close()
 
 
-def test_a_rank_that_hangs_or_dies_ends_the_others_waits(prepared):
-    """Rank 0's step raises BackendLost, after the limit or at once, and so does every step behind it."""
+@pytest.mark.parametrize(("lose", "why"), [(signal.SIGSTOP, "no answer from the others"), (signal.SIGKILL, "")])
+def test_a_rank_that_hangs_or_dies_ends_the_others_waits(prepared, lose, why):
+    """Rank 0's step raises BackendLost, behind the limit or at once; so does the next one, and the backend closes."""
     team = RankTeam(2)
     try:
-        for lose, why in ((signal.SIGSTOP, "no answer"), (signal.SIGKILL, "rank 0 of 2")):
-            driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
-            own = driver.backend.own
-            own._ranks.limit_s = 0.3
-            os.kill(team.processes[0].pid, lose)
-            batch = driver.sequences.step([(driver.sequences.add()[0], [1, 2])])
-            for _ in range(2):
-                with pytest.raises(BackendLost, match=why):
-                    own.launch(batch, (), rows_of([2]))
-                why = "rank 0 of 2"
-            own.close()
-            os.kill(team.processes[0].pid, signal.SIGCONT)
+        driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
+        own = driver.backend.own
+        own._ranks.limit_s = 0.3
+        os.kill(team.processes[0].pid, lose)
+        batch = driver.sequences.step([(driver.sequences.add()[0], [1, 2])])
+        for reason in (why, ""):
+            with pytest.raises(BackendLost, match=f"rank 0 of 2: {reason}"):
+                own.launch(batch, (), rows_of([2]))
+        own.close()
     finally:
         team.close()

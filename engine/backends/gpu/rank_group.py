@@ -14,6 +14,7 @@ wakes. The other ranks wait as long as rank 0 lives, because they end with it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -140,9 +141,8 @@ class RankGroup:
 
     def wait(self, event: Any) -> None:
         """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
+        self._check_lost()
         waited_s = 0.0
-        if self._lost:
-            raise self.gone("nothing is waited for behind a failure")
         try:
             while not event.query():
                 time.sleep(DEVICE_WAIT_S)
@@ -152,21 +152,23 @@ class RankGroup:
             raise self.gone(f"the GPU failed: {error}") from error
 
     def close(self) -> None:
-        """Leaves the group, without waiting for others; calls under way end. Idempotent."""
+        """Leaves the group, without waiting for others. Idempotent."""
         group, self._group = self._group, None
         if group is None:
             return
-        if self.capturable and self._lost:
+        if not self._lost:
+            del group
+            os.close(self._meeting)
+        elif self.capturable:
             # Kernels that wait for a rank that is gone would keep the device busy for ever.
             group.abort()
-        del group
-        os.close(self._meeting)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
         """The values themselves, or a copy in host memory if only that can be sent."""
         return values if self.capturable else values.cpu()
 
     def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        self._check_lost()
         try:
             work = call(*args)
             if self.capturable:
@@ -191,6 +193,10 @@ class RankGroup:
             return False
         return True
 
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise self.gone("a call before this one failed")
+
     def _check(self, waited_s: float) -> None:
         if self._aborted():
             raise self.gone("another rank has ended")
@@ -199,7 +205,11 @@ class RankGroup:
 
     def gone(self, reason: str) -> BackendLost:
         """Gives the group up, for ``reason``; returns the error to raise."""
-        self._lost = True
+        if not self._lost:
+            self._lost = True
+            # The end of a gloo group waits for calls under way, which may wait for a rank that hangs. So this one stays
+            # until the process ends, even when Python lets go of everything.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         return BackendLost(f"rank {self.split.rank} of {self.split.size}: {reason}")
 
 
