@@ -11,6 +11,8 @@ import pytest
 from pillion.engine.backends.cpu import cpu_backend as module
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
@@ -22,13 +24,14 @@ needs_kernels = pytest.mark.skipif(ISA is None, reason="there are no kernels for
 
 @dataclass(frozen=True)
 class KernelUse:
-    """A model on the CPU kernels, as :func:`cpu_backend` takes it."""
+    """A model on the CPU kernels, as :func:`cpu_backend` takes it, or the ranks that share it."""
 
     prepared: PreparedModel
     block_size: int = 16
     kv: str = "auto"
     checked: bool = False
     kernels: str = "auto"
+    ranks: int = 1
 
     @property
     def isa(self) -> Isa:
@@ -41,8 +44,13 @@ class KernelUse:
         """The model's kernels by name, which are not compiled."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "compile_kernels", lambda *specs, **options: None)
-            model = load_cpu_model(self.prepared, self.block_size, self.isa, kv_cache_dtype=self.kv)
-        return {operation.spec.name: operation.spec for operation in model.plan.operations}
+            config = load_config(self.prepared.folder)
+            splits = [RankSplit.of(config, rank, self.ranks) for rank in range(self.ranks)]
+            models = [
+                load_cpu_model(self.prepared, self.block_size, self.isa, kv_cache_dtype=self.kv, split=split)
+                for split in splits
+            ]
+        return {operation.spec.name: operation.spec for model in models for operation in model.plan.operations}
 
 
 class KernelShelf:
