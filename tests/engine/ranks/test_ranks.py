@@ -17,7 +17,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import Internal
 from pillion.kernels.cpu.products.packing import FEW_BITS
 from testbed.conditions import wait_for
-from tests.support.cpu_model import SHELF, KernelUse, cpu_backend, needs_kernels
+from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
@@ -66,15 +66,6 @@ def prepared_of(own_cache, tmp_path_factory):
         return make_model(tmp_path_factory.mktemp("model"), MODELS[name])[1]
 
     return lambda name, dtype="float32": prepare(dataclasses.replace(made(name), dtype=dtype))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels(prepared_of):
-    """All ranks' kernels are compiled together."""
-    uses = [KernelUse(prepared_of(name), ranks=size) for name, size in CASES]
-    uses += [KernelUse(prepared_of("llama-gqa-tied"), ranks=size) for size in (1, 2, 4)]
-    uses += [KernelUse(prepared_of("gemma2", "bfloat16"), kv="fp8", ranks=2, checked=on) for on in (False, True)]
-    SHELF.expect(uses)
 
 
 def run(backend, prepared, chunks=(30,), text=TEXT):
