@@ -58,7 +58,7 @@ class SharedPool(CpuStepBench):
         self._order = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
 
 
-class Bench:
+class RankBench:
     """One rank: its share of the model and its end of gloo. Every process runs the same calls in the same order."""
 
     def __init__(self, prepared: PreparedModel, member: RankMember, pool: int, meeting: str) -> None:
@@ -114,7 +114,7 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def measure_sums(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
+def measure_sums(bench: RankBench, rounds: int) -> dict[str, dict[str, float]]:
     """Microseconds of a sum, by the number of rows."""
     found = {}
     for rows in ROWS:
@@ -125,7 +125,7 @@ def measure_sums(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def measure_steps(bench: Bench, whole: CpuStepBench | None, rounds: int) -> dict[str, dict[str, Any]]:
+def measure_steps(bench: RankBench, whole: CpuStepBench | None, rounds: int) -> dict[str, dict[str, Any]]:
     """Milliseconds of a step of two threads and of two ranks. ``whole``: the process with two threads, in rank 0."""
     cases = bench.cases()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
@@ -151,7 +151,7 @@ def run(rank: int, args: argparse.Namespace, memory: int, pool: int, meeting: st
     """A rank's process. Rank 0 returns what was measured."""
     prepared = prepare(ModelFlags(model=str(plain_folder(args.model)), dtype=args.dtype))
     split = RankSplit.of(load_config(prepared.folder), rank, RANKS)
-    bench = Bench(prepared, RankMember(split, RankMemory.open(memory)), pool, meeting)
+    bench = RankBench(prepared, RankMember(split, RankMemory.open(memory)), pool, meeting)
     whole = kernels_bench(prepared, RANKS) if rank == 0 else None
     return {"steps": measure_steps(bench, whole, args.rounds), "sums": measure_sums(bench, args.rounds)}
 
