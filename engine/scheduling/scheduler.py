@@ -36,12 +36,13 @@ from math import isnan
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_places import AdapterPlaces
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
-from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
+from pillion.engine.scheduling.sequence import Ending, ForkSpec, Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError

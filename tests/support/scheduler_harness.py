@@ -15,9 +15,10 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import (
     CommitOrder,
     Outcome,
