@@ -40,7 +40,7 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         max_num_seqs=flags.max_num_seqs,
         target_itl_ms=0.0 if auto else float(flags.target_itl_ms),
         target_itl_steps=AUTO_TARGET_STEPS if auto else 0.0,
-        num_speculative_tokens=flags.num_speculative_tokens,
+        speculative_config=flags.speculative_config,
         follows_grammars=True,
         backend_factory=backend_factory,
     )

@@ -26,7 +26,7 @@ from typing import Any
 
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
 # The value of a flag that leaves a choice to what is measured or found.
@@ -64,6 +64,11 @@ ALLOWED_ORIGINS = (
 LORA_MODULES = (
     'A LoRA adapter, as PEFT writes it: NAME=PATH, or {"name": NAME, "path": PATH, "base_model_name": MODEL}. Repeat it'
     " for more."
+)
+
+SPECULATIVE = (
+    "How tokens are guessed, in vLLM's JSON, such as "
+    '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
 )
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
@@ -283,8 +288,8 @@ class StepFlags:
 
     max_num_batched_tokens: int = size_flag(256, "Token budget of a decode step (I5).", least=1)
     max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
-    num_speculative_tokens: int = flag(
-        0, "Most tokens a step guesses for a sequence from its own text. 0: none.", least=0, most=MAX_SPECULATIVE_TOKENS
+    speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (a field, as all flags are)
+        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config
     )
 
 

@@ -277,7 +277,7 @@ def _engine() -> Dashboard:
             "Accepted speculative tokens",
             "percentunit",
             (Query(share, "{{component}}"),),
-            "Share of speculative tokens. Below a tenth, --num-speculative-tokens costs more than it gains.",
+            "Share of speculative tokens. Where few are right, --speculative-config gains little.",
             maximum=1,
         ),
         Panel(

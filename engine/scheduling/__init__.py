@@ -13,6 +13,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     adapter_places.py adapters that are ready or loading, and who may run with them
     forks.py          further answers to one prompt
     drafts.py         speculative decoding: guesses and how they are scheduled
+    lookup_drafters.py guesses from the text itself, and from earlier answers
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the
 device.

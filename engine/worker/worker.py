@@ -30,7 +30,7 @@ from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
-from pillion.engine.scheduling.drafts import NGramDrafter
+from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
 from pillion.engine.worker.step_meter import StepMeter, load_readings
@@ -40,6 +40,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
+from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
@@ -103,7 +104,7 @@ class Worker:
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
         target_itl_steps: float = 0.0,
-        num_speculative_tokens: int = 0,
+        speculative_config: SpeculativeConfig = NO_SPECULATION,
         follows_grammars: bool = False,
         backend_factory: BackendFactory = load_model,
     ) -> Worker:
@@ -123,7 +124,8 @@ class Worker:
             target_itl_s=target_itl_ms / 1000,
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
-            drafter=NGramDrafter(num_speculative_tokens) if num_speculative_tokens else None,
+            drafter=make_lookup_drafter(speculative_config),
+            most_guesses=speculative_config.num_speculative_tokens,
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )

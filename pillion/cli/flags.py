@@ -13,6 +13,7 @@ may serve all components: a name that only another component knows is ignored, a
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -201,7 +202,7 @@ def flag_option(field: Field[Any]) -> Callable[[F], F]:
     common: dict[str, Any] = {
         "envvar": env_name(field.name),
         "default": field.default,
-        "show_default": field.default != "",
+        "show_default": str(field.default) != "",
         "help": about["help"],
     }
     if about["kind"] is bool:
@@ -260,6 +261,8 @@ def read_config(path: str) -> dict[str, Any]:
         if name in repeatable:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
+        elif name == "speculative_config" and isinstance(value, dict):
+            value = json.dumps(value)
         elif not isinstance(value, str | int | float):
             raise ConfigError(f"config file {path}: {key!r} must be a text or a number")
         values[name] = value

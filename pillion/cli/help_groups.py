@@ -15,8 +15,7 @@ GROUPS = {
     " first_core enforce_eager drain_timeout_s fence_kill_after_s",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " low_watermark high_watermark host_bytes disk verify_blocks fetch max_fetch_bytes",
-    "Scheduling": "max_num target_itl_ms num_speculative_tokens split_policy chunk_size enable_chunked_prefill"
-    " max_waiting",
+    "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts",
     "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",

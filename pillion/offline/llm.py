@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import importlib
+import json
 import os
 import queue
 import time
@@ -62,7 +63,8 @@ class LLM:
     Args:
         model: Hugging Face folder, GGUF file, hub id, or "demo".
         options: fields of :class:`pillion.config.OfflineFlags`, such as ``dtype``, ``max_model_len``,
-            ``kv_pool_bytes="2GiB"``, ``max_num_seqs`` and ``enable_prefix_caching``.
+            ``kv_pool_bytes="2GiB"``, ``max_num_seqs``, ``enable_prefix_caching`` and ``speculative_config``, which may
+            be a dict, as in vLLM.
 
     Raises:
         ConfigError: a model or option that cannot work, or server packages that are not installed.
@@ -263,6 +265,7 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
         about = known[name].metadata
         kind, wanted = about["kind"], type(known[name].default)
         try:
+            value = json.dumps(value) if isinstance(value, Mapping) else value
             value = kind(value) if isinstance(value, str) and kind is not bool else value
         except ValueError:
             raise ConfigError(f"{name} {value!r} is no {wanted.__name__}") from None

@@ -54,6 +54,7 @@ from testbed.cluster import ServedCluster, free_port, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
+from tests.support.drafts import guessing
 
 POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 ANSWERS = (1, 4)
@@ -356,7 +357,7 @@ _numbers = itertools.count()
 @contextlib.contextmanager
 def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool) -> Iterator[StructuredCluster]:
     """Run a cluster, and a further gateway process for each policy but the first."""
-    flags = (*FLAGS, "--num-speculative-tokens", "4") if guesses else FLAGS
+    flags = (*FLAGS, "--speculative-config", str(guessing(4))) if guesses else FLAGS
     flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
     with served(folder, str(model), *flags) as running, contextlib.ExitStack() as stack:
         targets = [running.target, *(stack.enter_context(another_gateway(running, each)) for each in POLICIES[1:])]

@@ -31,6 +31,7 @@ from testbed.cluster import ServedCluster, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
 from tests.support.adapters import adapted_model, make_adapter
+from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +41,7 @@ EPSILON = 1e-3
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64"),
     *("--decode-workers", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
-    *("--num-speculative-tokens", "3", "--allow-runtime-lora-updating"),
+    *("--speculative-config", str(guessing(3)), "--allow-runtime-lora-updating"),
 )
 Tokens = Callable[[str, list[int], int], Any]
 

@@ -21,6 +21,7 @@ from pillion import AsyncClient, Delta
 from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
+from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference
 
 EPSILON = 1e-3
@@ -34,9 +35,9 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "constant budget": ({}, {}),
     "small budget": ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, {"split_policy": "colocated"}),
     "target": ({"target_itl_ms": 5.0}, {"split_policy": "colocated"}),
-    "guesses": ({"num_speculative_tokens": 5}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
+    "guesses": ({"speculative_config": guessing(5)}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
     "guesses, small budget": (
-        {"num_speculative_tokens": 5, "max_num_batched_tokens": 24, "max_num_seqs": 4, "target_itl_ms": 5.0},
+        {"speculative_config": guessing(5), "max_num_batched_tokens": 24, "max_num_seqs": 4, "target_itl_ms": 5.0},
         {"split_policy": "colocated"},
     ),
     "whole prompts": (
@@ -102,8 +103,8 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
     found = []
     for decode, slots in (
         ({}, 2000),
-        ({"num_speculative_tokens": 5}, 2000),
-        ({"num_speculative_tokens": 3, "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
+        ({"speculative_config": guessing(5)}, 2000),
+        ({"speculative_config": guessing(3), "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
     ):
         async with components_on(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
             assert components.kvnode.pool.ledger.num_slots == slots
@@ -119,7 +120,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
 async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
     folder: pathlib.Path, oracle: Oracle
 ) -> None:
-    async with components_on(folder, decode={"num_speculative_tokens": 4}) as components:
+    async with components_on(folder, decode={"speculative_config": guessing(4)}) as components:
         for prompt in PROMPTS:
             deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)
             ids = torch.tensor([list(prompt)])

@@ -18,6 +18,7 @@ from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
 from testbed.conditions import WITHIN_S, until
 from tests.support.ahead_backend import AheadBackend
+from tests.support.drafts import guessing
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
 
@@ -116,7 +117,7 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 @pytest.mark.parametrize("guesses", [0, 4])
 async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[FakeBackend], guesses: int) -> None:
     """Also where the token that nobody could choose is in flight already, or behind a guess that was right."""
-    flags = {"num_speculative_tokens": guesses}
+    flags = {"speculative_config": guessing(guesses)}
     async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         whole, other = greedy(tokens, 60), prompt(1, 30)
@@ -137,7 +138,7 @@ async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[
 
 
 async def test_guessed_tokens_change_no_answer() -> None:
-    async with running_workers(decode={"num_speculative_tokens": 4}) as workers, connected(workers) as connection:
+    async with running_workers(decode={"speculative_config": guessing(4)}) as workers, connected(workers) as connection:
         # So many pairs of tokens that the answer is bound to hit one now and then, and then to go on differently.
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         answer = await start(workers, connection, 1, tokens, 60)

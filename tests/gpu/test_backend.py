@@ -20,6 +20,7 @@ from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRo
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
 from testbed.tiny_model import save_model
+from tests.support.drafts import guessing
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
@@ -144,7 +145,7 @@ def test_log_probabilities_of_prompts(tmp_path):
 
 def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
     """The scheduler's most scored rows fit beside all sampled ones, so that a step allocates no logits."""
-    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, num_speculative_tokens=2)
+    flags = DecodeFlags(model="m", max_num_batched_tokens=4096, max_num_seqs=8, speculative_config=guessing(2))
     limits = limits_of(flags, prepared)
     assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
     assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6

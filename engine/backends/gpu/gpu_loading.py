@@ -87,7 +87,11 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     if isinstance(flags, DecodeFlags):
-        tokens, seqs, guesses = flags.max_num_batched_tokens, flags.max_num_seqs, flags.num_speculative_tokens
+        tokens, seqs, guesses = (
+            flags.max_num_batched_tokens,
+            flags.max_num_seqs,
+            flags.speculative_config.num_speculative_tokens,
+        )
         samples = min(tokens, seqs * (1 + guesses))
         scored = min(tokens - samples, scored_rows(prepared.vocab_size))
     else:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.drafts import NGramDrafter, speculate
+from pillion.engine.scheduling.drafts import Drafter, speculate
+from pillion.engine.scheduling.lookup_drafters import NGramDrafter
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from tests.support.drafts import guessing
 from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
 
@@ -23,7 +24,16 @@ class OracleDrafter:
     def __init__(self, wrong: int = 0) -> None:
         self.wrong = wrong
 
-    def draft(self, sequence: Sequence, most: int) -> Int32:
+    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[Int32]:
+        return [self._guess(sequence, most) for sequence, most in wanted]
+
+    def seconds_per_token(self, sequences: int) -> float:
+        return 0.0
+
+    def ended(self, sequence: Sequence) -> None:
+        """It keeps nothing."""
+
+    def _guess(self, sequence: Sequence, most: int) -> Int32:
         assert sequence.spec.sampling is not None
         tokens = sequence.tokens(0, sequence.num_tokens).tolist()
         end = sequence.spec.prompt_tokens
@@ -133,6 +143,14 @@ def sequence_of(tokens: list[int]) -> Sequence:
     return Sequence(spec, Holding(1, (), tuple(range(100))), 4, 0.0)
 
 
+NGRAM = NGramDrafter(guessing(16))
+
+
+def looked_up(drafter: Drafter, text: list[int], most: int) -> list[int]:
+    (guess,) = drafter.draft([(sequence_of(text), most)])
+    return guess.tolist()
+
+
 @pytest.mark.parametrize(
     ("text", "guess"),
     [
@@ -149,8 +167,8 @@ def sequence_of(tokens: list[int]) -> Sequence:
     ],
 )
 def test_looking_back(text: list[int], guess: list[int]) -> None:
-    assert NGramDrafter(4).draft(sequence_of(text), 9).tolist() == guess
-    assert NGramDrafter(4).draft(sequence_of(text), 2).tolist() == guess[:2]
+    assert looked_up(NGRAM, text, 4) == guess
+    assert looked_up(NGRAM, text, 2) == guess[:2]
 
 
 def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
@@ -170,7 +188,7 @@ def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
 def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most: int) -> None:
-    guess = NGramDrafter(16).draft(sequence_of(text), most).tolist()
+    guess = looked_up(NGRAM, text, most)
     assert len(guess) <= most
     if guess:
         pair = text[-2:]
@@ -178,16 +196,16 @@ def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most:
         assert any(text[i : i + len(guess)] == guess for i in places)
 
 
-class Eager:
-    """Guesses as much as it may."""
+class Eager(OracleDrafter):
+    """Guesses more than it may."""
 
-    def draft(self, sequence: Sequence, most: int) -> Int32:
-        return np.zeros(most, dtype=np.int32)
+    def _guess(self, sequence: Sequence, most: int) -> Int32:
+        return np.zeros(most + 3, dtype=np.int32)
 
 
 def test_no_guess_is_longer_than_the_bound() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
-    assert sequence.room_for_drafts > MAX_SPECULATIVE_TOKENS
-    (piece,) = speculate(Eager(), [SequencePiece(sequence, 2, 1, 1)], 100)
-    assert piece.count == piece.samples == 1 + MAX_SPECULATIVE_TOKENS
+    assert sequence.room_for_drafts > 5
+    (piece,) = speculate(Eager(), 5, [SequencePiece(sequence, 2, 1, 1)], 100)
+    assert piece.count == piece.samples == 1 + 5

@@ -28,6 +28,7 @@ from pillion.cli.flags import (
 from pillion.cli.help_groups import GROUPS, OPTIONS, group_of
 from pillion.config import DecodeFlags, GatewayFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
+from tests.support.drafts import guessing
 
 
 def parse(cls: type, argv: list[str], env: dict[str, str] | None = None) -> Any:
@@ -145,6 +146,8 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(field.metadata["choices"])
     if field.name == "target_itl_ms":
         return st.one_of(st.just("auto"), st.floats(0, 1e9))
+    if field.name == "speculative_config":
+        return st.sampled_from([guessing(0), guessing(3), guessing(5, "suffix")])
     if isinstance(field.default, str):
         return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
     if isinstance(field.default, bool):

@@ -42,6 +42,7 @@ GIVEN = {
     "kv_cache_dtype": "auto",
     "allowed_origins": "https://chat.example.org",
     "target_itl_ms": "75.5",
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }
 # What a process gets where it is not what was given: shares of cores, ports one after the other, one process of
 # several, and the gateway drains for all.
@@ -84,7 +85,7 @@ def in_the_environment(field: Field[Any], text: str, folder: pathlib.Path) -> tu
 
 def in_a_file(field: Field[Any], text: str, folder: pathlib.Path) -> tuple[list[str], dict[str, str]]:
     file = folder / "pillion.toml"
-    value = f'["{text}"]' if isinstance(field.default, tuple) else text if text in ("true", "false") else f'"{text}"'
+    value = f"['{text}']" if isinstance(field.default, tuple) else text if text in ("true", "false") else f"'{text}'"
     file.write_text(f"{field.name.replace('_', '-')} = {value}\n")
     return ["--config", str(file)], {}
 

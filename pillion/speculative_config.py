@@ -1,0 +1,137 @@
+"""``--speculative-config``: how a decode worker guesses tokens, with the keys and names that vLLM gives them.
+
+    {"method": "ngram", "num_speculative_tokens": 5}
+
+The value is a JSON object. Keys that do not exist, or that belong to another method, are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pillion.errors import ConfigError
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+
+FLAG = "--speculative-config"
+METHODS = ("ngram", "suffix", "draft_model")
+# Methods that vLLM has, and that are refused with a word of their own.
+NOT_SERVED = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
+
+
+def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
+    """A key of the JSON object: the methods that read it, or all of them, and the bounds of a number, both allowed."""
+    return field(default=default, metadata={"methods": methods or METHODS, "least": least, "most": most})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are guessed. As a text it is the JSON object that it was read from, with all defaults.
+
+    Attributes:
+        method: one of METHODS; "" where nothing is guessed.
+        num_speculative_tokens: most tokens that are guessed for a sequence in one step.
+        disable_by_batch_size: steps of more decodes than this guess nothing; 0: the measured costs alone decide.
+        prompt_lookup_min, prompt_lookup_max: fewest and most tokens that a text's end is compared by, with "ngram".
+        suffix_decoding_max_tree_depth: most tokens of a match and of what is guessed behind it, together.
+        suffix_decoding_max_cached_requests: answers that guesses are taken from, beside the sequence's own text; 0:
+            none. Tenants that share no cached prefixes share no answers, either, and each has as many.
+        suffix_decoding_max_spec_factor: tokens that are guessed for each token of the match.
+        suffix_decoding_min_token_prob: share of the places with the same beginning that a guess stands behind, at
+            least.
+        model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one.
+        draft_tensor_parallel_size: ranks of the draft model.
+    """
+
+    method: str = _key("")
+    num_speculative_tokens: int = _key(0, most=MAX_SPECULATIVE_TOKENS)
+    disable_by_batch_size: int = _key(0)
+    prompt_lookup_min: int = _key(2, "ngram")
+    prompt_lookup_max: int = _key(8, "ngram", most=64)
+    suffix_decoding_max_tree_depth: int = _key(24, "suffix", least=2, most=256)
+    suffix_decoding_max_cached_requests: int = _key(10_000, "suffix", least=0)
+    suffix_decoding_max_spec_factor: float = _key(1.0, "suffix", least=0)
+    suffix_decoding_min_token_prob: float = _key(0.1, "suffix", least=0, most=1)
+    model: str = _key("", "draft_model")
+    revision: str = _key("main", "draft_model")
+    quantization: str = _key("none", "draft_model")
+    draft_tensor_parallel_size: int = _key(1, "draft_model")
+
+    def __str__(self) -> str:
+        if not self.method:
+            return ""
+        mine = (one for one in fields(self) if self.method in one.metadata["methods"])
+        said = {one.name: getattr(self, one.name) for one in mine}
+        if not self.disable_by_batch_size:
+            del said["disable_by_batch_size"]
+        return json.dumps(said)
+
+
+NO_SPECULATION = SpeculativeConfig()
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """Reads the flag's text; "" is NO_SPECULATION. Raises ConfigError for what cannot be meant, and names the key."""
+    if not text.strip():
+        return NO_SPECULATION
+    try:
+        said = json.loads(text, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
+    # As in vLLM, null is the same as leaving the key out, and a model without a method is a draft model.
+    said = {name: value for name, value in said.items() if value is not None}
+    if "method" not in said and "model" in said:
+        said["method"] = "draft_model"
+    method = said.get("method")
+    if method in NOT_SERVED:
+        raise ConfigError(f"{FLAG}: method {method!r} is not served here; it is one of {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise ConfigError(f"{FLAG}: method {method!r} is not one of {', '.join(METHODS)}")
+    if method == "suffix":
+        depth = said.get("suffix_decoding_max_tree_depth", 24)
+        said.setdefault("num_speculative_tokens", min(depth if type(depth) is int else 1, MAX_SPECULATIVE_TOKENS))
+    config = SpeculativeConfig(**{name: _checked(name, value, method) for name, value in said.items()})
+    _check_together(config, said)
+    return config
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ConfigError(f"{FLAG}: a key is there twice: {', '.join(name for name, _ in pairs)}")
+    return found
+
+
+def _checked(name: str, value: Any, method: str) -> Any:
+    """The value of one key. Raises ConfigError for another type, and for numbers out of bounds."""
+    known = {one.name: one for one in fields(SpeculativeConfig)}
+    if name not in known:
+        mine = (one.name for one in known.values() if method in one.metadata["methods"])
+        raise ConfigError(f"{FLAG} has no key {name!r}; with method {method!r} it has {', '.join(mine)}")
+    about, wanted = known[name].metadata, type(known[name].default)
+    if method not in about["methods"]:
+        raise ConfigError(f"{FLAG}: {name} belongs to method {' and '.join(about['methods'])}, not to {method}")
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{FLAG}: {name} {value!r} is no {'text' if wanted is str else wanted.__name__}")
+    if wanted is not str and not about["least"] <= value <= about["most"]:
+        most = f" to {about['most']}" if about["most"] < math.inf else " on"
+        raise ConfigError(f"{FLAG}: {name} {value} is not from {about['least']}{most}")
+    return value
+
+
+def _check_together(config: SpeculativeConfig, said: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keys that are missing, or that contradict each other."""
+    if not config.num_speculative_tokens:
+        raise ConfigError(f"{FLAG}: num_speculative_tokens is missing")
+    if config.method == "draft_model" and not config.model:
+        raise ConfigError(f"{FLAG}: method 'draft_model' needs a model")
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        lookups = (f"{name} {getattr(config, name)}" for name in ("prompt_lookup_min", "prompt_lookup_max"))
+        raise ConfigError(f"{FLAG}: {' is above '.join(lookups)}")
