@@ -49,6 +49,7 @@ class DraftShape:
         vocab_size: its ids; a text with others is not drafted for.
         max_model_len: tokens of the longest text that it is run on.
         num_speculative_tokens: most guesses for a sequence in a step.
+        max_num_batched_tokens: tokens of the longest pass.
         rope_shift: where in its rotary tables a text of at most so many tokens begins.
     """
 
@@ -57,6 +58,7 @@ class DraftShape:
     vocab_size: int
     max_model_len: int
     num_speculative_tokens: int
+    max_num_batched_tokens: int
     rope_shift: Callable[[int], int] = lambda text_tokens: 0
 
 
@@ -159,15 +161,20 @@ class DraftChains:
         self._now = 0.0
         self._spare_tokens = 0
         # Slots that the last plan lacked, and how long its passes took.
-        self.lacking_blocks = 0
+        self._lacking_blocks = 0
         self.took_s = 0.0
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Slots that the last plan would have liked to have."""
+        return self._lacking_blocks if self._of else 0
 
     # A step.
 
     def begin_step(self, spare_tokens: int, now: float) -> None:
         """A step is planned, whose budget leaves so many tokens that nobody else needs."""
         self._spare_tokens, self._now = max(spare_tokens, 0), now
-        self.lacking_blocks, self.took_s = 0, 0.0
+        self._lacking_blocks, self.took_s = 0, 0.0
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
         """Runs the passes for these decodes; returns up to so many guesses for each."""
@@ -184,13 +191,15 @@ class DraftChains:
         return self._passes.seconds_per_token(sequences)
 
     def _plan(self, wanted: Seq[tuple[Sequence, int]]) -> DraftPlan:
-        pieces = []
+        pieces, left = [], self._shape.max_num_batched_tokens
         for sequence, most in wanted:
             chain = self._chain_of(sequence)
             if chain is not None:
                 chain.settle()
-                piece = self._piece(chain, min(most, self._shape.num_speculative_tokens))
-                pieces += [] if piece is None else [piece]
+                piece = self._piece(chain, min(most, self._shape.num_speculative_tokens), left)
+                if piece is not None:
+                    left -= piece.count
+                    pieces.append(piece)
         return DraftPlan(tuple(pieces))
 
     def _chain_of(self, sequence: Sequence) -> DraftChain | None:
@@ -207,14 +216,14 @@ class DraftChains:
         self._block_manager.out.draft_orders.append(DraftOrder(chain.seq_id, chain.block_hashes(0, whole)))
         return None
 
-    def _piece(self, chain: DraftChain, guesses: int) -> DraftPiece | None:
-        """The next piece of a chain; None where it has nothing to do, or no slot for it."""
+    def _piece(self, chain: DraftChain, guesses: int, left: int) -> DraftPiece | None:
+        """The next piece of a chain, of at most ``left`` tokens; None where it has nothing to do, or no slot for it."""
         start, end = chain.num_computed, chain.sequence.num_tokens
         if start == end:
             return None
         # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
-        reach = end if is_near else min(end, start + self._spare_tokens)
+        reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
         behind = min(guesses, self._shape.max_model_len - end) if reach == end else 0
         if end > self._shape.max_model_len or (
             reach > start and int(chain.tokens(start, reach).max()) >= self._shape.vocab_size
@@ -234,17 +243,17 @@ class DraftChains:
         return DraftPiece(chain, start, count, min(behind, room - end + 1))
 
     def _grow(self, chain: DraftChain, tokens: int) -> None:
-        """Take slots for so many tokens, as far as the stock has some that decodes do not need soon."""
-        lacking = -(-tokens // chain.block_size) - chain.num_blocks
-        while lacking > 0 and len(self._stock) > self._block_manager.needed_blocks:
+        """Take slots for so many tokens and those of the next guess, as far as the stock has some that decodes do not
+        need soon."""
+        wanted = -(-(tokens + self._shape.num_speculative_tokens + 1) // chain.block_size)
+        while chain.num_blocks < wanted and len(self._stock) > self._block_manager.needed_blocks:
             slot = self._stock.take()
             assert slot is not None
             chain.add_slot(slot)
-            lacking -= 1
-        if lacking > 0 and self._stock.exhausted(self._now):
+        if chain.num_blocks * chain.block_size < tokens and self._stock.exhausted(self._now):
             self._pause(self._now)
-        elif lacking > 0 and self._now >= self._paused_until_s:
-            self.lacking_blocks += lacking
+        elif self._now >= self._paused_until_s:
+            self._lacking_blocks += max(0, wanted - chain.num_blocks)
 
     def _take(self, piece: DraftPiece, guesses: Int32 | None) -> None:
         """A piece has run, and brought ``guesses``; None: it has failed, and its sequence goes on without guesses."""
@@ -290,7 +299,7 @@ class DraftChains:
 
     def _pause(self, now: float) -> None:
         self._paused_until_s = now + PAUSE_S
-        self.lacking_blocks = 0
+        self._lacking_blocks = 0
 
     def _close(self, chain: DraftChain) -> None:
         self._stock.give(chain.close())

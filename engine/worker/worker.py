@@ -28,6 +28,8 @@ from functools import partial
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.backends.draft_loading import load_draft
+from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
@@ -69,12 +71,14 @@ class Worker:
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
         grammars: GrammarCompiler | None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.flags = flags
         self.grammars = grammars
         self.role = role
         self.component_id = component_id
         self.model = model
+        self._draft = draft
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
@@ -115,6 +119,10 @@ class Worker:
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
         longest = flags.max_model_len or model.prepared.max_model_len
+        draft = None
+        if speculative_config.method == "draft_model":
+            load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
+            draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
 
         make_scheduler = partial(
             Scheduler,
@@ -125,6 +133,7 @@ class Worker:
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=make_lookup_drafter(speculative_config),
+            draft_model=draft,
             most_guesses=speculative_config.num_speculative_tokens,
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
@@ -144,7 +153,8 @@ class Worker:
             namespace=model.namespace().hex(),
             timeout_s=ATTACH_TIMEOUT_S,
         )
-        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
+        passes = draft[1] if draft is not None else None
+        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, passes)
         try:
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
@@ -158,8 +168,12 @@ class Worker:
 
     def _bind(self, max_tokens: int) -> None:
         attachment = self.attachment
-        self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
-        self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
+        memory, tokens = attachment.device_memory or attachment.memory, min(max_tokens, MAX_WARM_UP_TOKENS)
+        self.model.backend.bind_pool(memory, attachment.num_slots)
+        self.model.backend.warm_up(tokens)
+        if self._draft is not None:
+            self._draft.bind_pool(memory, attachment.num_slots)
+            self._draft.backend.warm_up(tokens)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
         return WorkerEpoch(
@@ -313,6 +327,8 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
+        if self._draft is not None:
+            self._draft.backend.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
