@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.backends.draft_model import DraftModel
-from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftPlan, DraftShape
+from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
@@ -194,6 +195,24 @@ def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
     plans = len(passes.first_passes)
     run(harness)
     assert len(passes.first_passes) == plans
+
+
+@pytest.mark.parametrize(
+    ("came", "kept"),
+    # One that was expected is computed anew, for its logits; the last guess has no KV; a grammar forced others.
+    [([], 9), ([4], 9), ([4, 5], 10), ([4, 5, 6, 1], 11), ([4, 9], 10), ([9, 5, 6], 9), ([8], 9)],
+)
+def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
+    harness = SchedulerHarness(slots=60, budget=32, draft=drafting())
+    harness.submit(prompt(1, 9), 30)
+    (sequence,) = harness.scheduler.sequences.values()
+    chain = DraftChain(-1, sequence, drafting()(harness.pool)[0])
+    chain.advance(9, np.array([4, 5, 6], np.int32))
+    for token in came:
+        sequence.append(token)
+    chain.settle()
+    assert chain.num_computed == kept
+    assert len(chain.guesses) == (0 if came else 3)
 
 
 @settings(max_examples=150, deadline=None)
