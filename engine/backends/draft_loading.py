@@ -87,6 +87,7 @@ def draft_flags(flags: WorkerFlags, config: SpeculativeConfig) -> WorkerFlags:
         served_model_name="",
         max_model_len=0,
         enable_lora=False,
+        tensor_parallel_size=1,
     )
 
 

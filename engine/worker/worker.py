@@ -117,13 +117,7 @@ class Worker:
         Raises ConfigError for what cannot work, Unavailable when no node answers.
         """
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
-        grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
         longest = flags.max_model_len or model.prepared.max_model_len
-        draft = None
-        if speculative_config.method == "draft_model":
-            load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
-            draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
-
         make_scheduler = partial(
             Scheduler,
             block_size=flags.block_size,
@@ -133,46 +127,55 @@ class Worker:
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=make_lookup_drafter(speculative_config),
-            draft_model=draft,
             most_guesses=speculative_config.num_speculative_tokens,
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )
-        # Flags that it refuses are refused before anything is held.
-        make_scheduler()
-        if flags.enable_lora:
-            # Before the node makes the pool, which on a GPU takes the memory that is left.
-            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-        component_id = flags.component_id or f"{role}-{os.getpid()}"
-        attachment = await asyncio.to_thread(
-            attach,
-            flags.attach_socket,
-            component_id=component_id,
-            role=role,
-            block_bytes=model.backend.layout.block_bytes,
-            namespace=model.namespace().hex(),
-            timeout_s=ATTACH_TIMEOUT_S,
-        )
-        passes = draft[1] if draft is not None else None
-        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, passes)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            # Threads, and the processes of other ranks, end where the start fails.
+            undo.callback(model.backend.close)
+            draft = None
+            if speculative_config.method == "draft_model":
+                load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
+                draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
+                undo.callback(draft[1].backend.close)
+                make_scheduler = partial(make_scheduler, draft_model=draft)
+            # Flags that it refuses are refused before anything is held.
+            make_scheduler()
+            grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
+            if flags.enable_lora:
+                # Before the node makes the pool, which on a GPU takes the memory that is left.
+                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            component_id = flags.component_id or f"{role}-{os.getpid()}"
+            attachment = await asyncio.to_thread(
+                attach,
+                flags.attach_socket,
+                component_id=component_id,
+                role=role,
+                block_bytes=model.backend.layout.block_bytes,
+                namespace=model.namespace().hex(),
+                timeout_s=ATTACH_TIMEOUT_S,
+            )
+            undo.callback(attachment.close)
+            passes = draft[1] if draft is not None else None
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, passes)
+            undo.push_async_callback(worker.node.aclose)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
-        except BaseException:
-            await worker.node.aclose()
-            attachment.close()
-            raise
-        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._on_node_gone)
+            undo.pop_all()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attachment.fileno(), worker._on_node_gone)
+        if model.ranks is not None:
+            model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
         worker.epoch.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        attachment = self.attachment
-        memory, tokens = attachment.device_memory or attachment.memory, min(max_tokens, MAX_WARM_UP_TOKENS)
-        self.model.backend.bind_pool(memory, attachment.num_slots)
+        attachment, tokens = self.attachment, min(max_tokens, MAX_WARM_UP_TOKENS)
+        self.model.bind_pool(attachment)
         self.model.backend.warm_up(tokens)
         if self._draft is not None:
-            self._draft.bind_pool(memory, attachment.num_slots)
+            self._draft.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
             self._draft.backend.warm_up(tokens)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:

@@ -19,7 +19,7 @@ from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from tests.support.cpu_model import SHELF
+from tests.support.kernel_cache import kept_kernels
 
 MAX_TOKENS = 1024
 
@@ -45,7 +45,7 @@ class RankGroup:
         for rank in range(size):
             split = RankSplit.of(config, rank, size)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "compile_kernels", SHELF.compile)
+                patch.setattr(module, "compile_kernels", kept_kernels)
                 model = load_cpu_model(
                     prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, split=split
                 )
@@ -80,7 +80,7 @@ class RankGroup:
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "compile_kernels", SHELF.compile)
+            patch.setattr(module, "compile_kernels", kept_kernels)
             for backend in self.backends:
                 backend.bind_adapters(max_adapters, max_rank)
 

@@ -17,8 +17,10 @@ sees every helper that has found the door open.
     borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
 
 A borrower is a helper on a core of another worker (:mod:`pillion.core_board`). Before each entry it looks whether the
-owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. The
-leader renews its worker's hold on its own cores at each entry.
+owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. Of the
+borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step wakes one
+thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own cores at
+each entry.
 
 A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
 two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
@@ -71,6 +73,9 @@ POOL, SCRATCH, ACTIVE = 0, 8, 16
 # The addresses of two lines of the board, the first one of a borrowed core's owner and the core's own; and for how
 # many nanoseconds in all this thread has taken part in kernels on that core.
 OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
+# The addresses of the gate at which a borrower sleeps, and of the one that it moves for others, or 0: of the borrowers
+# of one owner's cores the first one sleeps at the pool's gate, the others at a gate that the first one moves.
+SLEEPS_AT, CALLS = 48, 56
 # Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
@@ -122,6 +127,15 @@ class _Run:
         """Whether an entry with ``condition`` runs."""
         number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
         return (condition < 0) | (number > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Whether a borrower is the first one of an owner's cores, and what it moves the others' gate to."""
+
+    is_first: Bool
+    gate: Ptr
+    value: Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,29 +250,35 @@ class _ThreadPoolCode:
         """borrow(thread line): like main, on a core that another worker owns."""
         with self._function(BORROW, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
-            pool, owner, core = (Ptr(k, k.load_int(line + place).ir) for place in (POOL, OWNER_LINE, CORE_LINE))
-            scratch, gate = k.load_int(line + SCRATCH), pool + GATE
+            words = (POOL, OWNER_LINE, CORE_LINE, SLEEPS_AT, CALLS)
+            pool, owner, core, sleeps_at, calls = (Ptr(k, k.load_int(line + word).ir) for word in words)
+            scratch, gate, is_first = k.load_int(line + SCRATCH), pool + GATE, Int(k, calls.ir) > 0
             self._set_arithmetic(k)
             # The value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
             seen, held = k.variable(k.int(0)), k.variable(k.int(0))
             with k.forever() as end:
-                with k.when(held.value > 0):
-                    self._poll(k, gate, seen.value)
-                    with k.when(atomic_load(k, gate) <= seen.value):
-                        self._give_back(k, core, held)
-                b.call(sleep, [gate.ir, seen.value.ir])
+                with b.if_else((held.value > 0).ir) as (busy, free):
+                    with busy:
+                        self._poll(k, gate, seen.value)
+                        with k.when(atomic_load(k, gate) <= seen.value):
+                            self._give_back(k, core, held)
+                    with free:
+                        b.call(sleep, [sleeps_at.ir, seen.value.ir])
                 now = atomic_load(k, gate)
                 k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
                 with b.if_else(atomic_load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
                     with between_runs:
                         seen.value = now
                     with in_run:
-                        self._claim(k, owner, core, held)
-                        with k.when(held.value > 0):
+                        self._claim(k, owner, core, held, _Caller(is_first, calls, now))
+                        with k.when((held.value > 0) | Int(k, calls.ir).equals(0)):
                             seen.value = now
-                            began = held.value - LEASE_NS
-                            self._join(k, work, pool, line, scratch, _BORROWER, began)
+                        with k.when(held.value > 0):
+                            self._join(k, work, pool, line, scratch, _BORROWER, held.value - LEASE_NS)
             self._give_back(k, core, held)
+            with k.when(is_first):
+                # The leader may not have moved the pool's gate yet. This is beyond what anybody has seen there.
+                self._move(k, calls, atomic_load(k, gate) + 1)
 
     def _join(
         self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int, began: Int | None = None
@@ -273,19 +293,23 @@ class _ThreadPoolCode:
                 k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
         atomic_swap(k, line + ACTIVE, 0)
 
-    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable) -> None:
-        """Takes the core or renews the hold on it; where that is impossible, lets it go and sleeps for a while.
+    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable, caller: _Caller) -> None:
+        """Takes the core or renews the hold on it, or lets it go. Sets ``held`` to the value of LENT_UNTIL, or to 0.
 
-        Sets ``held`` to the value of LENT_UNTIL, or to 0.
+        The first borrower of the owner's cores calls the others where the owner is idle. Where it has no core it sleeps
+        for a while; the others have to be called again.
         """
         now = self._now(k)
         owned, lent = atomic_load(k, owner + OWNED_UNTIL), atomic_load(k, core + LENT_UNTIL)
         with k.builder.if_else((owned > now).ir) as (wanted, idle):
             with wanted:
                 self._give_back(k, core, held)
-                # The owner wakes its borrowers when a run ends. One that died wakes nobody.
-                futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
+                with k.when(caller.is_first):
+                    # The owner wakes its borrowers when a run ends. One that died wakes nobody.
+                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
             with idle:
+                with k.when(caller.is_first):
+                    self._move(k, caller.gate, caller.value)
                 mine = now + LEASE_NS
                 with k.builder.if_else(((lent <= now) | lent.equals(held.value)).ir) as (unlent, taken):
                     with unlent:
@@ -293,7 +317,8 @@ class _ThreadPoolCode:
                         held.value = k.select(found.equals(lent), mine, k.int(0))
                     with taken:
                         held.value = k.int(0)
-                        k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
+                        with k.when(caller.is_first):
+                            k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
 
     def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
         with k.when(held.value > 0):
