@@ -157,8 +157,7 @@ class Worker:
                 timeout_s=ATTACH_TIMEOUT_S,
             )
             undo.callback(attachment.close)
-            passes = draft[1] if draft is not None else None
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, passes)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
             undo.push_async_callback(worker.node.aclose)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
