@@ -74,6 +74,9 @@ class HostBackend(ABC):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns as :meth:`forward` does."""
 
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most have nothing to check)
+        """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
+
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self.layout)

@@ -113,9 +113,7 @@ class Worker:
         Raises ConfigError for what cannot work, Unavailable when no node answers.
         """
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
-        grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
         longest = flags.max_model_len or model.prepared.max_model_len
-
         make_scheduler = partial(
             Scheduler,
             block_size=flags.block_size,
@@ -129,36 +127,40 @@ class Worker:
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )
-        # Flags that it refuses are refused before anything is held.
-        make_scheduler()
-        if flags.enable_lora:
-            # Before the node makes the pool, which on a GPU takes the memory that is left.
-            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-        component_id = flags.component_id or f"{role}-{os.getpid()}"
-        attachment = await asyncio.to_thread(
-            attach,
-            flags.attach_socket,
-            component_id=component_id,
-            role=role,
-            block_bytes=model.backend.layout.block_bytes,
-            namespace=model.namespace().hex(),
-            timeout_s=ATTACH_TIMEOUT_S,
-        )
-        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            # Threads, and the processes of other ranks, end where the start fails.
+            undo.callback(model.backend.close)
+            # Flags that it refuses are refused before anything is held.
+            make_scheduler()
+            grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
+            if flags.enable_lora:
+                # Before the node makes the pool, which on a GPU takes the memory that is left.
+                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            component_id = flags.component_id or f"{role}-{os.getpid()}"
+            attachment = await asyncio.to_thread(
+                attach,
+                flags.attach_socket,
+                component_id=component_id,
+                role=role,
+                block_bytes=model.backend.layout.block_bytes,
+                namespace=model.namespace().hex(),
+                timeout_s=ATTACH_TIMEOUT_S,
+            )
+            undo.callback(attachment.close)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
+            undo.push_async_callback(worker.node.aclose)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
-        except BaseException:
-            await worker.node.aclose()
-            attachment.close()
-            raise
-        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._on_node_gone)
+            undo.pop_all()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attachment.fileno(), worker._on_node_gone)
+        if model.ranks is not None:
+            model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
         worker.epoch.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        attachment = self.attachment
-        self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+        self.model.bind_pool(self.attachment)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
 
     def _make_epoch(self, number: int) -> WorkerEpoch:

@@ -248,12 +248,15 @@ class CpuBackend(HostBackend):
     def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
         return adapter_shapes(self.model.config)
 
-    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
         check_batch(batch, self._bounds)
         if self._ranks is not None and batch.num_tokens > self._ranks.memory.max_tokens:
             raise Internal(f"{batch.num_tokens} tokens, the ranks have memory for {self._ranks.memory.max_tokens}")
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        self.check_step(pool, batch)
         try:
             return self._run_checked(pool, batch)
         except BaseException:

@@ -54,8 +54,8 @@ class ThreadPool:
         threads: 1 to ``MAX_CPU_THREADS``, including the leader, without those on borrowed cores.
         affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
             starts later (torch's, for instance) inherit its processor.
-        share: this worker's cores on a board. The pool then has a thread for every other core of it, too, which takes
-            part while the core's owner is idle.
+        share: this worker's cores on a board. If it borrows, the pool has a thread for every other core of the board,
+            too, which takes part while the core's owner is idle.
 
     Raises:
         ConfigError: this system is not Linux, ``threads`` is out of range or not the number of this worker's cores on
@@ -76,9 +76,9 @@ class ThreadPool:
         lent: list[int] = []
         if share is not None:
             owned = share.board.owned(share.first_core)
-            if len(owned) != threads:
+            if share.borrows and len(owned) != threads:
                 raise ConfigError(f"--cpu-threads {threads}: the board of cores has {len(owned)} for this worker")
-            lent = [core for core in range(share.board.cores) if core not in owned]
+            lent = [core for core in range(share.board.cores) if core not in owned and share.borrows]
             if share.board.cores > MAX_CPU_THREADS:
                 raise ConfigError(f"the board has {share.board.cores} cores, a thread pool {MAX_CPU_THREADS} at most")
         self.threads = threads + len(lent)
