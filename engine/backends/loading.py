@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
@@ -28,7 +27,7 @@ from pillion.kvstore.hashing import namespace_base
 from pillion.observability.log_format import logs_json
 
 if TYPE_CHECKING:
-    from pillion.engine.adapters.adapter_weights import AdapterWeights
+    from pillion.engine.adapters.adapter_reader import AdapterReader
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
     from pillion.engine.backends.host_backend import HostBackend
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
@@ -73,16 +72,19 @@ class LoadedModel:
             block_size=layout.block_size,
         )
 
-    def read_adapter(self, folder: Path, digest: str) -> AdapterWeights:
-        """Reads an adapter from a copy of its files. Raises ConfigError for one that does not fit the model, and for
-        files of another content than that of ``digest``."""
-        import torch
+    def adapter_reader(self, max_rank: int) -> AdapterReader:
+        """What reads adapters up to ``max_rank`` for the backend."""
+        from pillion.engine.adapters.adapter_reader import AdapterReader
+        from pillion.engine.checkpoints.weights import qkv_order
 
-        from pillion.engine.adapters.adapter_files import AdapterFiles
-        from pillion.engine.adapters.adapter_reader import read_adapter
-
-        dtype = torch.float32 if self.prepared.dtype == "float32" else torch.bfloat16
-        return read_adapter(AdapterFiles(folder), load_config(self.prepared.folder), dtype, digest)
+        order = qkv_order(load_config(self.prepared.folder))
+        return AdapterReader(
+            str(self.prepared.folder),
+            "float32" if self.prepared.dtype == "float32" else "bfloat16",
+            max_rank,
+            None if order is None else order.tolist(),
+            self.backend.adapter_form(),
+        )
 
 
 # Loads a model by a worker's flags and number of threads. Called in a thread; raises ConfigError.

@@ -129,7 +129,7 @@ class Rank:
 
     def _on_place(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
-        self._backend.place_adapter(about["place"], self._packed[about["number"]] if about["number"] else None)
+        self._backend.place_adapter(about["place"], self._packed[about["number"]])
         return b""
 
     def _on_pack(self, payload: bytearray, descriptors: list[int]) -> bytes:

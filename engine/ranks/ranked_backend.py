@@ -64,13 +64,12 @@ class RankedBackend(HostBackend):
         weakref.finalize(adapter, self._dropped.append, number)
         return adapter
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
-        """Puts each rank's share of an adapter into a place, or empties it."""
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
+        """Puts each rank's share of an adapter into a place."""
         check_place(place, self.max_adapters)
-        assert packed is None or isinstance(packed, RankedAdapter)
-        number, own = (packed.number, packed.own) if packed is not None else (0, None)
-        with self.ranks.together(RankMessage.PLACE, json_to_bytes(place=place, number=number)):
-            self.own.place_adapter(place, own)
+        assert isinstance(packed, RankedAdapter)
+        with self.ranks.together(RankMessage.PLACE, json_to_bytes(place=place, number=packed.number)):
+            self.own.place_adapter(place, packed.own)
 
     def warm_up(self, max_tokens: int) -> None:
         """All ranks warm up together: their steps wait for each other."""

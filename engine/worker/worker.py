@@ -33,6 +33,7 @@ from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
+from pillion.engine.worker.packing_process import PackingProcess
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
@@ -87,7 +88,7 @@ class Worker:
         self._returning: asyncio.Task[None] | None = None
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
-        self.adapters = AdapterLoader(model, AdapterStore(), self.node, self.meters) if flags.enable_lora else None
+        self.adapters = self._make_loader() if flags.enable_lora else None
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
             grammars.mask_threads.wake = lambda: self.epoch.wake()
@@ -162,6 +163,10 @@ class Worker:
     def _bind(self, max_tokens: int) -> None:
         self.model.bind_pool(self.attachment)
         self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
+
+    def _make_loader(self) -> AdapterLoader:
+        process = PackingProcess(self.model.adapter_reader(self.flags.max_lora_rank), self.model.backend)
+        return AdapterLoader(process, AdapterStore(), self.node, self.meters)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
         return WorkerEpoch(

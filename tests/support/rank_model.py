@@ -87,9 +87,9 @@ class RankGroup:
     def pack_adapter(self, weights: AdapterWeights) -> list[PackedAdapter]:
         return [backend.pack_adapter(weights) for backend in self.backends]
 
-    def place_adapter(self, place: int, packed: list[PackedAdapter] | None) -> None:
+    def place_adapter(self, place: int, packed: list[PackedAdapter]) -> None:
         for rank, backend in enumerate(self.backends):
-            backend.place_adapter(place, None if packed is None else packed[rank])
+            backend.place_adapter(place, packed[rank])
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()

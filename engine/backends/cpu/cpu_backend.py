@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from pillion.core_board import CoreShare
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_forms import AdapterForm
+from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
 from pillion.engine.backends.backend import (
     BackendLost,
     KVLayout,
@@ -207,10 +209,9 @@ class CpuBackend(HostBackend):
         orders = {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
         table = AdapterTable(
             adapter_shapes(model.split.local(model.config)),
-            orders if model.split.whole else {},
+            {name: order.tolist() for name, order in orders.items()} if model.split.whole else {},
             max_adapters,
             max_rank,
-            bf16=model.dtype == "bfloat16",
         )
         plan = plan_with_adapters(
             model.plan, model.config, model.weights, model.layout, model.dtype, model.split, table
@@ -230,15 +231,26 @@ class CpuBackend(HostBackend):
         )
         self._thread_pool = self._new_thread_pool(kernels)
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Writes the adapter's addresses into the table that kernels read."""
         super().place_adapter(place, packed)
-        assert packed is None or isinstance(packed, CpuAdapter)
+        assert isinstance(packed, CpuAdapter)
         self._adapter_steps().table.place(place, packed)
+
+    def adapter_form(self) -> AdapterForm:
+        """The packed tiles of the kernels; a rank cuts its share of an adapter here, and so gets it plain."""
+        return self._adapter_steps().table.form if self.model.split.whole else super().adapter_form()
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """``data`` begins at a cache line and belongs to the adapter from now on."""
+        if not self.model.split.whole:
+            return super().take_adapter(digest, about, data)
+        return self._adapter_steps().table.take(about, data)
 
     def _pack(self, weights: AdapterWeights) -> CpuAdapter:
         steps, model = self._adapter_steps(), self.model
-        return steps.table.pack(split_adapter(weights, model.config, model.split, steps.inner_values))
+        mine = split_adapter(weights, model.config, model.split, steps.inner_values)
+        return steps.table.take(*steps.table.form.pack(layers_of(mine)))
 
     def _adapter_steps(self) -> _AdapterSteps:
         if self._with_adapters is None:

@@ -232,9 +232,9 @@ class OperationBuilder:
 
     def _shrink(self, adapters: AdapterTable, name: str, x: Buffer) -> Operation:
         """shrunk = A x for the rows with an adapter."""
-        shrunk = self.buffer("shrunk", adapters.width, self.row_dtype)
+        shrunk = self.buffer("shrunk", adapters.form.width, self.row_dtype)
         values: dict[str, Any] = {"x": x, "places": adapters.places[name], "shrunk": shrunk}
-        values |= {"x_stride": x.stride, "depth": adapters.depth(name), "shrunk_stride": shrunk.stride}
+        values |= {"x_stride": x.stride, "depth": adapters.form.depth(name), "shrunk_stride": shrunk.stride}
         return Operation(Shrink("bf16" if self.bf16 else "fp32", self.rows_of), values, self.when)
 
     def add(self, name: str, x: Buffer, post_norm: str) -> Iterator[Operation]:

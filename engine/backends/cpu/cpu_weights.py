@@ -30,13 +30,12 @@ from pillion.engine.ranks.rank_weights import inner_values, split_layer
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.codes import CODE_KINDS
+from pillion.kernels.cpu.products.packing import DTYPES as KINDS
 from pillion.kernels.cpu.products.packing import (
-    DEPTH_MULTIPLE,
     FEW_BITS,
     INT8_DOTS,
     MAX_DOT_INPUTS,
     MAX_GROUP_INPUTS,
-    PANEL_COLUMNS,
     PackedWeight,
     exact_kind,
     has_offsets,
@@ -47,7 +46,7 @@ from pillion.kernels.cpu.products.packing import (
     packed_kind,
     panel_bytes,
 )
-from pillion.kernels.cpu.products.packing import DTYPES as KINDS
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS
 from pillion.kernels.torch.quantized_matrix import (
     LEAST_CODE,
     MOST_CODE,
