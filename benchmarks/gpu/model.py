@@ -18,7 +18,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.models.model_config import parse_config
 from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.sampling.sampling_rows import SamplingRows
@@ -47,7 +47,7 @@ class RandomModel:
         max_tokens: int,
         max_seqs: int,
         max_model_len: int,
-        ranks: RankGroup | None = None,
+        ranks: GpuRankGroup | None = None,
     ) -> None:
         """``ranks``: the other ranks, where this is the share of one."""
         self.bench, self.shape = bench, shape_of(bench.smoke)

@@ -21,7 +21,7 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import RandomModel
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.step import decode_steps
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.models.model_config import parse_config
 from pillion.engine.models.rank_split import RankSplit
 
@@ -57,7 +57,7 @@ def _measured(bench: Bench, rank: int, meeting: int) -> list[tuple[int, float]]:
     """What both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
     shape = shape_of(bench.smoke)
     split = RankSplit.of(parse_config(shape.config()), rank, RANKS)
-    group = RankGroup.join(split, meeting, bench.device, own_device=False)
+    group = GpuRankGroup.join(split, meeting, bench.device, own_device=False)
     all_rows, _, _, count, _, _ = SMOKE if bench.smoke else (SUM_ROWS, STREAMS, CONTEXT, SUMS, STEPS, WARM)
     found = []
     for rows in all_rows:
@@ -72,7 +72,7 @@ def _measured(bench: Bench, rank: int, meeting: int) -> list[tuple[int, float]]:
     return [*found, (0, _step_s(bench, group))]
 
 
-def _step_s(bench: Bench, ranks: RankGroup | None) -> float:
+def _step_s(bench: Bench, ranks: GpuRankGroup | None) -> float:
     """Median seconds of a decode step that is launched kernel by kernel."""
     _, streams, context, _, steps, warm = SMOKE if bench.smoke else (SUM_ROWS, STREAMS, CONTEXT, SUMS, STEPS, WARM)
     room = context + warm + steps

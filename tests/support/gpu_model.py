@@ -11,7 +11,7 @@ from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
@@ -43,7 +43,7 @@ def gpu_backend(
     *,
     fp8: bool = False,
     eager: bool = False,
-    ranks: RankGroup | None = None,
+    ranks: GpuRankGroup | None = None,
 ) -> GpuBackend:
     """Makes a backend with weights of its own."""
     config = load_config(prepared.folder)

@@ -20,7 +20,7 @@ from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
@@ -31,9 +31,9 @@ from tests.support.gpu import DEVICE
 ANSWER_S = 120.0
 
 
-def joined(prepared: PreparedModel, rank: int, size: int, meeting: int) -> RankGroup:
+def joined(prepared: PreparedModel, rank: int, size: int, meeting: int) -> GpuRankGroup:
     split = RankSplit.of(load_config(prepared.folder), rank, size)
-    return RankGroup.join(split, meeting, DEVICE, own_device=False)
+    return GpuRankGroup.join(split, meeting, DEVICE, own_device=False)
 
 
 class _Rank:

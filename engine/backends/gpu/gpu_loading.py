@@ -22,7 +22,7 @@ from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
@@ -45,7 +45,7 @@ def load_gpu_backend(
     limits: GpuLimits,
     prepared: PreparedModel,
     progress: Progress,
-    ranks: RankGroup | None = None,
+    ranks: GpuRankGroup | None = None,
 ) -> tuple[GpuBackend, str]:
     """Returns the backend and the name of its kernels. ``ranks``: the worker's other ranks, where it has any. Raises
     ConfigError for models and flags it cannot run."""
@@ -91,10 +91,10 @@ def step_device() -> torch.device:
     return torch.device("cpu" if interpreted() else "cuda:0")
 
 
-def join_ranks(split: RankSplit, meeting: int, memory: RankMemory) -> RankGroup:
+def join_ranks(split: RankSplit, meeting: int, memory: RankMemory) -> GpuRankGroup:
     """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended. Raises
     ConfigError."""
-    return RankGroup.join(split, meeting, step_device(), own_device=False, aborted=lambda: memory.aborted)
+    return GpuRankGroup.join(split, meeting, step_device(), own_device=False, aborted=lambda: memory.aborted)
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:

@@ -24,7 +24,7 @@ import torch
 from pillion.engine.backends.gpu.gpu_adapters import GpuAdapters
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.backends.gpu.rank_logits import RankLogits
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
@@ -92,7 +92,7 @@ class GpuModel:
         max_sampled: int,
         *,
         max_samples: int = 0,
-        ranks: RankGroup | None = None,
+        ranks: GpuRankGroup | None = None,
     ) -> None:
         """``max_sampled``: most tokens that one step chooses, from where the next step may embed them.
 

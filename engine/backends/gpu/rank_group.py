@@ -46,7 +46,7 @@ LOOPBACK = "127.0.0.1"
 _DIST: Any = torch.distributed
 
 
-class RankGroup:
+class GpuRankGroup:
     """One rank's side of the group. Called from the thread that runs steps. Made by :meth:`join`.
 
     Attributes:
@@ -75,7 +75,7 @@ class RankGroup:
         *,
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
-    ) -> RankGroup:
+    ) -> GpuRankGroup:
         """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S.
 
         Args:

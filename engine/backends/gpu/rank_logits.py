@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from pillion.engine.backends.gpu.rank_group import RankGroup
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 
 
 class RankLogits:
     """One rank's buffers for up to ``max_rows`` rows, which graphs hold; a step with more rows allocates its own."""
 
     def __init__(
-        self, ranks: RankGroup, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
+        self, ranks: GpuRankGroup, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """``dtype``: of the head's products."""
         split = ranks.split

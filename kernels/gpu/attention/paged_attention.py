@@ -90,18 +90,13 @@ class PagedAttention:
             windows: the distinct sliding windows of the layers; 0: full attention.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
-            first_kv_head: the queries attend the pool's heads from this one on, of which there may be more than
-                ``num_kv_heads``.
+            first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
         """
         check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
         check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
-        check(scale > 0, f"scores are scaled by {scale}")
-        check(dtype in DTYPES, f"queries are of {dtype}")
-        piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
-        slots = (None, num_layers, 2, None, *piece)
-        check_tensor("pool", pool, slots, dtype if kv == "plain" else torch.uint8)
-        last, pool_heads = first_kv_head + num_kv_heads, pool.shape[3]
-        check(0 <= first_kv_head < last <= pool_heads, f"KV heads {first_kv_head} to {last} of {pool_heads}")
+        check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+        mine = range(first_kv_head, first_kv_head + num_kv_heads)
+        _check_pool(pool, dtype, num_layers, mine, block_size, head_dim, kv)
         self._pool, self._dtype, self._device = pool, dtype, pool.device
         self._heads, self._head_dim, self._layers = num_heads, head_dim, num_layers
         self._first_head_at = first_kv_head * pool.stride(3)
@@ -109,7 +104,7 @@ class PagedAttention:
         self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
         heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-        shape = {**heads, "POOL_HEADS": pool_heads, "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
+        shape = {**heads, "POOL_HEADS": pool.shape[3], "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
 
         def constants_of(kernel: str) -> tuple[dict[str, int], Tiling]:
             return _attend_constants(kernel, arch, shape, kv, dtype.itemsize, decode_rows, processors)
@@ -175,6 +170,22 @@ class PagedAttention:
         check(queries.dtype == self._dtype and queries.device == self._device, f"queries are of {queries.dtype}")
         check_tensor("out", out, (shape[0], heads * width), self._dtype, self._device)
         check_tensor("record", record, (None,), torch.int32, self._device)
+
+
+def _check_pool(
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    num_layers: int,
+    kv_heads: range,
+    block_size: int,
+    head_dim: int,
+    kv: PlainOrFloat8,
+) -> None:
+    """Raises Internal for a pool of another shape or type, or without these heads."""
+    piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
+    check_tensor("pool", pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8)
+    fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
+    check(fits, f"KV heads {kv_heads.start} to {kv_heads.stop} of {pool.shape[3]}")
 
 
 def _attend_constants(
