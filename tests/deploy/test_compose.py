@@ -89,6 +89,13 @@ def test_all_that_must_agree_about_few_bits_are_told_the_same(name: str) -> None
         assert services[component].environment[f"PILLION_{name}"] == "x", component
 
 
+def test_prefill_and_decode_workers_may_differ_in_ranks() -> None:
+    for given, sizes in (({}, ["1", "1"]), ({"PREFILL_TENSOR_PARALLEL_SIZE": "4"}, ["4", "1"])):
+        services = read_services(given)
+        found = [services[name].environment["PILLION_TENSOR_PARALLEL_SIZE"] for name in ("prefill", "decode")]
+        assert found == sizes
+
+
 def test_gpu_workers_map_a_pool_on_the_gpu() -> None:
     services = read_services({})
     node = services["kvnode-gpu"].environment
