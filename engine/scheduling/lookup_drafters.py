@@ -58,8 +58,9 @@ class NGramDrafter:
 
 
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter of a method without a model; None where nothing is guessed. Raises ConfigError for other methods."""
-    if not config.method:
+    """The drafter of a method without a model; None where nothing, or a model, guesses. Raises ConfigError for other
+    methods."""
+    if config.method in ("", "draft_model"):
         return None
     if config.method != "ngram":
         raise ConfigError(f"--speculative-config: method {config.method!r} is not served yet")

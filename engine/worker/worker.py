@@ -28,6 +28,8 @@ from functools import partial
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.backends.draft_loading import load_draft
+from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
@@ -70,12 +72,14 @@ class Worker:
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
         grammars: GrammarCompiler | None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.flags = flags
         self.grammars = grammars
         self.role = role
         self.component_id = component_id
         self.model = model
+        self._draft = draft
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
@@ -131,6 +135,12 @@ class Worker:
         async with contextlib.AsyncExitStack() as undo:
             # Threads, and the processes of other ranks, end where the start fails.
             undo.callback(model.backend.close)
+            draft = None
+            if speculative_config.method == "draft_model":
+                load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
+                draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
+                undo.callback(draft[1].backend.close)
+                make_scheduler = partial(make_scheduler, draft_model=draft)
             # Flags that it refuses are refused before anything is held.
             make_scheduler()
             grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
@@ -148,7 +158,7 @@ class Worker:
                 timeout_s=ATTACH_TIMEOUT_S,
             )
             undo.callback(attachment.close)
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
             undo.push_async_callback(worker.node.aclose)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
@@ -161,8 +171,12 @@ class Worker:
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        self.model.bind_pool(self.attachment)
-        self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
+        attachment, tokens = self.attachment, min(max_tokens, MAX_WARM_UP_TOKENS)
+        self.model.bind_pool(attachment)
+        self.model.backend.warm_up(tokens)
+        if self._draft is not None:
+            self._draft.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+            self._draft.backend.warm_up(tokens)
 
     def _make_loader(self) -> AdapterLoader:
         process = PackingProcess(self.model.adapter_reader(self.flags.max_lora_rank), self.model.backend)
@@ -320,6 +334,8 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
+        if self._draft is not None:
+            self._draft.backend.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
