@@ -227,13 +227,9 @@ def test_secrets_are_files() -> None:
 
 
 def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
-    values = {
-        "enabled": True,
-        "maxLoras": 4,
-        "modules": ["sql=/adapters/sql", "b=/adapters/b"],
-        "runtimeUpdating": True,
-    }
-    manifests = render({"adapters": values | {"volume": {"persistentVolumeClaim": {"claimName": "mine"}}}})
+    modules, volume = ["sql=/adapters/sql", "b=/adapters/b"], {"persistentVolumeClaim": {"claimName": "mine"}}
+    values = {"enabled": True, "maxLoras": 4, "modules": modules, "runtimeUpdating": True, "volume": volume}
+    manifests = render({"adapters": values})
     for pod in pods(manifests):
         for container in containers(pod):
             told = environment(container)
