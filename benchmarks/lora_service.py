@@ -38,7 +38,7 @@ LIVE = "live"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ServiceFigures:
     """Of one run: tokens per second, the 99th percentile of the gaps between tokens, and loads beside it."""
 
     tokens_per_s: float
@@ -46,7 +46,7 @@ class Figures:
     loads: int = 0
 
 
-async def streams(target: str, models: Sequence[str], seed: int) -> Figures:
+async def streams(target: str, models: Sequence[str], seed: int) -> ServiceFigures:
     """Run the load once for each model, all at the same time."""
     runs = await asyncio.gather(
         *(
@@ -56,10 +56,10 @@ async def streams(target: str, models: Sequence[str], seed: int) -> Figures:
     )
     gaps = [gap for run in runs for record in run.records for gap in record.itl_s]
     tokens = sum(record.output_tokens for run in runs for record in run.records)
-    return Figures(tokens / max(run.duration_s for run in runs), percentile(gaps, 99) * 1000)
+    return ServiceFigures(tokens / max(run.duration_s for run in runs), percentile(gaps, 99) * 1000)
 
 
-async def beside(target: str, models: Sequence[str], seed: int, versions: Sequence[pathlib.Path]) -> Figures:
+async def beside(target: str, models: Sequence[str], seed: int, versions: Sequence[pathlib.Path]) -> ServiceFigures:
     """Run the load beside a client that asks for one token again and again: with an adapter that it loads each time, or
     of the model alone where there are no ``versions``."""
     asked = 0
@@ -108,14 +108,14 @@ def service(
         served(folder / "lora", model, *common, *lora, split_policy="") as cluster,
     ):
         base = [""] * adapters
-        runs: dict[str, Callable[[int], Coroutine[Any, Any, Figures]]] = {
+        runs: dict[str, Callable[[int], Coroutine[Any, Any, ServiceFigures]]] = {
             "bare": lambda seed: streams(bare.target, base, seed),
             "enabled": lambda seed: streams(cluster.target, base, seed),
             "adapters": lambda seed: streams(cluster.target, names, seed),
             "asked": lambda seed: beside(cluster.target, names, seed, ()),
             "loads": lambda seed: beside(cluster.target, names, seed, versions),
         }
-        found: dict[str, list[Figures]] = {name: [] for name in runs}
+        found: dict[str, list[ServiceFigures]] = {name: [] for name in runs}
         for seed in range(rounds + 1):
             for turn in range(len(runs)):
                 name = list(runs)[(turn + seed) % len(runs)]
@@ -132,13 +132,13 @@ def service(
     ]
 
 
-def _rates(name: str, base: Sequence[Figures], other: Sequence[Figures]) -> dict[str, Any]:
+def _rates(name: str, base: Sequence[ServiceFigures], other: Sequence[ServiceFigures]) -> dict[str, Any]:
     shares = [two.tokens_per_s / one.tokens_per_s for one, two in zip(base, other, strict=True)]
     middle = [statistics.median(each.tokens_per_s for each in figures) for figures in (base, other)]
     return {"name": name, "unit": "tokens/s", "without": middle[0], "with": middle[1], "ratio": spread(shares)}
 
 
-def _waits(name: str, base: Sequence[Figures], other: Sequence[Figures]) -> dict[str, Any]:
+def _waits(name: str, base: Sequence[ServiceFigures], other: Sequence[ServiceFigures]) -> dict[str, Any]:
     shares = [two.itl_p99_ms / one.itl_p99_ms for one, two in zip(base, other, strict=True)]
     middle = [statistics.median(each.itl_p99_ms for each in figures) for figures in (base, other)]
     row = {"name": name, "unit": "ms", "without": middle[0], "with": middle[1], "ratio": spread(shares)}
