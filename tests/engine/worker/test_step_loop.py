@@ -20,6 +20,8 @@ from testbed.conditions import WITHIN_S, loop_turns, until
 class Counting:
     """A scheduler whose steps are numbered, without end."""
 
+    may_run_ahead = True
+
     def __init__(self) -> None:
         self.steps = 0
 
