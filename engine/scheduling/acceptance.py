@@ -15,9 +15,10 @@ STREAM_FADING = 0.85
 WORKER_FADING = 0.98
 # What nobody has measured yet: half of the guesses are right, said by as much as so many judged guesses.
 UNKNOWN_RATE = 0.5
-UNKNOWN_WEIGHT = 4.0
-# As much as so many of a stream's own guesses count those of all streams.
-OTHERS_WEIGHT = 1.0
+UNKNOWN_WEIGHT = 8.0
+# As much as so many of a stream's own guesses count those of all streams; and for one place those of all places.
+OTHERS_WEIGHT = 2.0
+PLACE_WEIGHT = 3.0
 # No place is expected to be right more often before it was measured.
 MOST_EXPECTED = 0.98
 
@@ -66,7 +67,7 @@ class GuessRecord:
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)
-        self.chances: Float64 = np.cumprod(np.full(MAX_SPECULATIVE_TOKENS, UNKNOWN_RATE))
+        self.chances: Float64 = np.array([UNKNOWN_RATE ** (place + 1) for place in range(MAX_SPECULATIVE_TOKENS)])
         self.found = True
         self.expected = 0.0
         # A guess that no step judges: it is compared with the text once that has come.
@@ -82,7 +83,8 @@ class GuessRecord:
         streams as much as the stream does in general."""
         level = self._acceptance.level(all_level, OTHERS_WEIGHT)
         expected = np.minimum(all_rates * (level / all_level), MOST_EXPECTED)
-        self.chances = np.cumprod(self._acceptance.rates(expected, OTHERS_WEIGHT))
+        chances: Float64 = self._acceptance.rates(expected, PLACE_WEIGHT).cumprod()
+        self.chances = chances
 
     def probe_is_due(self, num_tokens: int, every_tokens: int) -> bool:
         """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never."""

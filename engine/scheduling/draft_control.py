@@ -1,12 +1,12 @@
-"""How many tokens are guessed for each stream of a step: as many as gain more than their rows cost.
+"""How many tokens are guessed for each stream of a step: as many as make decoding fastest.
 
-A step without guesses brings a token for each of its decodes, D of them, in T seconds. A guess adds a row, which costs
-c seconds, and brings a token more with the chance P that it and those before it are right. So guesses are added in
-falling order of P as long as P / c, what a second spent on the guess brings, is above what a second of the whole step
-brings, (D + all P so far) / (T + all c so far). T and c come from the measured cost of steps
-(:mod:`pillion.engine.scheduling.step_cost`), P from the measured acceptance of the stream's and all streams' guesses.
-For one stream on a machine that reads weights for most of a step nearly every guess is worth its row; in a full batch
-hardly any is.
+A step of R rows, a row for each decode and for each guess, takes t(R) seconds. It brings a token for each of its D
+decodes, and for each guess one more with the chance P that it and those before it are right. Guesses are added in
+falling order of P, as many as make (D + all their P) / t(R) largest. P comes from the measured acceptance of the
+stream's and all streams' guesses, t from the steps that ran: rows cost hardly anything as long as a step waits for
+weights to be read, and nearly as much as decodes once it waits for arithmetic, so no single price fits. For one stream
+nearly every guess is worth its row; in a full batch hardly any is. Where steps run ahead of the device, those with
+guesses do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, too.
 
 Where no guess is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and what it
 says is compared with the text that comes without it. Such a probe costs a look-up and no row. Sans-IO (I9).
@@ -16,24 +16,62 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.acceptance import UNKNOWN_RATE, UNKNOWN_WEIGHT, WORKER_FADING, Acceptance, Float64
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
-from pillion.engine.scheduling.step_plan import SequencePiece
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 
-# Guesses are made where they should make decoding faster by this factor, at least: estimates err, and a worker that
-# runs ahead of its device stops doing so for a step with guesses.
+# Numbers of rows between which the cost of steps is taken for linear, and how far a step moves the two beside it.
+KNOTS = 2.0 ** np.arange(13)
+LEARNING_RATE = 0.2
+# Guesses are made where they should make decoding faster by this factor, at least: estimates err.
 LEAST_SPEEDUP = 1.05
 # Guesses are made for the streams that look best, so fewer are right than it seems. The chances are therefore corrected
 # by the share that was right of what was expected, which begins as if so many tokens had come as expected.
 CALIBRATION_TOKENS = 8.0
-# A stream without guesses is probed once in so many tokens; by a drafter that takes its time, more rarely.
-PROBE_TOKENS = 8
+# A stream without guesses is probed once in so many tokens, so often that about one is in each step; by a drafter that
+# takes its time, more rarely. A probe guesses what comes until the next one.
+LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
+
+
+class RowCosts:
+    """Seconds of steps without prompt tails by their rows: a line through KNOTS, each of which moves towards the steps
+    that were measured beside it."""
+
+    def __init__(self) -> None:
+        self._seconds: Float64 = np.zeros(len(KNOTS))
+        self._known = False
+
+    def expect(self, rows: int, seconds: float, row_s: float) -> None:
+        """Begin with a step of ``rows`` rows that takes ``seconds``, and ``row_s`` for each row more, if nothing was
+        measured before."""
+        if not self._known and seconds > 0:
+            self._seconds = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
+            self._known = True
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step has taken so long."""
+        expected = float(self.seconds(np.array([rows]))[0])
+        if not expected:
+            return
+        # A hiccup teaches no more than a step that takes twice as long.
+        error = LEARNING_RATE * (min(seconds, 2 * expected) - expected)
+        place = min(max(rows.bit_length() - 1, 0), len(KNOTS) - 2)
+        share = min((rows - KNOTS[place]) / KNOTS[place], 1.0)
+        self._seconds[place] += (1 - share) * error
+        self._seconds[place + 1] += share * error
+
+    def seconds(self, rows: npt.NDArray[Any]) -> Float64:
+        """float64, for each number of rows; 0.0 as long as nothing is known."""
+        seconds: Float64 = np.interp(rows, KNOTS, self._seconds)
+        return seconds
 
 
 class DraftControl:
@@ -49,46 +87,53 @@ class DraftControl:
         self._most_decodes = most_decodes
         self._all = Acceptance(WORKER_FADING)
         self._level = UNKNOWN_RATE
+        self._rates: Float64 = self._all.rates(UNKNOWN_RATE, UNKNOWN_WEIGHT)
         # Right guesses of steps, and how many were expected; and their ratio.
         self._right = self._expected = CALIBRATION_TOKENS
         self._trust = 1.0
-        self._rates: Float64 = self._all.rates(UNKNOWN_RATE, UNKNOWN_WEIGHT)
-        # Seconds of the last step's decodes without guesses, of a guess's row beside them, and how many they were.
-        self._base_s = self._row_s = 0.0
+        self.costs = RowCosts()
+        # Of the next step: its decodes, and what making a guess takes.
         self._decodes = 0
+        self._drafting_s = 0.0
 
     def observe(self, decodes: Seq[SequencePiece], cost: StepCost, drafting_s: float) -> None:
         """The next step has these decodes, one token each as yet. ``drafting_s``: what making a guess takes."""
-        self._decodes = len(decodes)
+        self._decodes, self._drafting_s = len(decodes), drafting_s
         if cost.steps:
-            found = features(decodes)
-            self._base_s = cost.predict(found)
-            self._row_s = drafting_s + cost.row_seconds(sum(piece.start for piece in decodes) / max(1, len(decodes)))
+            context = sum(piece.start for piece in decodes) / max(1, len(decodes))
+            self.costs.expect(len(decodes), cost.predict(features(decodes)), cost.row_seconds(context))
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long."""
+        if seconds > 0 and all(piece.samples == piece.count and not piece.scores for piece in plan.pieces):
+            self.costs.observe(plan.num_tokens, seconds)
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
         """How many tokens to guess for each of these streams, at most ``room`` of each and ``left`` of all."""
-        none = [0] * len(streams)
-        crowded = 0 < self._most_decodes < self._decodes
-        if not (streams and self._decodes) or left <= 0 or crowded:
+        none, decodes = [0] * len(streams), self._decodes
+        crowded = 0 < self._most_decodes < decodes
+        if not (streams and decodes) or left <= 0 or crowded:
             return none
-        least = self._row_s * self._decodes
-        if self._base_s and all(s.guesses.chances[0] * self._trust * self._base_s <= least for s in streams):
+        plain_s = float(self.costs.seconds(np.array([decodes]))[0])
+        highest = max(stream.guesses.chances[0] for stream in streams) * self._trust
+        if plain_s and self._speedups(KNOTS * highest, KNOTS, plain_s).max() < LEAST_SPEEDUP:
             return none
         chances = np.array([stream.guesses.chances for stream in streams])[:, : self.most_guesses] * self._trust
         chances[np.arange(chances.shape[1]) >= np.array(room)[:, None]] = 0.0
-        order = np.argsort(-chances, axis=None, kind="stable")[:left]
-        best = chances.ravel()[order]
-        brought, seconds = self._decodes + np.cumsum(best), self._base_s + self._row_s * np.arange(len(best))
-        worth = (best > 0) & (best * seconds > self._row_s * (brought - best)) if self._base_s else best > 0
-        count = len(worth) if worth.all() else int(worth.argmin())
-        if not count:
-            return none
-        faster = brought[count - 1] / self._decodes
-        if self._base_s:
-            faster *= self._base_s / (self._base_s + count * self._row_s)
-        if faster < LEAST_SPEEDUP:
-            return none
-        return np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()  # type: ignore[no-any-return]
+        order = np.argsort(-chances, axis=None, kind="stable")[: min(left, np.count_nonzero(chances))]
+        count = len(order)
+        if count and plain_s:
+            speedups = self._speedups(np.cumsum(chances.ravel()[order]), np.arange(1, count + 1), plain_s)
+            best = int(speedups.argmax())
+            count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
+        found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
+        return found
+
+    def _speedups(self, brought: Float64, guesses: npt.NDArray[Any], plain_s: float) -> Float64:
+        """How much faster than without guesses decoding is with so many of them, which bring so many tokens."""
+        seconds = self.costs.seconds(self._decodes + guesses) + self._drafting_s * guesses
+        speedups: Float64 = (1 + brought / self._decodes) * plain_s / seconds
+        return speedups
 
     def may_guess(self, streams: Iterable[Sequence]) -> bool:
         """Whether the step behind the one just planned would guess something for these streams."""
@@ -118,14 +163,14 @@ class DraftControl:
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
         """The streams to probe, and by how many tokens, once their last probe is judged."""
-        every = SLOW_PROBE_TOKENS if slow else PROBE_TOKENS
+        every = min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
         due = []
         for stream in streams:
-            if stream.guesses.probe_is_due(stream.num_tokens, every):
+            if stream.guesses.probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):
                 made, right = stream.guesses.take_probe(stream.tokens(0, stream.num_tokens))
                 if made:
                     self._learn(stream, made, right)
-                due.append((stream, min(self.most_guesses, PROBE_TOKENS)))
+                due.append((stream, min(self.most_guesses, every)))
         return due
 
     def probed(self, due: Seq[tuple[Sequence, int]], guesses: Seq[Int32]) -> None:

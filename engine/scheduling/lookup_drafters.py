@@ -74,6 +74,8 @@ class SuffixDrafter:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
+        # The longest match that leaves room for the longest guess.
+        self._most_matched = int(config.suffix_decoding_max_tree_depth / (1 + config.suffix_decoding_max_spec_factor))
         self._answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
@@ -85,10 +87,9 @@ class SuffixDrafter:
         text = sequence.tokens(max(0, end - MAX_LOOKBACK_TOKENS), end)
         own = np.flatnonzero(text[:-1] == text[-1])
         if len(text) > 1:
-            # Two tokens in common, as the n-gram drafter has it by default.
             own = own[own > 0]
             own = own[text[own - 1] == text[-2]]
-        pattern = text[: -self._config.suffix_decoding_max_tree_depth : -1]
+        pattern = text[: -self._most_matched - 1 : -1]
         guess, matched = self._behind(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
         ring = self._answers.ring(sequence.spec.parent_hash)
         if ring is not None:
@@ -103,7 +104,7 @@ class SuffixDrafter:
         """What most often follows those of the ``places`` that have the most tokens in common with ``pattern``, which
         is the text's end from the last token backwards; and how many these are. Places lie in ``tokens`` at their
         remainder, and those from ``first`` to ``end`` are there."""
-        if not len(places):
+        if not (len(places) and len(pattern)):
             return NO_TOKENS, 0
         room = len(tokens)
         same = tokens[(places[:, None] - np.arange(len(pattern))) % room] == pattern

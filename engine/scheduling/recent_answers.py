@@ -127,4 +127,5 @@ def _hashes(text: Int32) -> Int64:
     """int64 [len(text) - LEAST_MATCH_TOKENS + 1], the slots of the runs of so many tokens, by their last token."""
     runs = np.lib.stride_tricks.sliding_window_view(text.astype(np.uint32), LEAST_MATCH_TOKENS)
     mixed = (runs * _FACTORS).sum(axis=1, dtype=np.uint32)
-    return (mixed >> np.uint32(18)).astype(np.int64)
+    slots: Int64 = (mixed >> np.uint32(18)).astype(np.int64)
+    return slots

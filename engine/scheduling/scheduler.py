@@ -251,7 +251,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Apply the results of a step."""
-        self.budget.end(now, sampled.borrowed_s)
+        seconds = self.budget.end(now, sampled.borrowed_s)
+        if self._drafter is not None:
+            self._draft_control.stepped(plan, seconds)
         pieces, sampled = self._in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(sampled.token_ids), iter(sampled.logprobs), iter(sampled.scored)
         for piece in pieces:

@@ -209,11 +209,11 @@ class TokenBudget:
                 self._running.pop()
             self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
 
-    def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> None:
+    def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> float:
         """The oldest step has ended, and the next one runs from now. On own cores it would have taken ``borrowed_s``
-        more. A step that was not ``ok`` teaches nothing."""
+        more. A step that was not ``ok`` teaches nothing. Returns the seconds that it took; 0.0 where it never began."""
         if not self._running:
-            return
+            return 0.0
         found, began, teaches = self._running.popleft()
         if ok and teaches:
             self.cost.observe(found, now - began, borrowed_s)
@@ -221,3 +221,4 @@ class TokenBudget:
         if self._running:
             found, _, teaches = self._running[0]
             self._running[0] = found, now, teaches
+        return now - began

@@ -21,7 +21,7 @@ class StepMeter:
         every = (DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE)
         self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
         self._preemptions = meters.counter(names.PREEMPTIONS)
-        places = range(1, MAX_SPECULATIVE_TOKENS + 1)
+        places = range(MAX_SPECULATIVE_TOKENS)
         self._accepted = [meters.counter(names.ACCEPTED, str(place)) for place in places]
         self._wasted = [meters.counter(names.WASTED, str(place)) for place in places]
         self._forced = meters.counter(names.FORCED)

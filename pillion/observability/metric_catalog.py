@@ -118,12 +118,15 @@ STEP_BUDGET = _counter(
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter(
-    "pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right, by place in the guess.", "position"
+    "pillion.step.accepted_tokens",
+    "{token}",
+    "Guessed tokens that were right, by place in the guess, from 0.",
+    "position",
 )
 WASTED = _counter(
     "pillion.step.wasted_tokens",
     "{token}",
-    "Guessed tokens that were wrong, or behind a wrong one, by place in the guess.",
+    "Guessed tokens that were wrong, or behind a wrong one, by place in the guess, from 0.",
     "position",
 )
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")

@@ -31,8 +31,10 @@ def drafter_of(answers: list[list[int]], **changes: float) -> SuffixDrafter:
 def naive(text: list[int], tokens: list[int], places: list[int], config: SpeculativeConfig) -> tuple[list[int], int]:
     """What most often follows the longest end of ``text`` at ``places`` of ``tokens``, new to old."""
 
+    depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
+
     def length(place: int) -> int:
-        most = min(config.suffix_decoding_max_tree_depth - 1, len(text), place + 1)
+        most = min(int(depth / (1 + factor)), len(text), place + 1)
         return next((n for n in range(most) if tokens[place - n] != text[-1 - n]), most)
 
     matched = max(map(length, places), default=0)
@@ -40,7 +42,7 @@ def naive(text: list[int], tokens: list[int], places: list[int], config: Specula
         return [], 0
     places = [place for place in places if length(place) == matched]
     needed, guess = config.suffix_decoding_min_token_prob * len(places), []
-    most = min(int(matched * config.suffix_decoding_max_spec_factor), config.suffix_decoding_max_tree_depth - matched)
+    most = min(int(matched * factor), depth - matched)
     while len(guess) < most:
         rest = [*tokens, END]
         followed = [rest[place + 1 + len(guess)] for place in places]

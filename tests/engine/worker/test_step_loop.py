@@ -116,6 +116,15 @@ class _Ahead(Counting):
         return Outcome()
 
 
+async def test_a_step_lands_before_the_next_one_is_scheduled_where_the_scheduler_says_so() -> None:
+    scheduler = _Ahead()
+    scheduler.may_run_ahead = False
+    loop = step_loop(scheduler, ahead=True)
+    await until("some steps", lambda: scheduler.steps > 2)
+    await loop.stop()
+    assert scheduler.story[:4] == ["launched 1", "committed 1", "launched 2", "committed 2"]
+
+
 @pytest.mark.parametrize("broken", [False, True])
 async def test_choices_begin_when_the_step_before_is_committed(broken: bool) -> None:
     """A choice that cannot be begun fails its own step, before another is launched."""
