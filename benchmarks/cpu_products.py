@@ -26,7 +26,8 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS_BYTES
-from pillion.kernels.cpu.products.packing import FEW_BITS, INT8_DOTS, PANEL_COLUMNS, panel_bytes
+from pillion.kernels.cpu.products.packing import FEW_BITS, INT8_DOTS, panel_bytes
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool

@@ -2,15 +2,19 @@
 
 Each pair of steps is run in turn, so that what else runs on the machine slows both; the share of the rate that is left
 is the median of the rounds' shares. The adapters change every projection. "Enabled" is a backend with places for
-adapters that runs a step without any, beside a backend that has none. Steps are also timed while another thread, which
-gives way as that of a worker does, packs one adapter after another.
+adapters that runs a step without any, beside a backend that has none. Steps are also timed while adapters are read and
+packed as a worker does it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import pathlib
+import queue
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,24 +22,25 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from rich.table import Table
 
-from benchmarks.cpu_steps import CpuStepBench, kernels_bench
+from benchmarks.cpu_steps import kernels_bench
 from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.cores import give_way
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.worker.packing_process import PackingProcess
 from testbed.plain_model import plain_folder
-from testbed.random_adapter import random_adapter
+from testbed.random_adapter import random_adapter_folder
 
 CONTEXT_TOKENS = 264
 STREAMS, ADAPTERS = 16, 8
 CHUNK_TOKENS = 256
-# Between two adapters that are packed beside steps.
-PAUSE_S = 0.02
+STEPS_BETWEEN_LOADS = 8
+BESIDE_A_LOAD = f"p99 of {STREAMS} streams beside a load"
 
 
 def with_places(batch: StepBatch, places: list[int]) -> StepBatch:
@@ -61,56 +66,87 @@ def in_turn(base: Callable[[], Any], other: Callable[[], Any], rounds: int) -> d
     return {"base_ms": milliseconds[0], "ms": milliseconds[1], "ratio": ratio, "ratio_of_least": least}
 
 
-def loading(bench: CpuStepBench, batch: StepBatch, weights: AdapterWeights, rounds: int) -> dict[str, float]:
-    """Return the 99th percentile of a step's milliseconds alone, and while another thread packs adapters which this one
-    then places between steps."""
-    alone = bench.seconds(batch, rounds)
-    packed: list[Any] = []
-    stop = threading.Event()
+class Loads:
+    """Loads adapters from files one after another, as a worker does, while it is told to."""
 
-    def pack() -> None:
-        give_way()
-        while not stop.is_set():
-            packed.append(bench.backend.pack_adapter(weights))
-            stop.wait(PAUSE_S)
+    def __init__(self, model: LoadedModel, folders: list[pathlib.Path], rank: int) -> None:
+        self._process = PackingProcess(model.adapter_reader(rank), model.backend)
+        self._files = [(folder, AdapterFiles(folder).digest()) for folder in folders]
+        self._done: queue.SimpleQueue[PackedAdapter] = queue.SimpleQueue()
+        self.seconds: list[float] = []
+        self._process.start()
 
-    thread = threading.Thread(target=pack)
-    thread.start()
-    beside, placing = [], []
-    for _ in range(rounds):
+    def one(self) -> PackedAdapter:
+        """Load the next adapter."""
         begin = time.perf_counter()
-        if packed:
-            bench.backend.place_adapter(ADAPTERS - 1, packed.pop())
-            placing.append(time.perf_counter() - begin)
-        bench.backend.forward(batch)
+        packed = self._process.load(*self._files[len(self.seconds) % len(self._files)])
+        self.seconds.append(time.perf_counter() - begin)
+        return packed
+
+    def begin(self) -> None:
+        """Load the next adapter on a thread, for :meth:`loaded`."""
+        threading.Thread(target=lambda: self._done.put(self.one())).start()
+
+    def loaded(self) -> PackedAdapter | None:
+        """Return the adapter that was begun, or None while it is not there."""
+        with contextlib.suppress(queue.Empty):
+            return self._done.get_nowait()
+        return None
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[str, float]:
+    """Return the 99th percentile of a step's milliseconds alone, and while adapters are loaded, which are then placed
+    between two steps. Some steps alone, and those beside one load, are run in turn."""
+    alone: list[float] = []
+    beside: list[float] = []
+    placing: list[float] = []
+    for _ in range(rounds):
+        for _ in range(STEPS_BETWEEN_LOADS):
+            begin = time.perf_counter()
+            backend.forward(batch)
+            alone.append(time.perf_counter() - begin)
+        loads.begin()
+        while (packed := loads.loaded()) is None:
+            begin = time.perf_counter()
+            backend.forward(batch)
+            beside.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        backend.place_adapter(ADAPTERS - 1, packed)
+        placing.append(time.perf_counter() - begin)
+        # The first step with an adapter is one beside its load, too.
+        backend.forward(batch)
         beside.append(time.perf_counter() - begin)
-    stop.set()
-    thread.join()
-    p99, p99_beside = (float(np.quantile(times, 0.99)) * 1000 for times in (alone, beside))
+    (middle, p99), (middle_beside, p99_beside) = (
+        [float(np.quantile(times, share)) * 1000 for share in (0.5, 0.99)] for times in (alone, beside)
+    )
     return {
         "base_ms": p99,
         "ms": p99_beside,
         "ratio": p99 / p99_beside,
-        "place_ms": max(placing, default=0.0) * 1000,
-        "loads": float(len(placing)),
+        "ratio_of_middle": middle / middle_beside,
+        "steps_beside": float(len(beside)),
+        "place_ms": max(placing) * 1000,
+        "load_ms": statistics.median(loads.seconds) * 1000,
     }
 
 
-def measure(prepared: PreparedModel, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.Path) -> dict[str, dict[str, float]]:
     """Return the figures of each comparison."""
     bare = kernels_bench(prepared, args.threads, args.kernels)
     bench = kernels_bench(prepared, args.threads, args.kernels)
     backend, config = bench.backend, bench.backend.model.config
     backend.bind_adapters(ADAPTERS, args.rank)
-    dtype = torch.bfloat16 if prepared.dtype == "bfloat16" else torch.float32
-    pack_s = []
+    folders = [random_adapter_folder(config, folder / str(seed), seed, args.rank) for seed in range(ADAPTERS)]
+    loads = Loads(LoadedModel(prepared, backend), folders, args.rank)
     for place in range(ADAPTERS):
-        weights = random_adapter(config, place, (args.rank,), dtype)
-        begin = time.perf_counter()
-        packed = backend.pack_adapter(weights)
-        pack_s.append(time.perf_counter() - begin)
+        packed = loads.one()
         backend.place_adapter(place, packed)
-    print(f"an adapter takes {packed.nbytes / 2**20:.1f} MiB and {statistics.median(pack_s) * 1000:.0f} ms to pack")
+    milliseconds = statistics.median(loads.seconds) * 1000
+    print(f"an adapter takes {packed.nbytes / 2**20:.1f} MiB, and {milliseconds:.0f} ms to read and pack")
     decode, chunk = bench.decode(STREAMS, CONTEXT_TOKENS), bench.chunk(CHUNK_TOKENS, 0)
     every = [stream % ADAPTERS for stream in range(STREAMS)]
     rounds = args.rounds
@@ -119,7 +155,7 @@ def measure(prepared: PreparedModel, args: argparse.Namespace) -> dict[str, dict
         adapted = with_places(batch, places)
         return in_turn(lambda: backend.forward(batch), lambda: backend.forward(adapted), rounds)
 
-    return {
+    found = {
         f"{STREAMS} streams, LoRA enabled": in_turn(
             lambda: bare.backend.forward(decode), lambda: backend.forward(decode), rounds
         ),
@@ -128,8 +164,10 @@ def measure(prepared: PreparedModel, args: argparse.Namespace) -> dict[str, dict
         f"{STREAMS} streams, one with an adapter": compare(decode, [0] + [-1] * (STREAMS - 1)),
         "1 stream": compare(bench.decode(1, CONTEXT_TOKENS), [0]),
         f"a chunk of {CHUNK_TOKENS} tokens": compare(chunk, [0]),
-        f"p99 of {STREAMS} streams beside a load": loading(bench, with_places(decode, every), weights, 10 * rounds),
+        BESIDE_A_LOAD: loading(backend, with_places(decode, every), loads, rounds),
     }
+    loads.close()
+    return found
 
 
 def main() -> None:
@@ -145,7 +183,8 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model if args.quantized else str(plain_folder(args.model))
     prepared = prepare(ModelFlags(model=model, dtype=args.dtype), print)
-    rows = measure(prepared, args)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(prepared, args, pathlib.Path(folder))
     table = Table(title=f"adapters of rank {args.rank}; {args.kernels}, {prepared.dtype}, {args.threads} threads")
     for heading in ("", "without, ms", "with, ms", "share of the rate", "by least times"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -153,8 +192,11 @@ def main() -> None:
         least = f"{row['ratio_of_least']:.3f}" if "ratio_of_least" in row else ""
         table.add_row(name, f"{row['base_ms']:.2f}", f"{row['ms']:.2f}", f"{row['ratio']:.3f}", least)
     show_table(table)
-    load = rows[f"p99 of {STREAMS} streams beside a load"]
-    print(f"{load['loads']:.0f} adapters were placed in that time, each in at most {load['place_ms']:.2f} ms")
+    load = rows[BESIDE_A_LOAD]
+    print(
+        f"an adapter took {load['load_ms']:.0f} ms beside {load['steps_beside'] / args.rounds:.1f} steps, whose median"
+        f" kept {load['ratio_of_middle']:.3f} of the rate, and at most {load['place_ms']:.2f} ms to be placed"
+    )
     name = f"lora-{args.kernels}{'-quantized' * args.quantized}"
     save(name, {"dtype": prepared.dtype, "rank": args.rank, "threads": args.threads, "rows": rows})
 

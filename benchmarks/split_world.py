@@ -23,8 +23,9 @@ from benchmarks.closed_loop import ClosedLoad
 from benchmarks.split_load import ClientRecord, Request
 from pillion.core_board import LINGER_NS
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ChunkDone, Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import SCALES, features
 from pillion.engine.scheduling.step_plan import (
     CommitOrder,

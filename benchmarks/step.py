@@ -22,8 +22,9 @@ from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.types import SamplingParams
 
 MODEL = "demo"

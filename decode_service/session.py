@@ -27,7 +27,8 @@ import numpy as np
 from opentelemetry.context import Context
 
 from pillion.engine.grammars.answer_grammar import AnswerGrammar
-from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.block_chain import ChunkDone
+from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker.step_spans import record_stream
 from pillion.engine.worker.tickets import Tickets

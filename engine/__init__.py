@@ -7,6 +7,7 @@
     sampling/      logits to tokens
     adapters/      LoRA: small matrices that change the model for the requests that name them
     grammars/      which tokens an answer may go on with
+    ranks/         a rank's share of weights and adapters, and the memory that the ranks of a worker have in common
     backends/      a step on a device: torch, cpu, gpu
 
 Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->

@@ -6,6 +6,7 @@ environment over the file, the file over the default. Where vLLM has the thing, 
 
     CommonFlags                       every component: Redis, logs, heartbeats, metrics, TLS between components
     ModelFlags -> ComputeFlags        which model, and how it is computed
+    PrepareFlags                      `pillion prepare`
     KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags      the four components
     ServeFlags                        `pillion serve`: the flags of all four
     OfflineFlags                      `pillion.LLM`
@@ -269,12 +270,22 @@ class PoolFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreadFlags:
-    """The processes and threads of a forward pass."""
+class RankFlags:
+    """The processes of a worker."""
 
     tensor_parallel_size: int = flag(
         1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareFlags(RankFlags, ComputeFlags):
+    """``pillion prepare``: makes a model ready, for one number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadFlags(RankFlags):
+    """The processes and threads of a forward pass."""
 
     cpu_threads: int = flag(
         0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.", least=0, most=MAX_CPU_THREADS
@@ -378,6 +389,11 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
     )
     first_core: int = flag(0, "This worker's first core on that board.", least=0, placement=True)
 
+    @property
+    def step_budget_tokens(self) -> int:
+        """Token budget of a step; each kind of worker has a flag for it."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFlags(WorkerFlags):
@@ -385,6 +401,10 @@ class PrefillFlags(WorkerFlags):
 
     max_num_batched_prefill_tokens: int = size_flag(512, "Token budget of a prefill step.", least=1)
     max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.", least=1)
+
+    @property
+    def step_budget_tokens(self) -> int:
+        return self.max_num_batched_prefill_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +418,10 @@ class DecodeFlags(StepFlags, WorkerFlags):
         kind=parse_target_itl_ms,
     )
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
+
+    @property
+    def step_budget_tokens(self) -> int:
+        return self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,6 +481,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         -1, "Prefill workers to start. -1: one on a CPU, none on a GPU, which does both.", least=-1, most=MAX_WORKERS
     )
     decode_workers: int = flag(1, "Decode workers to start.", least=1, most=MAX_WORKERS)
+    prefill_tensor_parallel_size: int = flag(
+        0, "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.", least=0, most=MAX_RANKS
+    )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
 
 

@@ -152,7 +152,12 @@ class CoreBoard:
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """A worker's cores on a board: those of the owner whose first core is ``first_core``."""
+    """A worker's cores on a board: those of the owner whose first core is ``first_core``.
+
+    Without ``borrows`` the worker keeps and lends its cores but computes on them alone. Its ranks do: one of them keeps
+    the cores of all while steps run.
+    """
 
     board: CoreBoard
     first_core: int
+    borrows: bool = True

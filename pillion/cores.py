@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from threading import get_native_id
 
 from pillion.errors import ConfigError
@@ -50,6 +51,15 @@ def parse_cores(text: str) -> tuple[int, ...]:
     if missing:
         raise ConfigError(f"--cpu-affinity: this process may not use core {missing[0]}")
     return tuple(cores)
+
+
+def shared_cores(threads: int, cores: Sequence[int], rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
+    """The threads of a worker's rank and their cores, out of its ``threads`` and its ``cores``, one for each thread or
+    none at all. Where there are more ranks than threads, each has one, and some share a core."""
+    if threads < ranks:
+        return 1, tuple(cores[rank % threads : rank % threads + 1])
+    first, last = (rank * threads // ranks, (rank + 1) * threads // ranks)
+    return last - first, tuple(cores[first:last])
 
 
 def give_way() -> None:

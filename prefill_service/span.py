@@ -14,7 +14,8 @@ from itertools import accumulate
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.scheduling.sequence import ChunkDone, SequenceSpec
+from pillion.engine.scheduling.block_chain import ChunkDone
+from pillion.engine.scheduling.sequence import SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.step_spans import record

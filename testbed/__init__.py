@@ -7,6 +7,7 @@
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.
 - `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
 - `tiny_model` writes small random checkpoints into Hugging Face folders.
+- `draft_models` makes draft models of a model's first layers, and models that such drafts guess well.
 - `random_adapter` makes random LoRA adapters in the form that backends take.
 - `plain_model` makes a plain Hugging Face folder of a GGUF file, such as the demo model's, for other programs.
 - `toy_tokenizer` makes tokenizers that a person can read.

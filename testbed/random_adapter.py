@@ -1,9 +1,14 @@
-"""Random LoRA adapters in the form that backends take, for tests and benchmarks that need no files."""
+"""Random LoRA adapters for tests and benchmarks: in the form that backends take, and as PEFT's files."""
 
 from __future__ import annotations
 
-import torch
+import json
+import pathlib
 
+import torch
+from safetensors.torch import save_file
+
+from pillion.engine.adapters.adapter_files import modules
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.backends.backend import adapter_shapes
 from pillion.engine.models.model_config import ModelConfig
@@ -33,3 +38,20 @@ def random_adapter(
         if name not in leave:
             layers[name] = tuple(pairs)
     return AdapterWeights(f"{seed:064x}", max(ranks), layers)
+
+
+def random_adapter_folder(config: ModelConfig, into: pathlib.Path, seed: int, rank: int) -> pathlib.Path:
+    """Writes an adapter of every projection as PEFT would, in bfloat16, whose effect is of the order of a half. Returns
+    the folder."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, projection in modules(config).items():
+        a = torch.randn(rank, projection.inputs, generator=generator) / projection.inputs**0.5
+        b = torch.randn(projection.outputs, rank, generator=generator) / (2 * rank**0.5)
+        for half, matrix in (("A", a), ("B", b)):
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = matrix.bfloat16()
+    into.mkdir(parents=True)
+    save_file(tensors, into / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (into / "adapter_config.json").write_text(json.dumps(about))
+    return into

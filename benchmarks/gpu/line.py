@@ -21,8 +21,9 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import BLOCK_SIZE, RandomModel
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.types import SamplingParams
 

@@ -5,7 +5,9 @@
     adapter_files.py     an adapter's folder: its tensors, checked against the model, and its digest
     adapter_store.py     copies of adapters' folders by their digests, in the model cache
     adapter_weights.py   an adapter's matrices, laid over the fused linear layers of the decoder
-    adapter_reader.py    makes the matrices of a folder
+    adapter_reader.py    reads the matrices of a folder
+    adapter_forms.py     matrices as bits, on their way from the process that reads them to the worker
+    packing_main.py      that process
     step_adapters.py     multiplies by them in plain torch, the reference for all kernels
 
 Open ``adapter_weights.py`` first. What multiplies by them fast is in ``kernels``. The config, the files and the store

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,8 @@ from pillion.errors import ConfigError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-# Numbers that are checked at once.
-_CHECKED_AT_ONCE = 2**22
+# The system reads so much in one call.
+_READ_AT_ONCE_BYTES = 2**24
 
 # Types of tensors: the numbers that hold their bits, and the bits that are all 1 in NaN and infinities.
 _TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
@@ -121,6 +122,18 @@ _FUSED = {
 }
 
 
+def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
+    """All linear layers that may have adapters, by their names in the model, whose decoder is called ``prefix``."""
+    fused = FAMILIES[model.family].fused_projections
+    hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
+    return {
+        f"{prefix}layers.{layer}.{name}": projection
+        for layer in range(model.num_layers)
+        for name, projection in projections(model, layer).items()
+        if name not in hidden
+    }
+
+
 class AdapterFiles:
     """An adapter's folder, whose config and headers are read when it is made.
 
@@ -154,7 +167,7 @@ class AdapterFiles:
         """
         halves = self._halves()
         prefix = self._prefix(halves)
-        known = self._modules(model, prefix)
+        known = modules(model, prefix)
         pairs: list[AdapterPair] = []
         for module, names in halves.items():
             projection = known.get(module)
@@ -174,24 +187,38 @@ class AdapterFiles:
 
     def check_numbers(self) -> None:
         """Raises ConfigError for NaN or infinities. Reads the whole file."""
-        for name, tensor in self._tensors.items():
-            kind, ones = _TYPES[tensor.kind]
-            for part in self._parts(tensor):
-                bits = part.view(kind)
-                if ((bits & ones) == ones).any():
-                    raise self._error(f"{name} holds NaN or infinite numbers")
+        with self.path.open("rb") as file:
+            for name, tensor in self._tensors.items():
+                kind, ones = _TYPES[tensor.kind]
+                for part in self._parts(file, tensor):
+                    bits = part.view(kind)
+                    if ((bits & ones) == ones).any():
+                        raise self._error(f"{name} holds NaN or infinite numbers")
 
     def digest(self) -> str:
         """SHA-256, in hexadecimal, of what the config means and of all tensors, by name. Reads the whole file."""
         digest = hashlib.sha256(_DIGEST_TAG)
         canonical = self.config.canonical()
         digest.update(len(canonical).to_bytes(8, "little") + canonical)
-        for name, tensor in sorted(self._tensors.items()):
-            header = json.dumps([name, tensor.kind, tensor.shape]).encode()
-            digest.update(len(header).to_bytes(8, "little") + header)
-            for part in self._parts(tensor):
-                digest.update(part.data)
+        with self.path.open("rb") as file:
+            for name, tensor in sorted(self._tensors.items()):
+                header = json.dumps([name, tensor.kind, tensor.shape]).encode()
+                digest.update(len(header).to_bytes(8, "little") + header)
+                for part in self._parts(file, tensor):
+                    digest.update(part.data)
         return digest.hexdigest()
+
+    def values(self, name: str) -> npt.NDArray[np.float32]:
+        """The values of a tensor, which are exact."""
+        tensor = self._tensors[name]
+        with self.path.open("rb") as file:
+            bits = np.concatenate(list(self._parts(file, tensor))).view(_TYPES[tensor.kind][0])
+        if tensor.kind == "BF16":
+            # It is the first half of a float32.
+            wide = (bits.astype(np.uint32) << 16).view(np.float32)
+        else:
+            wide = bits.view(np.float16 if tensor.kind == "F16" else np.float32).astype(np.float32, copy=False)
+        return wide.reshape(tensor.shape)
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._called}: {message}")
@@ -223,13 +250,14 @@ class AdapterFiles:
             for begin, end in [about["data_offsets"]]
         }
 
-    def _parts(self, tensor: _Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-        """The bytes of a tensor, in pieces of bounded size."""
-        step = _CHECKED_AT_ONCE * 4
-        with self.path.open("rb") as file:
-            file.seek(tensor.begin)
-            for done in range(0, tensor.size_bytes, step):
-                yield np.fromfile(file, np.uint8, min(step, tensor.size_bytes - done))
+    def _parts(self, file: BufferedReader, tensor: _Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+        """The bytes of a tensor in the open file, in pieces of bounded size."""
+        file.seek(tensor.begin)
+        for done in range(0, tensor.size_bytes, _READ_AT_ONCE_BYTES):
+            part = np.empty(min(_READ_AT_ONCE_BYTES, tensor.size_bytes - done), np.uint8)
+            if file.readinto(part.data) != len(part):
+                raise self._error(f"{TENSORS_NAME} is shorter than its header says")
+            yield part
 
     def _halves(self) -> dict[str, tuple[str, str]]:
         """The names of each module's two tensors."""
@@ -255,18 +283,6 @@ class AdapterFiles:
             if any(module.startswith(f"{prefix}layers.") for module in modules):
                 return prefix
         return _PREFIXES[0]
-
-    def _modules(self, model: ModelConfig, prefix: str) -> dict[str, Projection]:
-        """The model's linear layers by their names in it."""
-        per_layer = [projections(model, layer) for layer in range(model.num_layers)]
-        fused = FAMILIES[model.family].fused_projections
-        hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
-        return {
-            f"{prefix}layers.{layer}.{name}": projection
-            for layer, found in enumerate(per_layer)
-            for name, projection in found.items()
-            if name not in hidden
-        }
 
     def _why_unknown(self, module: str, model: ModelConfig) -> str:
         words = module.split(".")

@@ -1,37 +1,80 @@
-"""Makes the matrices of an adapter, in the order of outputs that the decoder's fused layers have."""
+"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have. Imports no torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors import safe_open
+import numpy as np
+import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
-from pillion.engine.checkpoints.weights import qkv_order
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Layers, PairBits
+from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError
 
 
-def read_adapter(files: AdapterFiles, model: ModelConfig, dtype: torch.dtype, digest: str) -> AdapterWeights:
-    """Reads an adapter's matrices in ``dtype``. Raises ConfigError if they do not fit the model, or if the files have
-    another content than that of ``digest``."""
-    pairs = files.pairs(model)
+@dataclass(frozen=True, slots=True)
+class AdapterReader:
+    """Reads and packs the adapters of one model, in a process to which it was described.
+
+    Attributes:
+        model_folder: the folder of the model that the adapters are for.
+        dtype: the model's type, which the matrices get.
+        max_rank: the highest rank that is allowed; 0 allows any.
+        qkv_order: the checkpoint's output of each output of the fused projection of queries, keys and values; None
+            where both have one order.
+        form: what the worker's backend takes.
+    """
+
+    model_folder: str
+    dtype: str
+    max_rank: int
+    qkv_order: Sequence[int] | None
+    form: AdapterForm
+
+    def packed(self, folder: Path, digest: str) -> tuple[list[Any], Bytes]:
+        """What the form makes of the adapter in a folder. Raises ConfigError for one that does not fit the model or the
+        form, and for files of another content than that of ``digest``."""
+        files = AdapterFiles(folder)
+        model = load_config(Path(self.model_folder))
+        return self.form.pack(read_pairs(files, model, self.dtype, digest, self.max_rank, self.qkv_order))
+
+
+def read_pairs(
+    files: AdapterFiles,
+    model: ModelConfig,
+    dtype: str,
+    digest: str,
+    max_rank: int = 0,
+    qkv_order: Sequence[int] | None = None,
+) -> Layers:
+    """Reads an adapter's matrices; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
+    fit the model, or if the files have another content than that of ``digest``."""
+    pairs = files.pairs(model, max_rank)
     if files.digest() != digest:
         raise ConfigError(f"{files.folder} does not hold the adapter {digest}")
     files.check_numbers()
-    order = qkv_order(model)
-    layers: dict[str, list[LowRank]] = defaultdict(list)
-    with safe_open(files.path, framework="pt") as tensors:
-        for pair in pairs:
-            first, projection = pair.projection.first_output, pair.projection
+    order = None if qkv_order is None else np.array(qkv_order)
+    layers: dict[str, list[PairBits]] = defaultdict(list)
+    for pair in pairs:
+        first, projection = pair.projection.first_output, pair.projection
+        with np.errstate(over="ignore"):
             # The scale is applied to the file's numbers, so that b is rounded once.
-            b = tensors.get_tensor(pair.b).float() * pair.scale
-            if order is not None and projection.layer.endswith(".qkv"):
-                # Heads keep their places, so each projection is reordered within itself.
-                b = b[order[first : first + projection.outputs] - first]
-            a = tensors.get_tensor(pair.a).to(dtype)
-            layers[projection.layer].append(LowRank(first, a.contiguous(), b.to(dtype).contiguous()))
-    rank = max(pair.rank for pair in pairs)
-    return AdapterWeights(digest, rank, {name: tuple(found) for name, found in layers.items()})
+            b = files.values(pair.b) * np.float32(pair.scale)
+        if order is not None and projection.layer.endswith(".qkv"):
+            # Heads keep their places, so each projection is reordered within itself.
+            b = b[order[first : first + projection.outputs] - first]
+        layers[projection.layer].append(PairBits(first, _rounded(files.values(pair.a), dtype), _rounded(b, dtype)))
+    return layers
+
+
+def _rounded(values: npt.NDArray[np.float32], dtype: str) -> Bits:
+    """The bits of values in another type: the nearest ones, and of two that are equally near the even one."""
+    bits = values.view(np.uint32)
+    if dtype == "float32":
+        return bits
+    return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)

@@ -3,7 +3,7 @@
     y = W x  +  B (A x)      for each target; B holds the adapter's scale already (Hu et al., 2021: LoRA)
 
 A checkpoint has a pair (A, B) for each projection that was trained; several of them may lie in one fused layer, each
-with outputs and a rank of its own. This is the one form in which adapters go from their reader to the backends.
+with outputs and a rank of its own. Backends whose form is plain multiply by these tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from pillion.engine.adapters.adapter_forms import Bits, Layers, PairBits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +47,33 @@ class AdapterWeights:
     digest: str
     rank: int
     layers: Mapping[str, tuple[LowRank, ...]]
+
+
+def weights_of(digest: str, layers: Layers) -> AdapterWeights:
+    """An adapter's bits as tensors; nothing is copied."""
+    rank = max(pair.a.shape[0] for pairs in layers.values() for pair in pairs)
+    found = {
+        name: tuple(LowRank(pair.first_output, _tensor(pair.a), _tensor(pair.b)) for pair in pairs)
+        for name, pairs in layers.items()
+    }
+    return AdapterWeights(digest, rank, found)
+
+
+def layers_of(weights: AdapterWeights) -> Layers:
+    """The bits of an adapter's tensors."""
+    return {
+        name: [PairBits(pair.first_output, _bits(pair.a), _bits(pair.b)) for pair in pairs]
+        for name, pairs in weights.layers.items()
+    }
+
+
+def _tensor(bits: Bits) -> torch.Tensor:
+    if bits.itemsize == 4:
+        return torch.from_numpy(bits.view(np.float32))
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    if tensor.dtype == torch.float32:
+        return tensor.contiguous().numpy().view(np.uint32)
+    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import ModelConfig, load_config
@@ -225,8 +226,11 @@ class Backend(Protocol):
 
         bind_adapters (once) --> pack_adapter (slow, any thread) --> place_adapter (quick) --> steps that name the place
 
+    So that the slow part shares not even the interpreter with steps, another process reads and packs an adapter in the
+    backend's ``adapter_form``, and ``take_adapter`` makes a packed adapter of that.
+
     Nobody locks: a backend's packing touches nothing that steps use, and its owner calls ``place_adapter`` between
-    steps. An adapter's memory is free when its place has another one, or none, and its owner has dropped it.
+    steps. An adapter's memory is free when its place has another one and its owner has dropped it.
     """
 
     @property
@@ -267,13 +271,19 @@ class Backend(Protocol):
 
     def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
         """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps, from
-        which it takes cores: workers call it in one thread that gives way (:func:`pillion.cores.give_way`).
+        which it takes cores and the interpreter.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
-        """Puts an adapter into a place, or empties it. Takes no longer than a small part of a step.
+    def adapter_form(self) -> AdapterForm:
+        """The form in which another process packs adapters for this backend, after ``bind_adapters``."""
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """Returns what ``pack_adapter`` would, made of what the form packed; called in any thread, beside steps."""
+
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
+        """Puts an adapter into a place. Takes no longer than a small part of a step.
 
         No launched step whose results have not been fetched may use the place, and a step may use it from its next
         launch on. Raises Internal for a place that does not exist.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.step_masks import StepMasks
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows, ScoredRows
+from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
@@ -20,35 +23,48 @@ _SEED_MASK = 2**64 - 1
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Builds the batch of a plan that has at least one piece; :class:`StepBatch` describes the arrays."""
     pieces = plan.pieces
-    starts = np.array([piece.start for piece in pieces], dtype=np.int32)
-    context_lens = [piece.start + piece.count for piece in pieces]
-    query_starts = [0, *accumulate(piece.count for piece in pieces)]
-    positions, ends = starts, query_starts[1:]
-    if ends[-1] != len(pieces):
+    batch = build_rows(
+        [piece.sequence for piece in pieces],
+        [piece.start for piece in pieces],
+        [piece.count for piece in pieces],
+        [piece.sequence.spec.rope_shift for piece in pieces],
+        block_size,
+    )
+    query_starts = batch.query_starts.tolist()
+    for place, chosen in plan.unknown:
+        batch.token_ids[query_starts[place]] = -1 - chosen
+    places, ends = [piece.sequence.adapter_place for piece in pieces], query_starts[1:]
+    return replace(
+        batch,
+        sample_rows=np.array([*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)], dtype=np.int32),
+        adapters=np.array(places, dtype=np.int32) if max(places) >= 0 else None,
+    )
+
+
+def build_rows(
+    chains: Seq[BlockChain], firsts: Seq[int], counts: Seq[int], rope_shifts: Seq[int], block_size: int
+) -> StepBatch:
+    """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain; it samples no rows."""
+    starts = np.array(firsts, dtype=np.int32)
+    context_lens = [start + count for start, count in zip(firsts, counts, strict=True)]
+    query_starts = [0, *accumulate(counts)]
+    positions = starts
+    if query_starts[-1] != len(chains):
         # Row r of sequence s is position starts[s] + (r - query_starts[s]).
-        counts = [piece.count for piece in pieces]
-        positions = np.arange(ends[-1], dtype=np.int32)
+        positions = np.arange(query_starts[-1], dtype=np.int32)
         positions += np.repeat(starts - np.array(query_starts[:-1], dtype=np.int32), counts)
     num_blocks = [-(-end // block_size) for end in context_lens]
-    tables = np.zeros((len(pieces), max(num_blocks)), dtype=np.int32)
-    for row, piece, used in zip(tables, pieces, num_blocks, strict=True):
-        row[:used] = piece.sequence.table()[:used]
-    token_ids = np.concatenate([p.sequence.tokens(p.start, p.start + p.count) for p in pieces])
-    for place, chosen in plan.unknown:
-        token_ids[query_starts[place]] = -1 - chosen
-    places = [piece.sequence.adapter_place for piece in pieces]
-    shifts = [piece.sequence.spec.rope_shift for piece in pieces]
+    tables = np.zeros((len(chains), max(num_blocks)), dtype=np.int32)
+    for row, own, used in zip(tables, chains, num_blocks, strict=True):
+        row[:used] = own.table()[:used]
     return StepBatch(
-        token_ids=token_ids,
+        token_ids=np.concatenate([c.tokens(a, b) for c, a, b in zip(chains, firsts, context_lens, strict=True)]),
         positions=positions,
         query_starts=np.array(query_starts, dtype=np.int32),
         context_lens=np.array(context_lens, dtype=np.int32),
         block_tables=tables,
-        sample_rows=np.array([*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)], dtype=np.int32),
-        rope_rows=positions + np.repeat(np.array(shifts, dtype=np.int32), np.diff(query_starts))
-        if any(shifts)
-        else None,
-        adapters=np.array(places, dtype=np.int32) if max(places) >= 0 else None,
+        sample_rows=np.empty(0, dtype=np.int32),
+        rope_rows=positions + np.repeat(np.array(rope_shifts, dtype=np.int32), counts) if any(rope_shifts) else None,
     )
 
 

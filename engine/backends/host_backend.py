@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_layers
+from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
 from pillion.engine.backends.backend import (
     DevicePool,
     KVLayout,
@@ -74,6 +76,9 @@ class HostBackend(ABC):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns as :meth:`forward` does."""
 
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most have nothing to check)
+        """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
+
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self.layout)
@@ -112,8 +117,16 @@ class HostBackend(ABC):
         check_adapter(weights, self._adapter_shapes(), self._max_rank)
         return self._pack(weights)
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
-        """Puts an adapter into a place, or empties it. Raises Internal for a place that does not exist."""
+    def adapter_form(self) -> AdapterForm:
+        """The form of :meth:`take_adapter`; this one leaves the packing to :meth:`pack_adapter`."""
+        return PlainForm()
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """Makes an adapter of what the form packed."""
+        return self.pack_adapter(weights_of(digest, plain_layers(about, data)))
+
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
+        """Puts an adapter into a place. Raises Internal for a place that does not exist."""
         check_place(place, len(self._adapters))
         self._adapters[place] = packed
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from pillion.config import ComputeFlags, WorkerFlags
+from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
 from pillion.core_board import CoreBoard, CoreShare
-from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
+from pillion.cores import MAX_CPU_THREADS, parse_cores, shared_cores, usable_cores
 from pillion.engine.backends.backend import Backend
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -19,13 +20,19 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.quantization import OWN_METHOD, Quantization
+from pillion.engine.models.rank_split import RankSplit
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
 from pillion.kvstore.hashing import namespace_base
+from pillion.observability.log_format import logs_json
 
 if TYPE_CHECKING:
-    from pillion.engine.adapters.adapter_weights import AdapterWeights
-    from pillion.engine.backends.cpu.cpu_backend import CpuModel
+    from pillion.engine.adapters.adapter_reader import AdapterReader
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
+    from pillion.engine.backends.host_backend import HostBackend
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+    from pillion.engine.ranks.rank_processes import RankProcesses
+    from pillion.kvstore.client.attachment import Attachment
 
 log = logging.getLogger("pillion.worker")
 
@@ -40,13 +47,20 @@ class LoadedModel:
     """A model and the backend that runs it.
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
-    cores; 0: it has no board.
+    cores; 0: it has no board, or borrows none of its cores. ``ranks`` are the worker's other processes, or None.
     """
 
     prepared: PreparedModel
     backend: Backend
     operators: str = "torch"
     core_share: float = 0.0
+    ranks: RankProcesses | None = None
+
+    def bind_pool(self, attachment: Attachment) -> None:
+        """Has every process of the worker map the pool and use it."""
+        if self.ranks is not None:
+            self.ranks.map_pool(*attachment.handed_over())
+        self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""
@@ -58,16 +72,19 @@ class LoadedModel:
             block_size=layout.block_size,
         )
 
-    def read_adapter(self, folder: Path, digest: str) -> AdapterWeights:
-        """Reads an adapter from a copy of its files. Raises ConfigError for one that does not fit the model, and for
-        files of another content than that of ``digest``."""
-        import torch
+    def adapter_reader(self, max_rank: int) -> AdapterReader:
+        """What reads adapters up to ``max_rank`` for the backend."""
+        from pillion.engine.adapters.adapter_reader import AdapterReader
+        from pillion.engine.checkpoints.weights import qkv_order
 
-        from pillion.engine.adapters.adapter_files import AdapterFiles
-        from pillion.engine.adapters.adapter_reader import read_adapter
-
-        dtype = torch.float32 if self.prepared.dtype == "float32" else torch.bfloat16
-        return read_adapter(AdapterFiles(folder), load_config(self.prepared.folder), dtype, digest)
+        order = qkv_order(load_config(self.prepared.folder))
+        return AdapterReader(
+            str(self.prepared.folder),
+            "float32" if self.prepared.dtype == "float32" else "bfloat16",
+            max_rank,
+            None if order is None else order.tolist(),
+            self.backend.adapter_form(),
+        )
 
 
 # Loads a model by a worker's flags and number of threads. Called in a thread; raises ConfigError.
@@ -77,6 +94,7 @@ BackendFactory = Callable[[WorkerFlags, int], LoadedModel]
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     """The default factory: GPU kernels on device "cuda", else CPU kernels if they can run the model, else torch."""
     device, prepared = resolve_device(flags), prepare(flags, log.info)
+    check_ranks(flags, device, prepared)
     for note in precision_notes(prepared, device):
         log.warning("%s", note)
     quantization = load_config(prepared.folder).quantization
@@ -96,25 +114,102 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         from pillion.engine.backends.torch_backend import TorchBackend
 
         return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
+    if flags.tensor_parallel_size > 1:
+        return _load_ranks(flags, prepared, isa, threads)
+    share = _core_share(flags)
+    backend = _cpu_backend(flags, prepared, isa, threads, share)
+    owned = threads / share.board.cores if share is not None else 0.0
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
+
+
+def _cpu_backend(
+    flags: WorkerFlags,
+    prepared: PreparedModel,
+    isa: Isa,
+    threads: int,
+    share: CoreShare | None = None,
+    member: RankMember | None = None,
+) -> CpuBackend:
+    """The backend of a whole worker, with ``threads`` threads, or of one of its ranks, with its share of them."""
     import torch
 
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
     # Torch only passes arrays on, so that its own threads have nothing to do.
     torch.set_num_threads(1)
-    model = _load_for_cpu(flags, prepared, isa, log.info)
-    share = _core_share(flags)
+    cores: Sequence[int] = parse_cores(flags.cpu_affinity)
+    split = RankSplit.of(load_config(prepared.folder), 0, 1) if member is None else member.split
+    threads, cores = shared_cores(threads, cores, split.rank, split.size)
+    model = _load_for_cpu(flags, prepared, isa, log.info, split)
     log.info(
         "all operators run on the CPU kernels %s, %d threads%s; weights %.0f MiB, shared by all workers; KV in %s",
         isa.name,
         threads,
-        " and those of idle workers" if share else "",
+        " and those of idle workers" if share is not None and share.borrows else "",
         model.weights.nbytes / 2**20,
         model.layout.dtype,
     )
-    backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity), share)
-    owned = threads / share.board.cores if share is not None else 0.0
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
+    return CpuBackend(model, threads, cores, share, member)
+
+
+def _load_ranks(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, threads: int) -> LoadedModel:
+    """A worker of several processes, of which this one is rank 0. All of them load at the same time."""
+    from pillion.engine.ranks import rank_processes
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+    from pillion.engine.ranks.ranked_backend import RankedBackend
+
+    size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), _core_share(flags)
+    # Decodes may be more than the budget; memory that no step touches is not taken.
+    longest = 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
+    memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + longest)
+    member = RankMember(RankSplit.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
+    keeping = replace(share, borrows=False) if share is not None else None
+    order = {
+        "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
+        "threads": threads,
+        "size": size,
+        "log_level": logging.getLevelName(log.getEffectiveLevel()),
+        "log_format": "json" if logs_json() else "text",
+    }
+    ranks = rank_processes.RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory)
+    try:
+        with ranks.loading(order, memory.fd):
+            own = _cpu_backend(flags, prepared, isa, threads, keeping, member)
+    except BaseException:
+        ranks.close()
+        raise
+    log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
+    return LoadedModel(prepared, RankedBackend(own, ranks), f"cpu/{isa.name}", ranks=ranks)
+
+
+def load_share(order: dict[str, Any], memory_fd: int) -> tuple[HostBackend, RankMemory]:
+    """What a rank above 0 runs, and the ranks' memory, by rank 0's order. Raises ConfigError."""
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+
+    flags = WorkerFlags(**order["flags"])
+    prepared = prepare(flags, log.info)
+    isa, reason = choose_kernels(flags, prepared)
+    if isa is None:
+        raise ConfigError(reason)
+    memory = RankMemory.open(os.dup(memory_fd))
+    split = RankSplit.of(load_config(prepared.folder), order["rank"], order["size"])
+    return _cpu_backend(flags, prepared, isa, order["threads"], member=RankMember(split, memory)), memory
+
+
+def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
+    """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model here."""
+    size = flags.tensor_parallel_size
+    if size == 1:
+        return
+    RankSplit.of(load_config(prepared.folder), 0, size)
+    needs = f"--tensor-parallel-size {size} needs"
+    if sys.platform != "linux":
+        raise ConfigError(f"{needs} Linux")
+    if device == "cuda":
+        raise ConfigError(f"{needs} --device cpu; on GPUs, start more workers")
+    _, reason = choose_kernels(flags, prepared)
+    if reason:
+        raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
 
 def _core_share(flags: WorkerFlags) -> CoreShare | None:
@@ -170,22 +265,31 @@ def _rounding_notes(quantization: Quantization, device: str, experts: bool) -> I
         )
 
 
-def make_ready(flags: ComputeFlags, progress: Progress) -> PreparedModel:
-    """Makes everything that is made once: the model, and for the CPU kernels packed weights and machine code.
+def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
+    """Makes everything that is made once: the model, and for the CPU kernels packed weights and machine code, those of
+    each rank.
 
     If the weights are packed already nothing is loaded, which would take seconds at every start. Machine code that is
     missing then, for example after an update, is compiled by the first worker.
     """
-    prepared = prepare(flags, progress)
-    if resolve_device(flags) == "cuda":
+    prepared, device, size = prepare(flags, progress), resolve_device(flags), flags.tensor_parallel_size
+    check_ranks(flags, device, prepared)
+    if device == "cuda":
         return prepared
     isa, _ = choose_kernels(flags, prepared)
-    if isa is not None and not ModelCache().packed_weights(prepared.fingerprint, "cpu").exists():
-        _load_for_cpu(flags, prepared, isa, progress)
+    if isa is not None:
+        from pillion.engine.backends.cpu.cpu_weights import packed_name
+
+        for rank in range(size):
+            split = RankSplit.of(load_config(prepared.folder), rank, size)
+            if not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
+                _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
 
 
-def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress) -> CpuModel:
+def _load_for_cpu(
+    flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, split: RankSplit
+) -> CpuModel:
     from pillion.engine.backends.cpu.cpu_backend import load_cpu_model
 
     return load_cpu_model(
@@ -194,6 +298,7 @@ def _load_for_cpu(flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progre
         isa,
         kv_cache_dtype=flags.kv_cache_dtype,
         progress=progress,
+        split=split,
     )
 
 

@@ -4,7 +4,7 @@ Open first: scheduler.py, the one class that the step loop calls.
 
     scheduler.py      events in, plans of steps and outcomes out; preemption
     step_plan.py      the plan of a step and the outcome of what happened
-    sequence.py       one stream or span: its states, tokens and block table
+    sequence.py       one stream or span: its states and tokens;  block_chain.py has its blocks
     queues.py         running, preempted, waiting; the order of service and the victim
     step_cost.py      how long a step takes, and the token budget that follows from a target
     block_manager.py  the slots leased to this worker; commits, releases and resumes for its KV node
@@ -16,6 +16,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     draft_control.py  how many tokens are guessed for each stream
     acceptance.py     how often guesses are right
     recent_answers.py where suffix decoding looks up what followed in earlier answers
+    draft_chains.py   a draft model's KV: its slots, what it catches up with, its guesses
     lookup_drafters.py guesses from the text itself, and from earlier answers
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
+from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
-from pillion.engine.scheduling.sequence import Holding, Sequence
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.slot_stock import SlotStock
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
@@ -33,6 +34,8 @@ class BlockManager:
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
+        # Slots that stay in the stock for decodes.
+        self.needed_blocks = 0
 
     # Slots.
 
@@ -69,37 +72,40 @@ class BlockManager:
 
     # Commits.
 
-    def order_commit(self, sequence: Sequence, now: float) -> None:
+    def order_commit(self, chain: BlockChain, now: float) -> None:
         """Order the commit of the full blocks that the node has not got, one run at a time."""
-        start, end = sequence.num_committed, sequence.full_blocks
-        if end <= start or sequence.in_commit or not sequence.may_commit:
+        start, end = chain.num_committed, chain.full_blocks
+        if end <= start or chain.in_commit or not chain.may_commit:
             return
-        sequence.send(end)
+        chain.send(end)
         self.out.commits.append(
             CommitOrder(
-                seq_id=sequence.seq_id,
-                ticket_id=sequence.ticket_id,
-                slots=sequence.slots(start, end),
-                block_hashes=sequence.block_hashes(start, end),
+                seq_id=chain.seq_id,
+                ticket_id=chain.ticket_id,
+                slots=chain.slots(start, end),
+                block_hashes=chain.block_hashes(start, end),
                 ordered_s=now,
-                chunks=sequence.take_chunks(end),
+                chunks=chain.take_chunks(end),
             )
         )
 
-    def accept(self, sequence: Sequence, slots: Seq[int]) -> None:
+    def accept(self, chain: BlockChain, slots: Seq[int]) -> None:
         """The node took a run. Where another committer was first, the worker's own slot goes back when no step reads it
         any more (I2)."""
-        replaced = sequence.commit(slots)
+        replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
         self.stock.send_back(replaced)
 
     # The outcome.
 
-    def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool) -> Outcome:
-        """Return what gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them lacks a slot."""
+    def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, draft_blocks: int) -> Outcome:
+        """Return what gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them lacks a slot.
+        Drafts lack ``draft_blocks``, which they get where decodes need none."""
         room = [s.num_blocks * self._block_size - s.next_start for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
-        self.stock.aim(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
+        self.needed_blocks = low
+        target = max(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
+        self.stock.aim(low + draft_blocks, target + draft_blocks)
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
         if self._in_flight.hold_back(out):
@@ -108,11 +114,11 @@ class BlockManager:
         out.lease_blocks = self.stock.wanted(now, urgent=urgent)
         return out
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+    def check_integrity(self, chains: Iterable[BlockChain]) -> None:
         """Raises AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
         self.stock.check_integrity()
         places = [*self.stock.slots, *self._in_flight.held_back_slots()]
-        for sequence in sequences:
-            places.extend(sequence.owned_slots())
+        for chain in chains:
+            places.extend(chain.owned_slots())
         assert len(set(places)) == len(places), "a slot is in two places"
         assert len(places) == self._leased, f"{self._leased} slots are leased, {len(places)} are accounted for"

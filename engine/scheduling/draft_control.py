@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.acceptance import UNKNOWN_RATE, UNKNOWN_WEIGHT, WORKER_FADING, Acceptance, Float64
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
@@ -172,8 +171,3 @@ class DraftControl:
                     self._learn(stream, made, right)
                 due.append((stream, min(self.most_guesses, every)))
         return due
-
-    def probed(self, due: Seq[tuple[Sequence, int]], guesses: Seq[Int32]) -> None:
-        """The drafter's answers."""
-        for (stream, _), guess in zip(due, guesses, strict=True):
-            stream.guesses.probe(guess, stream.num_tokens)

@@ -59,15 +59,18 @@ def speculate(
 def _guess(drafter: Drafter, control: DraftControl, streams: Seq[Sequence], shares: Seq[int]) -> None:
     """Guess so many tokens for each of the streams; those without a guess are probed, in their turn."""
     wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
-    for (stream, most), guess in zip(wanted, drafter.draft(wanted) if wanted else (), strict=True):
+    silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
+    due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
+    if not (wanted or due):
+        return
+    guesses = drafter.draft([*wanted, *due])
+    for (stream, most), guess in zip(wanted, guesses, strict=False):
         tokens = _fitting(stream, guess[:most])
         stream.guesses.asked(tokens, stream.num_tokens)
         if len(tokens):
             stream.draft(tokens)
-    silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
-    due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
-    if due:
-        control.probed(due, drafter.draft(due))
+    for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
+        stream.guesses.probe(guess, stream.num_tokens)
 
 
 def _room(piece: SequencePiece) -> int:

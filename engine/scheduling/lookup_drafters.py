@@ -12,7 +12,6 @@ from pillion.engine.scheduling.acceptance import NO_TOKENS
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.recent_answers import END, MAX_PLACES, Int64, RecentAnswers
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 
 # How far back is searched, which bounds a guess to some 20 microseconds.
@@ -148,11 +147,9 @@ def _likeliest(followed: list[list[int]], least: float) -> list[int]:
 
 
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter of a method without a model; None where nothing is guessed. Raises ConfigError for other methods."""
+    """The drafter of a method without a model; None where nothing, or a model, guesses."""
     if config.method == "ngram":
         return NGramDrafter(config)
     if config.method == "suffix":
         return SuffixDrafter(config)
-    if config.method:
-        raise ConfigError(f"--speculative-config: method {config.method!r} is not served yet")
     return None

@@ -36,13 +36,15 @@ from math import isnan
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.adapter_places import AdapterPlaces
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
-from pillion.engine.scheduling.sequence import Ending, ForkSpec, Holding, Sequence, SequenceState
+from pillion.engine.scheduling.sequence import Ending, ForkSpec, Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import MIN_TAIL_TOKENS, TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
 from pillion.errors import BrokenModel, ConfigError, NotFound, PillionError
@@ -75,6 +77,7 @@ class Scheduler:
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
             where prompts run whole.
         max_loras: adapters that the backend has places for; 0: no sequence has one.
+        draft_model: a draft model's shape and what runs its passes; it is the drafter then.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
     prompts run whole.
@@ -93,6 +96,7 @@ class Scheduler:
         draft_control: DraftControl | None = None,
         max_scored_rows: int = MAX_SCORED_ROWS,
         max_loras: int = 0,
+        draft_model: tuple[DraftShape, DraftPasses] | None = None,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ConfigError(
@@ -110,7 +114,6 @@ class Scheduler:
         self.queues = SchedulerQueues(max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
-        self._drafter = drafter
         self._draft_control = draft_control or DraftControl(MAX_SPECULATIVE_TOKENS)
         self._max_scored_rows = max_scored_rows
         self._in_flight = InFlightSteps()
@@ -118,6 +121,8 @@ class Scheduler:
         self._block_manager = BlockManager(block_size, self._in_flight)
         self.stock = self._block_manager.stock
         self._forks = Forks(self.queues, self._block_manager)
+        self.draft_chains = DraftChains(*draft_model, self._block_manager) if draft_model is not None else None
+        self._drafter = self.draft_chains or drafter
         self._starved = False
 
     # Events.
@@ -164,6 +169,10 @@ class Scheduler:
 
     def committed(self, seq_id: int, slots: Seq[int], refusal: str, now: float) -> None:
         """The node's answer to a CommitOrder: the slot that stays for each block, or why nothing was taken."""
+        if seq_id < 0:
+            assert self.draft_chains is not None
+            self.draft_chains.committed(seq_id, slots, refusal)
+            return
         sequence = self.sequences[seq_id]
         if refusal:
             sequence.refuse_commit()
@@ -185,8 +194,15 @@ class Scheduler:
         self._block_manager.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
-        """The node asks for ``blocks`` slots of the stock back."""
+        """The node asks for ``blocks`` slots of the stock back; drafts give up theirs."""
+        if self.draft_chains is not None and blocks:
+            self.draft_chains.yield_slots(blocks, now)
         self.stock.recall(blocks)
+
+    def draft_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
+        """The node's answer to a DraftOrder; None where there is no ticket."""
+        assert self.draft_chains is not None
+        self.draft_chains.opened(chain_id, holding, now)
 
     def resumed(self, seq_id: int, holding: Holding, now: float) -> None:
         """A new ticket was adopted for a sequence without one; the ticket of a sequence that is gone is let go."""
@@ -234,14 +250,19 @@ class Scheduler:
         most = self.budget.max_tokens
         prompt_tails = self.queues.prompt_tails(now)
         if self._drafter is not None or any(_is_forced(piece.sequence) for piece in pieces):
-            spare = self.budget.left(pieces, 0, 0, least_tokens=0) - self._owed(prompt_tails)
+            left = self.budget.left(pieces, 0, 0, least_tokens=0)
+            if self.draft_chains is not None:
+                self.draft_chains.begin_step(left - sum(tail.left_to_compute for tail in prompt_tails), now)
+            spare = left - self._owed(prompt_tails)
             pieces = speculate(self._drafter, self._draft_control, self.budget.cost, pieces, spare)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in self.queues.running)
             left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails), streams=streams)
             most = sum(piece.count for piece in pieces) + left
             pieces += self._tail_pieces(prompt_tails, left, now)
-        self.budget.begin(pieces, now, len(self._in_flight))
+        # A step's cost is measured without what a draft model's passes took.
+        drafted_s = self.draft_chains.took_s if self.draft_chains is not None else 0.0
+        self.budget.begin(pieces, now + drafted_s, len(self._in_flight))
         placements = self.adapters.take_placements() if pieces else ()
         return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces), placements)
 
@@ -288,7 +309,9 @@ class Scheduler:
     def flush(self, now: float) -> Outcome:
         """The outcome of everything since the last one."""
         decodes = (s for s in self.queues.running if s.decoding)
-        out = self._block_manager.finish_outcome(decodes, now, urgent=self._starved)
+        drafts = self.draft_chains
+        lacking = drafts.lacking_blocks if drafts is not None else 0
+        out = self._block_manager.finish_outcome(decodes, now, urgent=self._starved, draft_blocks=lacking)
         adapters = self.adapters
         out.adapters = adapters.take_orders()
         out.evicted_adapters, adapters.evicted = adapters.evicted, 0
@@ -304,8 +327,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, queues and drafts add up."""
-        sequences = self.sequences.values()
-        self._block_manager.check_integrity(sequences)
+        sequences, drafts = self.sequences.values(), self.draft_chains
+        self._block_manager.check_integrity([*sequences, *(drafts.chains.values() if drafts is not None else ())])
+        if drafts is not None:
+            drafts.check_integrity(sequences)
         self.queues.check_integrity(sequences)
         self._in_flight.check_integrity(sequences)
         self.adapters.check_integrity(sequences)
@@ -391,6 +416,8 @@ class Scheduler:
                 return True
             if not self.stock.exhausted(now) or self.awaits_landing:
                 return False
+            if self.draft_chains is not None and self.draft_chains.yield_slots(1, now):
+                continue
             if any(s.resume_after and s.state is SequenceState.CLOSING for s in self.sequences.values()):
                 return False
             victim = self.queues.victim()

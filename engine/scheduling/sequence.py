@@ -8,12 +8,7 @@
                                                                                              ^
                    a fork: another answer to its parent's prompt, with its own first token --+
 
-The block table, left to right; every count is in blocks and none of them shrinks while the sequence runs:
-
-    [ committed: the ticket's chain | in commit: sent to the KV node | owned: leased, being written or still empty ]
-    0                        num_committed                        num_sent                                  num_blocks
-
-Only one run of blocks is under way to the node at a time, so that a refusal cannot leave a hole in the chain.
+Its blocks are a :class:`pillion.engine.scheduling.block_chain.BlockChain`.
 A CLOSING sequence waits for the node's answer to that run and for nothing else: it gave its owned slots back when
 CLOSING began, and its hold on the ticket is released when CLOSING ends. Draft tokens stand behind the sequence's own
 tokens for the length of one step. A sequence belongs to the scheduler that it was added to, and its methods are the
@@ -32,8 +27,8 @@ import numpy as np
 from pillion.engine.backends.batch import Int32
 from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.engine.scheduling.acceptance import GuessRecord
+from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
-from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.priority import rank
 from pillion.types import FinishReason, SamplingParams
 
@@ -97,15 +92,6 @@ class SequenceSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """An adopted ticket: the slots of its pinned chain, and the slots leased for what the sequence will write."""
-
-    ticket_id: int
-    chain_slots: tuple[int, ...]
-    leased_slots: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Ending:
     """Why a sequence ended: ``reason`` for a stream, ``error`` for a failure, neither for a finished span."""
 
@@ -153,22 +139,7 @@ class SequenceProgress:
         self.last_token_s = now
 
 
-@dataclass(slots=True, kw_only=True)
-class ChunkDone:
-    """A chunk of a span: when it began its first step and ended its last one, by the scheduler's clock.
-
-    Reported once it is computed; it is committed as soon as the order that it comes with is. A chunk that was committed
-    before the span came has the span's arrival for both times. Never changes behind that.
-    """
-
-    seq_id: int
-    index: int
-    end_tokens: int
-    started_s: float = 0.0
-    computed_s: float = 0.0
-
-
-class Sequence:
+class Sequence(BlockChain):
     """One sequence; see the module's docstring. Memory for its tokens and its table is allocated once."""
 
     def __init__(
@@ -183,17 +154,20 @@ class Sequence:
     ) -> None:
         """``hashes``: those of leading whole blocks, where they are known. ``grammar``: what the answer follows, which
         has taken the answer's tokens in ``spec``."""
-        self.spec = spec
-        self.seq_id = spec.seq_id
-        self.rank = rank(spec.priority, now)
-        self.block_size = block_size
-        self.is_span = spec.sampling is None
         room = max(len(spec.token_ids), min(spec.max_model_len, spec.prompt_tokens + spec.max_tokens))
-        self._tokens: Int32 = np.empty(room, dtype=np.int32)
+        super().__init__(
+            spec.seq_id,
+            np.empty(room, dtype=np.int32),
+            block_size,
+            first_block=spec.start_tokens // block_size,
+            parent_hash=spec.parent_hash,
+            hashes=hashes,
+        )
+        self.spec = spec
+        self.rank = rank(spec.priority, now)
+        self.is_span = spec.sampling is None
         self.num_tokens = len(spec.token_ids)
         self._tokens[: self.num_tokens] = spec.token_ids
-        self._table: Int32 = np.zeros(room // block_size + 2, dtype=np.int32)
-        self._hashes = bytearray(hashes)
         self.progress = SequenceProgress(arrived_s=now)
         ends = enumerate(spec.chunk_ends)
         self._chunks = [ChunkDone(seq_id=spec.seq_id, index=index, end_tokens=end) for index, end in ends]
@@ -259,23 +233,14 @@ class Sequence:
 
     def hold(self, holding: Holding, state: SequenceState) -> None:
         """Start from a freshly adopted ticket, WAITING or PREEMPTED: its chain is computed, the rest is to do."""
-        slots = (*holding.chain_slots, *holding.leased_slots)
-        self.ticket_id = holding.ticket_id
-        self.num_blocks = len(slots)
-        if self.num_blocks > len(self._table):
-            self._table = np.zeros(self.num_blocks, dtype=np.int32)
-        self._table[: self.num_blocks] = slots
-        self.num_committed = self.num_sent = len(holding.chain_slots)
-        self.num_computed = self.num_committed * self.block_size
-        # Tokens behind these that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
+        self.take_ticket(holding)
+        # Tokens behind the computed ones that are in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
         self.num_in_flight = 0
         self.num_drafts = 0
         self.generation += 1
         self.state = state
         # Whether the next token is a decode: everything but the last sampled token has its KV.
         self.decoding = False
-        # False once the node refused a run: the chain's tail is then not what the next block would follow.
-        self.may_commit = True
         # What the end of CLOSING does.
         self.commit_rest = self.resume_after = False
 
@@ -485,10 +450,6 @@ class Sequence:
             chunk.computed_s = chunk.computed_s or self.progress.arrived_s
         return done
 
-    def tokens(self, start: int, end: int) -> Int32:
-        """int32 [end - start], a view."""
-        return self._tokens[start:end]
-
     @property
     def room_for_drafts(self) -> int:
         """Tokens that a step can guess beyond the one it runs: neither the table nor the answer grows for them."""
@@ -510,69 +471,3 @@ class Sequence:
         """Whether the next token ends the stream, whichever it is."""
         behind = self.num_tokens + 1
         return behind >= self.spec.max_model_len or behind - self.spec.prompt_tokens >= self.spec.max_tokens
-
-    # Blocks.
-
-    def table(self) -> Int32:
-        """int32 [num_blocks] slots in order, a view."""
-        return self._table[: self.num_blocks]
-
-    def slots(self, start: int, end: int) -> tuple[int, ...]:
-        return tuple(self._table[start:end].tolist())
-
-    def owned_slots(self) -> tuple[int, ...]:
-        """Slots that are leased to this worker, those in commit included."""
-        return self.slots(self.num_committed, self.num_blocks)
-
-    def add_slot(self, slot: int) -> None:
-        self._table[self.num_blocks] = slot
-        self.num_blocks += 1
-
-    def cut(self, block: int) -> tuple[int, ...]:
-        """Forget the table from ``block`` on; returns its slots."""
-        dropped = self.slots(block, self.num_blocks)
-        self.num_blocks = min(self.num_blocks, block)
-        return dropped
-
-    @property
-    def in_commit(self) -> bool:
-        """Whether a run of blocks is under way to the node."""
-        return self.num_sent > self.num_committed
-
-    def send(self, end: int) -> None:
-        """The blocks before ``end`` are sent to the node."""
-        self.num_sent = end
-
-    def commit(self, slots: Seq[int]) -> list[int]:
-        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2). Returns own slots that
-        another committer's block replaced; launched steps may still read them."""
-        start = self.num_committed
-        own = self._table[start : start + len(slots)].tolist()
-        self._table[start : start + len(slots)] = slots
-        self.num_committed = self.num_sent
-        return [old for old, new in zip(own, slots, strict=True) if old != new]
-
-    def refuse_commit(self) -> None:
-        """The node refused the run; no further one is sent under this ticket."""
-        self.num_sent = self.num_committed
-        self.may_commit = False
-
-    @property
-    def full_blocks(self) -> int:
-        """Blocks whose every token has its KV."""
-        return min(self.num_computed // self.block_size, self.num_blocks)
-
-    # Hashes.
-
-    def extend_hashes(self, num_tokens: int) -> None:
-        """Hash the whole blocks among the first ``num_tokens`` tokens that are not hashed yet."""
-        start = self.spec.start_tokens + len(self._hashes) // HASH_BYTES * self.block_size
-        end = num_tokens // self.block_size * self.block_size
-        if end > start:
-            parent = bytes(self._hashes[-HASH_BYTES:]) or self.spec.parent_hash
-            self._hashes += chain_hashes(parent, self._tokens[start:end].tolist(), self.block_size)
-
-    def block_hashes(self, start: int, end: int) -> bytes:
-        """32 bytes for each of blocks start .. end, all of them at or behind ``start_tokens``."""
-        first = self.spec.start_tokens // self.block_size
-        return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])

@@ -6,7 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.scheduling.sequence import ChunkDone, Ending, Sequence, SequenceProgress
+from pillion.engine.scheduling.block_chain import ChunkDone
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
 
 
@@ -82,8 +83,9 @@ class Update:
 class CommitOrder:
     """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`.
 
-    ``chunks`` are those that are committed when the node takes the run. They are reported with the node's answer, on
-    asyncio's thread: the scheduler itself gets that answer only between two steps, and a step may be long.
+    ``seq_id`` names a sequence, or, below 0, a draft model's chain. ``chunks`` are those that are committed when the
+    node takes the run. They are reported with the node's answer, on asyncio's thread: the scheduler itself gets that
+    answer only between two steps, and a step may be long.
     """
 
     seq_id: int
@@ -102,6 +104,15 @@ class ResumeOrder:
     block_hashes: bytes
     total_blocks: int
     priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Pin what the node has of a draft model's chain, under a ticket that reserves nothing and never waits. Answered
+    with :meth:`Scheduler.draft_opened`."""
+
+    chain_id: int
+    block_hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +142,7 @@ class SchedulerLoad:
 @dataclass(slots=True)
 class Outcome:
     """Everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
-    releases, give_back, lease_blocks; then resumes begin.
+    releases, give_back, lease_blocks; then resumes and draft_orders begin.
 
     Attributes:
         chunks: those that were committed before the span came.
@@ -151,6 +162,7 @@ class Outcome:
     give_back: list[int] = field(default_factory=list)
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
+    draft_orders: list[DraftOrder] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
     judged_guesses: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
@@ -166,7 +178,8 @@ class Outcome:
 
     @property
     def has_orders(self) -> bool:
-        return bool(self.commits or self.releases or self.give_back or self.lease_blocks or self.resumes)
+        orders = self.commits or self.releases or self.give_back or self.lease_blocks
+        return bool(orders or self.resumes or self.draft_orders)
 
     def add_orders(self, other: Outcome) -> None:
         """Append the node's orders of a later outcome."""
@@ -175,6 +188,7 @@ class Outcome:
         self.give_back += other.give_back
         self.lease_blocks += other.lease_blocks
         self.resumes += other.resumes
+        self.draft_orders += other.draft_orders
 
     def report_tokens(
         self,

@@ -1,7 +1,7 @@
 """Brings adapters to a worker: their files to its machine, their matrices into the backend's form.
 
     request --bring--> the files are in this machine's store, or come from the worker's KV node, verified by digest
-    scheduler's order --load--> read and packed on a thread, beside steps --> the scheduler places it between two steps
+    scheduler's order --load--> read and packed by a process, beside steps --> the scheduler places it between two steps
 
 Requests for one adapter share one transfer. An adapter that cannot be had is an error of those requests alone, which
 the gateway may plan again elsewhere.
@@ -17,11 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pillion.cores import give_way
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.worker.packing_process import PackingProcess
 from pillion.errors import (
     ConfigError,
     Internal,
@@ -43,19 +42,24 @@ BRING_TIMEOUT_S = 120.0
 # Transfers at once, and those that run or wait.
 MAX_TRANSFERS = 2
 MAX_BRINGING = 256
+# Longest time that an adapter may take to be read and packed, while steps leave few cores for that.
+PACK_TIMEOUT_S = 120.0
 
 
 class AdapterLoader:
-    """The adapters of one worker. ``store`` is that of its machine, ``node`` its KV node."""
+    """The adapters of one worker. ``store`` is that of its machine, ``node`` its KV node, and ``process`` belongs to
+    the loader from now on."""
 
-    def __init__(self, model: LoadedModel, store: AdapterStore, node: NodeClient, meters: Meters) -> None:
-        self._model = model
+    def __init__(self, process: PackingProcess, store: AdapterStore, node: NodeClient, meters: Meters) -> None:
+        self._process = process
         self._store = store
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
-        # One at a time, on a thread that gives way: steps need the cores.
-        self._packing = ThreadPoolExecutor(1, "pillion-adapter", give_way)
+        # One at a time; the thread only waits for the process.
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "pillion-adapter")
+        self._thread.submit(process.start)
         self._loads = {
             ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (True, False)
         }
@@ -86,7 +90,13 @@ class AdapterLoader:
         try:
             # Its copy may have been removed since its requests came.
             await self.bring(digest)
-            packed, pack_s = await loop.run_in_executor(self._packing, self._pack, digest)
+            async with self._turn, asyncio.timeout(PACK_TIMEOUT_S):
+                packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
+        except TimeoutError:
+            self._loads[False].add()
+            # The thread waits for it no longer.
+            self._process.close(for_good=False)
+            raise Unavailable(f"adapter {digest[:12]} was not packed within {PACK_TIMEOUT_S:.0f} s") from None
         except PillionError:
             self._loads[False].add()
             raise
@@ -100,8 +110,9 @@ class AdapterLoader:
         return packed
 
     def close(self) -> None:
-        """End the transfers under way, and the thread when its work is done. Idempotent."""
-        self._packing.shutdown(wait=False, cancel_futures=True)
+        """End the transfers under way, and the process. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
         for bringing in self._bringing.values():
             bringing.cancel()
 
@@ -136,8 +147,7 @@ class AdapterLoader:
         """Returns the adapter and how many seconds it took."""
         began_s, folder = time.monotonic(), self._store.find(digest)
         try:
-            packed = self._model.backend.pack_adapter(self._model.read_adapter(folder, digest))
-            return packed, time.monotonic() - began_s
+            return self._process.load(folder, digest), time.monotonic() - began_s
         except ConfigError as error:
             if _is_whole(folder, digest):
                 raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None

@@ -1,6 +1,6 @@
 """Sends the scheduler's orders to the KV node, in order: one batch at a time; orders that come meanwhile are the next.
 
-    commit -> release -> give back -> lease        then the resumes of that batch begin, each on its own
+    commit -> release -> give back -> lease        then the batch's resumes and draft orders begin, each on its own
 
 Resumes wait in the node's queue for memory, so they cannot wait here, where the memory comes from. A call whose outcome
 is unknown (no answer in time) may have moved slots that nobody can name, so it ends the updates, and with them the
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
+from pillion.engine.scheduling.step_plan import CommitOrder, DraftOrder, Outcome, ResumeOrder
 from pillion.engine.worker.tickets import Tickets
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
@@ -29,6 +29,7 @@ class NodeUpdates:
         post_event: has a method of Scheduler called between two steps.
         on_committed: called with an order and the node's answer.
         on_resume: called for a sequence whose ticket has been released and that needs a new one.
+        on_draft: called for a draft model's chain that needs a ticket.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class NodeUpdates:
         tickets: Tickets,
         post_event: Callable[..., None],
         on_resume: Callable[[ResumeOrder], None],
+        on_draft: Callable[[DraftOrder], None],
     ) -> None:
         self._node = node
         self._epoch = epoch
@@ -47,7 +49,8 @@ class NodeUpdates:
         self._tickets = tickets
         self._post_event = post_event
         self._on_resume = on_resume
-        # Bounded by the scheduler: one commit, release or resume per sequence, one lease call, slots that exist.
+        self._on_draft = on_draft
+        # Bounded by the scheduler: a commit, release or resume per sequence and draft, one lease call, existing slots.
         self._next = Outcome()
         self._pending = asyncio.Event()
         self._idle = asyncio.Event()
@@ -92,6 +95,8 @@ class NodeUpdates:
             self._post_event(Scheduler.granted, await self._node.lease(self._epoch, batch.lease_blocks))
         for resume in batch.resumes:
             self._on_resume(resume)
+        for draft in batch.draft_orders:
+            self._on_draft(draft)
 
 
 def describe_failure(error: PillionError) -> str:

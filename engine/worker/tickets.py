@@ -1,4 +1,4 @@
-"""A worker's tickets: it adopts them for new work, and opens new ones for preempted streams.
+"""A worker's tickets: it adopts them for new work, and opens new ones for preempted streams and for drafts.
 
     adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
                     +---------------------------+--> let_go: not wanted after all ---------------------^
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding
-from pillion.engine.scheduling.step_plan import ResumeOrder
+from pillion.engine.scheduling.step_plan import DraftOrder, ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import AwaitChainReply, OpenTicketReply
@@ -189,6 +189,22 @@ class Tickets:
             self._post_event(Scheduler.fail, order.seq_id, error)
             return
         self._post_event(Scheduler.resumed, order.seq_id, holding)
+
+    async def open_draft(self, order: DraftOrder) -> None:
+        """Open a ticket for a draft model's chain, which pins what the node has of it and reserves nothing."""
+        try:
+            ticket = await self._node.open_ticket(self._epoch, order.block_hashes, 0)
+        except PillionError as error:
+            self._judge(error)
+            self._post_event(Scheduler.draft_opened, order.chain_id, None)
+            return
+        try:
+            holding, _ = await self.adopt(ticket.ticket_id, 0, guess_blocks=0)
+        except PillionError:
+            self.let_go(Holding(ticket.ticket_id, (), ()))
+            self._post_event(Scheduler.draft_opened, order.chain_id, None)
+            return
+        self._post_event(Scheduler.draft_opened, order.chain_id, holding)
 
     def stop_resuming(self, seq_id: int) -> None:
         """Leave the node's queue, if the stream waits there. The client takes back what was granted meanwhile."""

@@ -28,12 +28,15 @@ from functools import partial
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.backends.draft_loading import load_draft
+from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
+from pillion.engine.worker.packing_process import PackingProcess
 from pillion.engine.worker.step_meter import StepMeter, load_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
@@ -70,12 +73,14 @@ class Worker:
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
         grammars: GrammarCompiler | None,
+        draft: DraftModel | None = None,
     ) -> None:
         self.flags = flags
         self.grammars = grammars
         self.role = role
         self.component_id = component_id
         self.model = model
+        self._draft = draft
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
@@ -88,7 +93,7 @@ class Worker:
         self._returning: asyncio.Task[None] | None = None
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
-        self.adapters = AdapterLoader(model, AdapterStore(), self.node, self.meters) if flags.enable_lora else None
+        self.adapters = self._make_loader() if flags.enable_lora else None
         self.epoch = self._make_epoch(attachment.epoch)
         if grammars is not None:
             grammars.mask_threads.wake = lambda: self.epoch.wake()
@@ -114,9 +119,7 @@ class Worker:
         Raises ConfigError for what cannot work, Unavailable when no node answers.
         """
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
-        grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
         longest = flags.max_model_len or model.prepared.max_model_len
-
         make_scheduler = partial(
             Scheduler,
             block_size=flags.block_size,
@@ -132,37 +135,55 @@ class Worker:
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )
-        # Flags that it refuses are refused before anything is held.
-        make_scheduler()
-        if flags.enable_lora:
-            # Before the node makes the pool, which on a GPU takes the memory that is left.
-            await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-        component_id = flags.component_id or f"{role}-{os.getpid()}"
-        attachment = await asyncio.to_thread(
-            attach,
-            flags.attach_socket,
-            component_id=component_id,
-            role=role,
-            block_bytes=model.backend.layout.block_bytes,
-            namespace=model.namespace().hex(),
-            timeout_s=ATTACH_TIMEOUT_S,
-        )
-        worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            # Threads, and the processes of other ranks, end where the start fails.
+            undo.callback(model.backend.close)
+            draft = None
+            if speculative_config.method == "draft_model":
+                load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
+                draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
+                undo.callback(draft[1].backend.close)
+                make_scheduler = partial(make_scheduler, draft_model=draft)
+            # Flags that it refuses are refused before anything is held.
+            make_scheduler()
+            grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
+            if flags.enable_lora:
+                # Before the node makes the pool, which on a GPU takes the memory that is left.
+                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            component_id = flags.component_id or f"{role}-{os.getpid()}"
+            attachment = await asyncio.to_thread(
+                attach,
+                flags.attach_socket,
+                component_id=component_id,
+                role=role,
+                block_bytes=model.backend.layout.block_bytes,
+                namespace=model.namespace().hex(),
+                timeout_s=ATTACH_TIMEOUT_S,
+            )
+            undo.callback(attachment.close)
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
+            undo.push_async_callback(worker.node.aclose)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
-        except BaseException:
-            await worker.node.aclose()
-            attachment.close()
-            raise
-        asyncio.get_running_loop().add_reader(attachment.fileno(), worker._on_node_gone)
+            undo.pop_all()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attachment.fileno(), worker._on_node_gone)
+        if model.ranks is not None:
+            model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
         worker.epoch.start()
         return worker
 
     def _bind(self, max_tokens: int) -> None:
-        attachment = self.attachment
-        self.model.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
-        self.model.backend.warm_up(min(max_tokens, MAX_WARM_UP_TOKENS))
+        attachment, tokens = self.attachment, min(max_tokens, MAX_WARM_UP_TOKENS)
+        self.model.bind_pool(attachment)
+        self.model.backend.warm_up(tokens)
+        if self._draft is not None:
+            self._draft.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+            self._draft.backend.warm_up(tokens)
+
+    def _make_loader(self) -> AdapterLoader:
+        process = PackingProcess(self.model.adapter_reader(self.flags.max_lora_rank), self.model.backend)
+        return AdapterLoader(process, AdapterStore(), self.node, self.meters)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
         return WorkerEpoch(
@@ -316,6 +337,8 @@ class Worker:
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
+        if self._draft is not None:
+            self._draft.backend.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:

@@ -26,8 +26,9 @@ from pillion.engine.backends.backend import InFlightStep
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.grammars.answer_grammar import AnswerGrammar
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ChunkDone, Ending, Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
 from pillion.engine.worker.adapter_loader import AdapterLoader
 from pillion.engine.worker.heartbeat import Heartbeats, Lease
@@ -142,6 +143,7 @@ class WorkerEpoch:
             post_event=self._steps.post_event,
             on_committed=self._on_committed,
             on_resume=self.resume,
+            on_draft=lambda order: self._spawn(self.tickets.open_draft(order)),
         )
 
     def start(self) -> None:

@@ -53,9 +53,9 @@ from pillion.v1.decode_pb2 import DecodeTimings
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
 # How long a request waits for components that were there a short time ago: they answer no more, or their records are
-# gone, and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores and
-# 14 s on one, and a large model has to be read besides.
-RETURN_WAIT_S = 30.0
+# gone, and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores, 14 s
+# on one and more than 30 s on cores that others use too, and a large model has to be read besides.
+RETURN_WAIT_S = 60.0
 # How often one that was under way looks for them.
 COMPONENT_POLL_MS = 100
 # How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.

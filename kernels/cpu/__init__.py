@@ -3,7 +3,7 @@ user's machine. docs/cpu.md draws the layouts and explains how a step runs.
 
     language/     the language in which kernels are written, and the table of instruction sets
     runtime/      compiles kernels, caches their code on disk, and runs programs of kernels on a pool of threads
-    rows/         kernels over single rows: embedding, norms, rotary embedding and the KV write, logits
+    rows/         kernels over single rows: embedding, norms, rotary embedding and the KV write, logits, sums over ranks
     products/     matrix products with packed weights, int8 weights, mixture of experts
     attention/    paged attention: the layout of the KV pool, the plan of a step, the kernels
 

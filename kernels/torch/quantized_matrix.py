@@ -12,6 +12,7 @@ Where the matrix has ``row_codes``, a row that meets it is rounded before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -147,6 +148,15 @@ class QuantizedMatrix:
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
 
+    def columns(self, index: range) -> QuantizedMatrix:
+        """Some columns as they lie, as a matrix whose inputs are these, in their order. Its groups are smaller where
+        ``index`` begins inside of a group."""
+        group = math.gcd(self.group, index.start) if self.group < self.shape[1] and index.start else self.group
+        source = torch.arange(index.start, index.stop, group) // self.group
+        offsets = None if self.offsets is None else self.offsets[:, source]
+        codes, scales = self.codes[:, index.start : index.stop], self.scales[:, source]
+        return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, order=None)
+
 
 # A matrix as a checkpoint has it, in floating point or in few bits.
 Matrix = torch.Tensor | QuantizedMatrix
@@ -179,6 +189,27 @@ def row_codes_of(matrices: Sequence[Matrix]) -> RowCodes | None:
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
     """The outputs that ``index`` names."""
     return matrix.rows(index) if isinstance(matrix, QuantizedMatrix) else matrix[index]
+
+
+def select_columns(matrix: Matrix, index: range) -> Matrix:
+    """Some columns as they lie, as a matrix whose inputs are these, in their order."""
+    return matrix.columns(index) if isinstance(matrix, QuantizedMatrix) else matrix[:, index.start : index.stop]
+
+
+def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
+    """The matrix [N, inputs] for some of its inputs, with the same values.
+
+    A matrix in few bits stays so, with smaller groups where need be, unless its columns are in an order that mixes
+    these inputs with others; then it becomes float32.
+    """
+    order = matrix.order if isinstance(matrix, QuantizedMatrix) else None
+    if order is None:
+        return select_columns(matrix, inputs)
+    mine = order[inputs.start : inputs.stop]
+    if int(mine.min()) < inputs.start or int(mine.max()) >= inputs.stop:
+        return plain(matrix, torch.float32)[:, inputs.start : inputs.stop]
+    assert isinstance(matrix, QuantizedMatrix)
+    return replace(matrix.columns(inputs), order=mine - inputs.start)
 
 
 def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:

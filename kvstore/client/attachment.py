@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pillion.errors import ConfigError, PillionError
 from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
@@ -62,10 +62,11 @@ class Attachment(SharedMemory):
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
     """
 
-    def __init__(
-        self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, reply: AttachReply, block_bytes: int
-    ) -> None:
-        super().__init__(sock, mapped)
+    def __init__(self, sock: socket.socket, memory_fd: int, reply: AttachReply, block_bytes: int) -> None:
+        """Maps the memory behind ``memory_fd``, and keeps a duplicate of it. Raises ConfigError."""
+        super().__init__(sock, _map_memory(memory_fd, reply, reply.num_slots * block_bytes))
+        self._memory_fd = os.dup(memory_fd)
+        self._reply = reply
         self.epoch = reply.epoch
         self.node_id = reply.node_id
         self.node_address = reply.node_address
@@ -76,12 +77,28 @@ class Attachment(SharedMemory):
         """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
         return self._sock.fileno()
 
+    def handed_over(self) -> tuple[bytes, list[int]]:
+        """What another process of this worker needs for :meth:`joined`: bytes, and descriptors to send along. They stay
+        this attachment's."""
+        return line_to_bytes(self._reply), [self._memory_fd, self._sock.fileno()]
+
+    @classmethod
+    def joined(cls, line: bytes, descriptors: Sequence[int], block_bytes: int) -> Attachment:
+        """The attachment of another process of the same worker, by what that one handed over; the descriptors stay the
+        caller's. As long as either process holds the connection, the node sees no end of the worker (I4). Raises
+        ConfigError where the memory cannot be mapped."""
+        memory_fd, connection = descriptors
+        return cls(socket.socket(fileno=os.dup(connection)), memory_fd, attach_reply_from_line(line), block_bytes)
+
     def close(self) -> None:
         """Tells the node that this process uses the pool no more. No step may run: slots are reused at once."""
         self._unmap()
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
         self._sock.close()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+            self._memory_fd = -1
 
 
 def attach(
@@ -100,9 +117,9 @@ def attach(
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
         if len(fds) != 1:
             raise ConfigError("the KV node answered without its memory")
-        mapped = _map_memory(fds[0], reply, reply.num_slots * block_bytes)
+        attachment = Attachment(sock, fds[0], reply, block_bytes)
     sock.setblocking(False)
-    return Attachment(sock, mapped, reply, block_bytes)
+    return attachment
 
 
 @contextlib.contextmanager

@@ -104,6 +104,7 @@ class NodeClient:
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
     ) -> OpenTicketReply:
         """Pins the committed prefix of the chain and reserves slots for the rest; waits for memory up to ``timeout_s``.
+        With 0 ``total_blocks`` nothing is reserved, and nothing waits.
 
         When this call ends without an answer, cancelled or out of time, it is released at the node: no ticket is left
         behind, even if it was granted in that moment.

@@ -192,6 +192,8 @@ class Pool:
     async def open_ticket(self, request: OpenTicketRequest) -> OpenTicketReply:
         """Opens a ticket, and waits in the queue while memory is short.
 
+        A worker that names no ``total_blocks`` gets what is here of the chain pinned, at once, and nothing reserved.
+
         When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than its
         ``expected_blocks`` are here, the missing ones are taken out of the index.
         """
@@ -199,9 +201,15 @@ class Pool:
         self.ledger.seen(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
         # A caller that names no nonce still needs a place in the queue that is its own.
+        nonce = request.nonce or _new_id()
+        if not request.total_blocks:
+            self._worker(request.epoch)
+            ticket = self.ledger.pin_chain(request.epoch, nonce, hashes)
+            self.changed()
+            return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks)
         waiter = Waiter(
             epoch=request.epoch,
-            nonce=request.nonce or _new_id(),
+            nonce=nonce,
             hashes=hashes,
             total_blocks=request.total_blocks,
             resume=request.resume,

@@ -17,7 +17,7 @@ from pillion._version import PROTOCOL, VERSION
 from pillion.cli.bench_command import bench
 from pillion.cli.console import fail
 from pillion.cli.flags import CA, CERT, KEY, CommandGroup, flag_option, flag_options, option, option_name, options
-from pillion.config import CommonFlags, ComputeFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, ServeFlags
+from pillion.config import CommonFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
 EXIT_FAILED = 1
@@ -138,7 +138,7 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 
 @cli.command()
 @takes_model
-@flag_options(ComputeFlags)
+@flag_options(PrepareFlags)
 @click.option(
     "--measure/--no-measure",
     default=None,
@@ -151,7 +151,7 @@ def prepare(measure: bool | None, **values: Any) -> None:
     require_server_packages()
     from pillion.engine.backends.loading import make_ready
 
-    flags = with_model(ComputeFlags, values)
+    flags = with_model(PrepareFlags, values)
     prepared = make_ready(flags, click.echo)
     measure = sys.stdout.isatty() if measure is None else measure
     if measure and flags.quantization != "none":

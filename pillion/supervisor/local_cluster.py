@@ -20,7 +20,7 @@ from typing import Any
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
 from pillion.cli.flags import subset, to_argv
-from pillion.config import ComputeFlags, DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, ServeFlags
+from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.core_board import CoreBoard
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
 from pillion.errors import ConfigError
@@ -80,7 +80,8 @@ class LocalCluster:
         else:
             self._redis_binary = redis.find_redis()
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
-            await prepare_in_child(self.flags, step)
+            for size in sorted(set(ranks_of(self.flags).values())):
+                await prepare_in_child(subset(PrepareFlags, self.flags, tensor_parallel_size=size), step)
         prepared, fit = prepared_model(self.flags)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
             # All components have to agree on the length that the pool allows.
@@ -160,6 +161,7 @@ def process_specs(
             place = {"component_id": component_id, "listen": listen, "attach_socket": attach}
             share = {"cpu_threads": threads, "cpu_affinity": next(bound), "first_core": next(firsts)}
             share |= {"core_board": board.path if board else "", "metrics_port": next(pages)}
+            share |= {"tensor_parallel_size": ranks_of(flags)[role]}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
             needs = (node.node_id,)
@@ -175,6 +177,12 @@ def compute_environ(threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": str(GOMP_SPIN_COUNT),
         "KMP_BLOCKTIME": "0",
     }
+
+
+def ranks_of(flags: ServeFlags) -> dict[str, int]:
+    """The number of ranks of a worker of each role; of prefill workers only where there are any."""
+    size = flags.tensor_parallel_size
+    return {"decode": size} | ({"prefill": flags.prefill_tensor_parallel_size or size} if flags.prefill_workers else {})
 
 
 def threads_of(flags: ServeFlags) -> int:
@@ -231,7 +239,7 @@ def core_board(flags: ServeFlags) -> CoreBoard | None:
         return None
 
 
-async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> None:
+async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> None:
     """Makes the model ready in a child process, whose imports end with it and which Ctrl-C ends at once.
 
     Raises ConfigError with the child's last line.
@@ -244,7 +252,7 @@ async def prepare_in_child(flags: ComputeFlags, step: Callable[[str], None]) -> 
         if not line.startswith(FAILED) and PREPARED not in line:
             step(line)
 
-    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(subset(ComputeFlags, flags))]
+    argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(flags)]
     # Only the child's own lines are progress, not the libraries' warnings and bars.
     environ = child_environ(os.environ, "") | {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     child = await ChildProcess.start(argv, environ, forward)

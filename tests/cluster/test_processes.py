@@ -30,6 +30,8 @@ from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
 
+# Rounds in which a kill may miss its streams. A supervisor gives up where a component dies too often.
+MAX_MOVES = 4
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 
 
@@ -243,32 +245,38 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
 
 def test_streams_move_to_another_worker(model: str) -> None:
     flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
+    prompts = [prompt(40 + seed, 80) for seed in range(6)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
-        with Client(cluster.target) as client:
-            wait_for(
-                "all workers",
-                lambda: sum(component.role in ("prefill", "decode") for component in client.status().components) == 4,
-            )
-            prompts = [prompt(40 + seed, 80) for seed in range(6)]
-            expected = [answer(client, ids, 300, "before") for ids in prompts]
-            started = threading.Barrier(len(prompts) + 1)
+        with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
 
-            def moved(ids: list[int]) -> tuple[tuple[int, ...], int]:
-                stream = client.generate(ids, temperature=0.0, max_tokens=300, ignore_eos=True, cache_salt="after")
-                got = list(next(stream).token_ids)
-                started.wait(WITHIN_S)
-                for last in stream:
-                    got += last.token_ids
-                assert last.timings is not None
-                return tuple(got), last.timings.replays
+            def workers() -> int:
+                return sum(component.role in ("prefill", "decode") for component in client.status().components)
 
-            with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-                streams = [pool.submit(moved, ids) for ids in prompts]
+            expected = list(pool.map(lambda ids: answer(client, ids, 500, "before"), prompts))
+            for attempt in range(MAX_MOVES):
+                wait_for("all workers", lambda: workers() == 4)
+                started = threading.Barrier(len(prompts) + 1)
+
+                def moved(ids: list[int], salt: str, started: threading.Barrier) -> tuple[tuple[int, ...], int]:
+                    stream = client.generate(ids, temperature=0.0, max_tokens=500, ignore_eos=True, cache_salt=salt)
+                    got = list(next(stream).token_ids)
+                    started.wait(WITHIN_S)
+                    for last in stream:
+                        got += last.token_ids
+                    assert last.timings is not None
+                    return tuple(got), last.timings.replays
+
+                streams = [pool.submit(moved, ids, f"after {attempt}", started) for ids in prompts]
                 started.wait(WITHIN_S)
                 cluster.kill("decode")
                 got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
-        assert list(got) == expected
-        assert 0 < sum(replays) < len(prompts), "some streams ran on the worker that died, some did not"
+                assert list(got) == expected
+                # A machine may be so busy that streams end before the kill, or that one worker counts as lost and the
+                # other one has them all.
+                if 0 < sum(replays) < len(prompts):
+                    break
+            else:
+                raise AssertionError("no round had streams on the worker that died and on the other one")
         wait_for("all slots back", lambda: idle(cluster))
 
 

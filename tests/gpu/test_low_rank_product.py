@@ -107,10 +107,6 @@ def test_mixed_steps_are_those_of_torch(family, tmp_path):
     found, wanted = (mixed_steps(each, text) for each in (driver, with_adapters(BackendDriver(prepared))))
     tolerance = 1e-3 if NATIVE else 1e-4
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
-    base = driver.step((driver.sequences.add()[0], text[:13]))
-    backend.place_adapter(2, None)
-    emptied = driver.step((driver.sequences.add(adapter=2)[0], text[:13]))
-    torch.testing.assert_close(emptied, base, atol=1e-6, rtol=1e-6)
     with pytest.raises(Internal, match="adapter places"):
         driver.step((driver.sequences.add(adapter=3)[0], text[:13]))
 

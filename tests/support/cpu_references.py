@@ -9,7 +9,8 @@ from torch.nn.functional import gelu, silu
 
 from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.products.gemm import GATED
-from pillion.kernels.cpu.products.packing import TILE_COLUMNS, PackedWeight, unpack
+from pillion.kernels.cpu.products.packing import PackedWeight, unpack
+from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.reference import RaggedBatch, paged_attention, write_kv
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes

@@ -10,20 +10,21 @@ import pathlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_layers
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import DevicePool, KVLayout
+from pillion.engine.backends.backend import DevicePool, KVLayout, PackedAdapter
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.errors import ConfigError
+from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97
 # Ends a text, where the model has a tokenizer.
@@ -95,7 +96,8 @@ class FakeBackend(HostBackend):
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
     ``waiting`` is set while a step waits there. ``bound`` counts the pools. Behind the token ``broken`` no logit is a
-    number. ``packing`` blocks the packing of adapters while it is cleared; ``packed`` are their digests.
+    number. ``packing`` blocks the loading of adapters while it is cleared; ``packed`` are their digests, and
+    ``packers`` the process and the niceness that each was packed with.
     """
 
     def __init__(self, block_size: int, version: str = "fake") -> None:
@@ -110,11 +112,16 @@ class FakeBackend(HostBackend):
         self.packing = threading.Event()
         self.packing.set()
         self.packed: list[str] = []
+        self.packers: list[tuple[int, int]] = []
 
     def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
         assert self.packing.wait(60)
         self.packed.append(weights.digest)
         return ShiftAdapter(shift_of(weights.digest))
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        self.packers.append(packer_of(plain_layers(about, data)))
+        return super().take_adapter(digest, about, data)
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         self.bound += 1
@@ -162,7 +169,5 @@ def factory(backend: FakeBackend, folder: str = "nowhere") -> Callable[[WorkerFl
 class FakeModel(LoadedModel):
     """A model whose adapters are nothing but their digests."""
 
-    def read_adapter(self, folder: pathlib.Path, digest: str) -> AdapterWeights:
-        if AdapterFiles(folder).digest() != digest:
-            raise ConfigError(f"{folder} does not hold the adapter {digest}")
-        return AdapterWeights(digest, 1, {})
+    def adapter_reader(self, max_rank: int) -> FakeAdapterReader:
+        return FakeAdapterReader("nowhere", "float32", max_rank, None, PlainForm())

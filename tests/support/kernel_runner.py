@@ -13,9 +13,9 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
+from tests.support.kernel_cache import kept_kernels
 
 # Instruction sets for which the kernels' language writes different code: with the bfloat16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")
@@ -36,7 +36,7 @@ class Runner:
     """Kernels compiled for one instruction set, and pools of one and of three threads."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
-        self.isa, self.kernels = isa, compile_kernels(specs, isa, checked=checked)
+        self.isa, self.kernels = isa, kept_kernels(specs, isa, checked=checked)
         self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
 
     def close(self) -> None:

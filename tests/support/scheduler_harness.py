@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,11 +15,14 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.draft_chains import DraftPasses, DraftShape
 from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ChunkDone, ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_plan import (
     CommitOrder,
+    DraftOrder,
     Outcome,
     ResumeOrder,
     StepPlan,
@@ -86,7 +89,10 @@ class SchedulerHarness:
         max_whole_tokens: int = 0,
         punctual: float = 1.0,
         max_loras: int = 0,
+        draft: Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]] | None = None,
     ) -> None:
+        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size."""
+        self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         self.scheduler = Scheduler(
             block_size=BLOCK,
             max_num_batched_tokens=budget,
@@ -94,6 +100,7 @@ class SchedulerHarness:
             drafter=drafter,
             max_whole_tokens=max_whole_tokens,
             max_loras=max_loras,
+            draft_model=None if draft is None else draft(self.pool),
         )
         # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
         self.loading: list[str] = []
@@ -105,13 +112,14 @@ class SchedulerHarness:
         self.ledger.shape(slots)
         self.worker = self.ledger.attach("worker", "decode")
         self.gateway = self.ledger.attach("edge", "gateway")
-        self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         self.now = 0.0
         self.masks = LateThreads(punctual, Random(slots + budget))
         self.grammars = NumberGrammars(self.masks)
         self.records: dict[int, SequenceRecord] = {}
         self.unsent: list[Outcome] = []
         self.resumes: list[ResumeOrder] = []
+        # Blocks of draft chains that were found.
+        self.draft_hits = 0
         self.preemptions = 0
         self.copies = 0
         # Blocks that somebody else had committed first.
@@ -320,6 +328,8 @@ class SchedulerHarness:
         for order in outcome.commits:
             result = self.commit_order(order)
             scheduler.committed(order.seq_id, result.slots, result.refusal, self.now)
+            if order.seq_id < 0:
+                continue
             record = self.records[order.seq_id]
             if not result.refusal and not record.cancelled and record.end is None:
                 record.chunks += order.chunks
@@ -328,6 +338,8 @@ class SchedulerHarness:
         if outcome.lease_blocks:
             scheduler.granted(self.ledger.lease(self.worker, outcome.lease_blocks), self.now)
         self.resumes += outcome.resumes
+        for draft in outcome.draft_orders:
+            self._open_draft(draft)
         # What nobody owns, anybody may write.
         self.pool[self.ledger.free] = -1
         scheduler.check_integrity()
@@ -340,6 +352,13 @@ class SchedulerHarness:
         )
         self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
         return result
+
+    def _open_draft(self, order: DraftOrder) -> None:
+        hashes = split_hashes(order.block_hashes)
+        ticket = self.ledger.pin_chain(self.worker, next(self._nonces), hashes)
+        adopted = self.ledger.adopt(self.worker, ticket.ticket_id, 0)
+        self.draft_hits += ticket.blocks
+        self.scheduler.draft_opened(order.chain_id, Holding(ticket.ticket_id, tuple(adopted.chain_slots), ()), self.now)
 
     def _resume(self) -> None:
         """Preempted streams come back in order, as memory allows."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pillion.engine.backends.batching import build_batch, build_sampling
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
 

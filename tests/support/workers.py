@@ -12,6 +12,7 @@ from typing import Any
 
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
+from pillion.engine.backends.loading import BackendFactory
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
@@ -186,9 +187,11 @@ async def running_workers(
     node: dict[str, Any] | None = None,
     backend: Callable[[int], FakeBackend] = FakeBackend,
     tokenizer: str = "nowhere",
+    load: BackendFactory | None = None,
 ) -> AsyncIterator[Workers]:
     """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
-    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one."""
+    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one. ``load`` makes the decode worker's
+    model in place of ``backend``."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         common: dict[str, Any] = {"heartbeat_ms": 50, "attach_socket": str(folder / "a.sock")}
@@ -210,7 +213,7 @@ async def running_workers(
         stack.push_async_callback(first.stop, 0.0)
         second = await start_decode(
             DecodeFlags(**{**worker, "component_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
-            backend_factory=factory(backends[1], tokenizer),
+            backend_factory=load or factory(backends[1], tokenizer),
         )
         stack.push_async_callback(second.stop, 0.0)
         client = NodeClient(kvnode.address, "test-gateway")

@@ -16,12 +16,21 @@ computes the sampled rows alone.
 Steps with adapters have a program of their own, in which each product that adapters may change is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
+
+Where the model is shared among ranks, each runs this program over its own heads, inner values and tokens. What would be
+added to ``hidden`` is a partial sum then, which the ranks add up together (:mod:`pillion.kernels.cpu.rows.rank_sums`):
+
+    x --W--> partial (shared memory) --sum over ranks--> hidden, or found where a norm is behind it
+    tokens --embedding--> partial --sum over ranks--> hidden        hidden --head--> logits (shared memory)
+
+The last operation of their steps is a meeting: then all KV is written, and all logits are there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
@@ -30,7 +39,9 @@ from pillion.engine.backends.cpu.cpu_weights import CpuLinear, CpuWeights
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.models.rope import CosSin, rope_tables
+from pillion.engine.ranks.rank_memory import TURNS, logit_row_bytes, partial_row_bytes
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
@@ -41,12 +52,15 @@ from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS_BYTES, CodeInp
 from pillion.kernels.cpu.products.low_rank import AdapterGemm, Shrink
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, Route
 from pillion.kernels.cpu.products.packing import INT8_DOTS
-from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.cpu.rows.rank_sums import MeetRanks, SumRanks
+from pillion.kernels.cpu.rows.rotate import ProjectionSquares, RotateWrite
 from pillion.kernels.cpu.rows.rows import Embed, GatherRows, NormAdd, NormRows, SoftCapScale
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
 
 # Epilogues of gated products, by ``ModelConfig.activation``.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
+# Buffers in the memory that ranks share: a rank's own partials and those of all ranks, by turn, and the logits.
+PARTIAL, PARTIALS, LOGITS = "rank.partial", "rank.partials", "rank.logits"
 # Rows of partial sums that a KV head has room for: a step cuts no more contexts than fit.
 MAX_PARTIAL_ROWS = 4096
 
@@ -64,15 +78,19 @@ class ModelPlan:
 class OperationBuilder:
     """Builds a model's operations. ``rows_of`` is "tokens", and "samples" behind the last layer's attention. ``dtype``
     is the model's type, which the KV of ``layout`` has, too, unless it has 8 bits. ``adapters``: in a program for steps
-    with adapters, their places."""
+    with adapters, their places. ``config`` is the shape of the rank's own layers; ``layout`` is that of all KV, and
+    ``model_heads`` are the query heads of all ranks. ``phases`` counts the waits for other ranks."""
 
     config: ModelConfig
     weights: CpuWeights
     layout: KVLayout
     dtype: str
     ropes: tuple[CosSin, ...]
+    split: RankSplit
+    model_heads: int
     rows_of: str = "tokens"
     adapters: AdapterTable | None = None
+    phases: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def bf16(self) -> bool:
@@ -214,18 +232,46 @@ class OperationBuilder:
 
     def _shrink(self, adapters: AdapterTable, name: str, x: Buffer) -> Operation:
         """shrunk = A x for the rows with an adapter."""
-        shrunk = self.buffer("shrunk", adapters.width, self.row_dtype)
+        shrunk = self.buffer("shrunk", adapters.form.width, self.row_dtype)
         values: dict[str, Any] = {"x": x, "places": adapters.places[name], "shrunk": shrunk}
-        values |= {"x_stride": x.stride, "depth": adapters.depth(name), "shrunk_stride": shrunk.stride}
+        values |= {"x_stride": x.stride, "depth": adapters.form.depth(name), "shrunk_stride": shrunk.stride}
         return Operation(Shrink("bf16" if self.bf16 else "fp32", self.rows_of), values, self.when)
 
     def add(self, name: str, x: Buffer, post_norm: str) -> Iterator[Operation]:
         """hidden += the product of ``x`` with the matrix ``name``, normed first where the model has ``post_norm``."""
-        if not self.weights.has(post_norm):
-            yield from self.gemm(name, x, self.hidden, "add")
-            return
-        yield from self.gemm(name, x, self.found, "store")
-        yield self.norm_add(post_norm)
+        normed = self.weights.has(post_norm)
+        out = self.found if normed else self.hidden
+        if self.split.whole:
+            yield from self.gemm(name, x, out, "store" if normed else "add")
+        else:
+            partial, total = self.sum_ranks(out, add=not normed)
+            yield from self.gemm(name, x, partial, "store")
+            yield total
+        if normed:
+            yield self.norm_add(post_norm)
+
+    def sum_ranks(self, out: Buffer, *, add: bool) -> tuple[Buffer, Operation]:
+        """The buffer for this rank's partial rows, and the sum over all ranks that ends in ``out``."""
+        number = next(self.phases)
+        turn, stride = number % TURNS, partial_row_bytes(self.config)
+        width = -(-self.config.hidden_size // 32) * 32
+        partial = Buffer(f"{PARTIAL}{turn}", width, "float32", self.rows_of, row_bytes=stride)
+        partials = replace(partial, name=f"{PARTIALS}{turn}")
+        values = {
+            "partials": partials,
+            "out": out,
+            "rank": self.split.rank,
+            "number": number,
+            "width": min(width, out.width),
+            "row_stride": stride,
+            "out_stride": out.stride,
+            "factor": self.config.residual_scale if add else 1.0,
+        }
+        return partial, Operation(SumRanks(self.split.size, add, self.rows_of), values, self.when)
+
+    def meet_ranks(self) -> Operation:
+        """The end of a step."""
+        return Operation(MeetRanks(self.split.size), {"rank": self.split.rank, "number": next(self.phases)})
 
     def norm_add(self, name: str) -> Operation:
         """hidden += the norm ``name`` of found."""
@@ -242,21 +288,32 @@ class OperationBuilder:
         return Operation(NormAdd(self.rows_of), values, self.when)
 
 
-def plan_model(config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, max_model_len: int) -> ModelPlan:
-    return _plan(OperationBuilder(config, weights, layout, dtype, rope_tables(config, max_model_len)))
+def plan_model(
+    config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, max_model_len: int, split: RankSplit
+) -> ModelPlan:
+    """A rank's program of the model of ``config``."""
+    ropes = rope_tables(config, max_model_len)
+    return _plan(OperationBuilder(split.local(config), weights, layout, dtype, ropes, split, config.num_heads))
 
 
 def plan_with_adapters(
-    plan: ModelPlan, config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, adapters: AdapterTable
+    plan: ModelPlan,
+    config: ModelConfig,
+    weights: CpuWeights,
+    layout: KVLayout,
+    dtype: str,
+    split: RankSplit,
+    adapters: AdapterTable,
 ) -> ModelPlan:
     """The model of ``plan`` for steps with adapters."""
-    return _plan(OperationBuilder(config, weights, layout, dtype, plan.ropes, adapters=adapters))
+    local, heads = split.local(config), config.num_heads
+    return _plan(OperationBuilder(local, weights, layout, dtype, plan.ropes, split, heads, adapters=adapters))
 
 
 def _plan(builder: OperationBuilder) -> ModelPlan:
-    config, weights = builder.config, builder.weights
+    config, weights, split = builder.config, builder.weights, builder.split
     sampled = replace(builder, rows_of="samples")
-    operations = [_embed(builder)]
+    operations = [*_embed(builder)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
         operations += _attention(builder, index, "num_samples" if last else "")
@@ -267,29 +324,40 @@ def _plan(builder: OperationBuilder) -> ModelPlan:
     head = weights.linear("lm_head")
     # The sampler edits logits in place where rows follow one another without padding.
     logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
+    if not split.whole:
+        logits = replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
     operations += sampled.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {
             "logits": logits,
-            "width": config.vocab_size,
+            "width": len(split.vocabulary(config.vocab_size)),
             "stride": logits.stride,
             "divisor": config.logit_divisor,
             "cap": config.logit_softcap,
         }
         operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
+    if not split.whole:
+        operations.append(sampled.meet_ranks())
     return ModelPlan(tuple(operations), logits, builder.ropes)
 
 
-def _embed(builder: OperationBuilder) -> Operation:
-    config = builder.config
+def _embed(builder: OperationBuilder) -> Iterator[Operation]:
+    config, tokens = builder.config, builder.split.vocabulary(builder.config.vocab_size)
+    out, total = builder.hidden, None
+    if not builder.split.whole:
+        out, total = builder.sum_ranks(builder.hidden, add=False)
     values = {
         "table": builder.weights.tensors["embedding"],
-        "hidden": builder.hidden,
+        "hidden": out,
         "width": config.hidden_size,
-        "hidden_stride": builder.hidden.stride,
+        "hidden_stride": out.stride,
+        "first": tokens.start,
+        "tokens": len(tokens),
         "scale": embedding_scale(config, MODEL_DTYPES[builder.dtype]),
     }
-    return Operation(Embed(builder.bf16), values)
+    yield Operation(Embed(builder.bf16, share=total is not None), values)
+    if total is not None:
+        yield total
 
 
 def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Operation]:
@@ -298,15 +366,28 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
     prefix, size = f"layers.{index}.", 2 if builder.bf16 else 4
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     shape = attention_shape(config, layout, builder.dtype)
-    layer_offset, slot_bytes = index * 2 * kv_heads * shape.piece_bytes, layout.block_bytes
+    # The pool has the KV of all heads; the rank reads and writes that of its own.
+    layer_offset = (index * 2 * layout.num_kv_heads + builder.split.kv_heads.start) * shape.piece_bytes
     qkv = builder.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
     queries = builder.buffer("queries", heads * head_dim, builder.row_dtype)
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
     yield builder.norm(prefix + "attention_norm")
     yield from builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
+    squares = None
+    if config.qk_norm == "projection" and not builder.split.whole:
+        squares = builder.buffer("squares", 2, "float32")
+        yield from _projection_squares(builder, qkv, squares)
     spec = RotateWrite(
-        head_dim, heads, kv_heads, layout.block_size, builder.bf16, rope is not None, config.qk_norm, shape.codes
+        head_dim,
+        heads,
+        kv_heads,
+        layout.block_size,
+        builder.bf16,
+        rope is not None,
+        config.qk_norm,
+        shape.codes,
+        squares is not None,
     )
     yield Operation(
         spec,
@@ -317,15 +398,31 @@ def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Ope
             "sin": None if rope is None else builder.ropes[rope][1],
             "q_norm": weights.tensors[prefix + "q_norm"] if config.qk_norm else None,
             "k_norm": weights.tensors[prefix + "k_norm"] if config.qk_norm else None,
+            "squares": squares,
             "qkv_stride": qkv.stride,
             "head_stride": head_stride,
-            "slot_bytes": slot_bytes,
+            "slot_bytes": layout.block_bytes,
             "layer_offset": layer_offset,
+            "value_offset": layout.num_kv_heads * shape.piece_bytes,
+            "squares_stride": 0 if squares is None else squares.stride,
+            "query_width": builder.model_heads * head_dim,
+            "key_width": layout.num_kv_heads * head_dim,
             "eps": config.rms_norm_eps,
         },
     )
     window = config.sliding_windows[index]
     yield from attention_operations(builder, shape, queries, head_stride, layer_offset, window, when)
+
+
+def _projection_squares(builder: OperationBuilder, qkv: Buffer, out: Buffer) -> Iterator[Operation]:
+    """The operations from qkv to the squares of all ranks' queries and keys."""
+    config, split = builder.config, builder.split
+    partial, total = builder.sum_ranks(out, add=False)
+    # Of the ranks that share KV heads, the first one counts their keys.
+    sharers = max(1, split.size // builder.layout.num_kv_heads)
+    spec = ProjectionSquares(config.head_dim, config.num_heads, config.num_kv_heads, split.rank % sharers == 0)
+    yield Operation(spec, {"qkv": qkv, "out": partial, "qkv_stride": qkv.stride, "out_stride": partial.stride})
+    yield total
 
 
 def attention_operations(
@@ -356,7 +453,7 @@ def attention_operations(
         "layer_offset": layer_offset,
         "slot_bytes": layout.block_bytes,
         "piece_bytes": shape.piece_bytes,
-        "value_offset": config.num_kv_heads * shape.piece_bytes,
+        "value_offset": layout.num_kv_heads * shape.piece_bytes,
         "scale": config.attention_scale,
         "softcap": config.attention_softcap,
     }
@@ -439,7 +536,10 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
     epilogue = GATED_EPILOGUE[config.activation]
     yield from builder.gemm(prefix + "experts.gate_up", grouped, activated, epilogue, group_starts=starts)
     yield from builder.gemm(prefix + "experts.down", activated, found, "store", group_starts=starts)
-    adds = out == builder.hidden
+    adds, total = out == builder.hidden, None
+    if not builder.split.whole:
+        out, total = builder.sum_ranks(out, add=adds)
+        adds = False
     combine = {
         "found": found,
         "scores": scores,
@@ -451,5 +551,7 @@ def _experts(builder: OperationBuilder, prefix: str) -> Iterator[Operation]:
         "factor": config.residual_scale if adds else 1.0,
     }
     yield Operation(Combine(chosen, adds, builder.rows_of), combine, builder.when)
+    if total is not None:
+        yield total
     if builder.weights.has(post_norm):
         yield builder.norm_add(post_norm)

@@ -1,6 +1,6 @@
 """Packed weights of the CPU kernels: one file for each model and kind, packed once and mapped by every worker.
 
-    checkpoint --layer by layer--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
+    checkpoint --layer by layer, a rank's share--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
 
 A second worker, and every later start, maps the file that the first worker packed. Packing goes layer by layer, so a
 large model needs the memory of one layer.
@@ -25,16 +25,17 @@ from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_hea
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_weights import inner_values, split_layer
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.codes import CODE_KINDS
+from pillion.kernels.cpu.products.packing import DTYPES as KINDS
 from pillion.kernels.cpu.products.packing import (
-    DEPTH_MULTIPLE,
     FEW_BITS,
     INT8_DOTS,
     MAX_DOT_INPUTS,
     MAX_GROUP_INPUTS,
-    PANEL_COLUMNS,
     PackedWeight,
     exact_kind,
     has_offsets,
@@ -45,7 +46,7 @@ from pillion.kernels.cpu.products.packing import (
     packed_kind,
     panel_bytes,
 )
-from pillion.kernels.cpu.products.packing import DTYPES as KINDS
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS
 from pillion.kernels.torch.quantized_matrix import (
     LEAST_CODE,
     MOST_CODE,
@@ -139,45 +140,63 @@ class CpuWeights(PackedFile):
 
 
 def load_cpu_weights(
-    prepared: PreparedModel, config: ModelConfig, progress: Progress, cache: ModelCache | None = None
+    prepared: PreparedModel,
+    config: ModelConfig,
+    progress: Progress,
+    cache: ModelCache | None = None,
+    split: RankSplit | None = None,
 ) -> CpuWeights:
-    """Maps packed weights, packed here the first time. Raises ConfigError for a checkpoint that does not fit."""
-    cache = cache or ModelCache()
+    """Maps packed weights, packed here the first time: a rank's share of them where there are several. Raises
+    ConfigError for a checkpoint that does not fit."""
+    cache, split = cache or ModelCache(), split or RankSplit.of(config, 0, 1)
+    share = "" if split.whole else f" (rank {split.rank} of {split.size})"
 
     def pack(writer: PackedWriter) -> None:
-        progress("packing weights for the CPU kernels")
+        progress(f"packing weights for the CPU kernels{share}")
         wide = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
-        packer = _Packer(writer, config, wide)
+        packer = _Packer(writer, config, split, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
-    return packed_once(cache.packed_weights(prepared.fingerprint, "cpu"), CpuWeights, pack, cache, progress)
+    path = cache.packed_weights(prepared.fingerprint, packed_name(split))
+    return packed_once(path, CpuWeights, pack, cache, progress)
+
+
+def packed_name(split: RankSplit) -> str:
+    """How packed weights for the CPU kernels are named in the models' cache."""
+    return "cpu" if split.whole else f"cpu{split.rank}of{split.size}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Packer:
-    """Packs a model. ``wide``: the kind of plain matrices, and of matrices in few bits that do not stay so."""
+    """Packs a rank's share of a model. ``wide``: the kind of plain matrices, and of matrices in few bits that do not
+    stay so."""
 
     writer: PackedWriter
     config: ModelConfig
+    split: RankSplit
     wide: str
 
     def pack(self, folder: Path, dtype: torch.dtype) -> None:
         config = self.config
+        tokens = self.split.vocabulary(config.vocab_size)
+        rows = slice(tokens.start, tokens.stop)
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
             embedding = checkpoint.take("embedding", dtype)
-            self.writer.tensor("embedding", embedding)
+            self.writer.tensor("embedding", embedding[rows])
             for index in range(config.num_layers):
                 self._layer(f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain))
             self._norm("final_norm", load_final_norm(checkpoint, config, dtype))
-            self._linear("lm_head", Linear.plain(load_head(checkpoint, config, dtype, embedding)))
+            head = load_head(checkpoint, config, dtype, embedding)
+            self._linear("lm_head", Linear.plain(select_rows(head, rows)))
 
-    def _layer(self, prefix: str, layer: LayerWeights) -> None:
+    def _layer(self, prefix: str, whole: LayerWeights) -> None:
+        layer = split_layer(whole, self.config, self.split)
         for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
             self._norm(prefix + name, getattr(layer, name))
         if layer.qk_norm is not None:
             # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
             self.writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
-            self.writer.tensor(prefix + "k_norm", layer.qk_norm.weight[self.config.num_heads].float())
+            self.writer.tensor(prefix + "k_norm", layer.qk_norm.weight[len(self.split.heads)].float())
         self._linear(prefix + "qkv", layer.qkv)
         self._linear(prefix + "o", layer.o)
         if isinstance(layer.mlp, MoeWeights):
@@ -187,10 +206,10 @@ class _Packer:
             self._mlps(prefix + "experts.", layer.mlp.experts)
             return
         self._mlps(prefix, [layer.mlp])
-        order = _inner_order(layer.mlp)
-        if isinstance(order, torch.Tensor):
+        assert isinstance(whole.mlp, GatedMLP)
+        if isinstance(_inner_order(whole.mlp), torch.Tensor):
             # Adapters need it: their matrices are in the order of the checkpoint.
-            self.writer.tensor(prefix + "inner_order", order.to(torch.int32))
+            self.writer.tensor(prefix + "inner_order", inner_values(whole.mlp, self.split).to(torch.int32))
         if layer.mlp.gate_up.bias is not None:
             bias = pack_gated_bias(*(half[_inner_order(layer.mlp)] for half in layer.mlp.gate_up.bias.chunk(2)))
             self.writer.tensor(prefix + "gate_up.bias", bias)

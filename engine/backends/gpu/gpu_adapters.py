@@ -99,11 +99,8 @@ class GpuAdapters:
         stream.synchronize()
         return GpuAdapter(data)
 
-    def place(self, number: int, packed: GpuAdapter | None) -> None:
+    def place(self, number: int, packed: GpuAdapter) -> None:
         """Queues the copy into a place."""
-        if packed is None:
-            self.places[number].zero_()
-            return
         self.places[number].copy_(packed.data, non_blocking=True)
         if packed.data.is_cuda:
             # It was allocated on another stream, and its memory may be used again only behind this copy.

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_layers
+from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
 from pillion.engine.backends.backend import (
     FP8_E4M3,
     KV_SCALE_BYTES,
@@ -230,10 +231,18 @@ class GpuBackend:
         """Copies an adapter to the device. Raises ConfigError where it does not fit."""
         return self._adapters().pack(weights)
 
-    def place_adapter(self, place: int, packed: PackedAdapter | None) -> None:
+    def adapter_form(self) -> AdapterForm:
+        """The plain form: :meth:`pack_adapter` lays a place out."""
+        return PlainForm()
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> GpuAdapter:
+        """Copies an adapter that was read in the plain form to the device."""
+        return self.pack_adapter(weights_of(digest, plain_layers(about, data)))
+
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Queues a copy into the place behind the steps that were launched."""
         check_place(place, self.max_adapters)
-        assert packed is None or isinstance(packed, GpuAdapter)
+        assert isinstance(packed, GpuAdapter)
         self._adapters().place(place, packed)
 
     def _adapters(self) -> GpuAdapters:

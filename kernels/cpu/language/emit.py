@@ -188,12 +188,13 @@ class KernelVariable:
 class Kernel:
     """Appends instructions to one function."""
 
-    def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, number: Count = 0) -> None:
-        """``fault``: the fault cell's address in checked mode, else None; ``number``: what this kernel notes there."""
+    def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, own_address: Any = None) -> None:
+        """``fault``: the fault cell's address in checked mode, else None; ``own_address``: this kernel's, to be noted
+        there."""
         self.builder = builder
         self.isa = isa
         self._fault = fault
-        self._number = number
+        self._own_address = own_address
         self._module = builder.module
 
     # -- numbers
@@ -305,7 +306,7 @@ class Kernel:
         behind = b.add(ptr.ir, self.int(size).ir)
         inside = b.and_(b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", behind, ptr.end))
         with b.if_then(b.not_(inside), likely=False):
-            b.store(I64(self._number), b.inttoptr(self._fault, I64.as_pointer()))
+            b.store(self._own_address, b.inttoptr(self._fault, I64.as_pointer()))
             b.store(b.sub(ptr.ir, ptr.begin), b.inttoptr(b.add(self._fault, I64(8)), I64.as_pointer()))
         return Bool(self, inside)
 
@@ -614,7 +615,6 @@ class Kernel:
         function = self._module.globals.get(name)
         if function is None:
             function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), [I64] * len(values)), name)
-            function.linkage = "internal"
             function.attributes.add("noinline")
             builder = ir.IRBuilder(function.append_basic_block("entry"))
             inner = Kernel(builder, self.isa)

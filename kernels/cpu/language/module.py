@@ -88,10 +88,14 @@ class KernelModule:
         self.checked = checked
         self.module = ir.Module("pillion")
         self.names: list[str] = []
-        # In checked mode: one word for the kernel that strayed, one for its offset, then a line that strays access.
+        # In checked mode: a word for the address of the kernel that strayed, one for its offset, then a line that
+        # strays access.
         self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), FAULT_CELL)
-        self._fault.initializer = ir.Constant(self._fault.value_type, None)
         self._fault.align = 64
+
+    def define_fault_cell(self) -> None:
+        """Makes this the module that has the fault cell, of those that are loaded together."""
+        self._fault.initializer = ir.Constant(self._fault.value_type, None)
 
     def add(self, spec: KernelSpec) -> None:
         """Writes the kernel of ``spec``, unless the module has a kernel of that name already."""
@@ -101,7 +105,7 @@ class KernelModule:
         function = ir.Function(self.module, SIGNATURE, name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         fault = builder.ptrtoint(self._fault, I64) if self.checked else None
-        k = Kernel(builder, self.isa, fault, len(self.names) + 1)
+        k = Kernel(builder, self.isa, fault, builder.ptrtoint(function, I64) if self.checked else None)
         raw_args, raw_step, raw_counter, raw_scratch, thread, threads = function.args
         call = KernelCall(
             k,

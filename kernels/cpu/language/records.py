@@ -105,6 +105,7 @@ STEP = RecordLayout(
         "samples_adapted",
         "samples_runs",
         "used_places",  # [U] int32: the places that the step uses
+        "rank_words",  # of the waits for other ranks (pillion.kernels.cpu.rows.rank_sums)
     ),
     numbers=(
         "num_tokens",
@@ -116,5 +117,8 @@ STEP = RecordLayout(
         "num_tokens_runs",
         "num_samples_runs",
         "num_used_places",
+        "phase",  # the step's waits for other ranks have the numbers phase + 1 and so on
+        "rank_naps",  # how often this rank sleeps in one of them before it ends all ranks
+        "rank_stride",  # bytes between the partials of two ranks
     ),
 )

@@ -24,8 +24,9 @@ from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.codes import CODE_KINDS, UNIT_INPUTS
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
 from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS
-from pillion.kernels.cpu.products.packing import INT8_DOTS, PANEL_COLUMNS, TOTALS_BYTES, dots_constants_bytes
+from pillion.kernels.cpu.products.packing import INT8_DOTS, TOTALS_BYTES, dots_constants_bytes
 from pillion.kernels.cpu.products.quantized_tiles import CodedProduct, CodedRows
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 
 LAYOUT = RecordLayout(
     "gemm",

@@ -11,7 +11,7 @@ A row's result has the same bits whatever the other rows and adapters are: each 
 additions over rising inputs, and each output goes on with its chain over rising ranks. A row without an adapter has the
 bits that :class:`pillion.kernels.cpu.products.gemm.Gemm` gives it.
 
-Both matrices are in tiles of 16 outputs (:func:`pack_tiles`), of the type of the rows.
+Both matrices are in tiles of 16 outputs (:mod:`pillion.kernels.cpu.products.tiles`), of the type of the rows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import WORD_BYTES, RecordLayout, RecordView
 from pillion.kernels.cpu.products.gemm import LAYOUT, Gemm
-from pillion.kernels.cpu.products.packing import DTYPES, TILE_COLUMNS
+from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
 # The record of a place for one linear layer. A place without an adapter, or whose adapter leaves the layer as it is,
 # has only zeros.
@@ -47,8 +45,6 @@ PLACE = RecordLayout(
 PLACE_BYTES = WORD_BYTES * PLACE.num_words
 # A run of rows: its place, its first number in the list of rows, and how many rows it has.
 RUN_WORDS = 3
-# Ranks are padded to a multiple of this, which is a whole number of iterations of the loops.
-RANK_MULTIPLE = 8
 _STEPS_PER_ITERATION = 4
 # Bytes of a row that meet a step's vector of weights: one float32, or a pair of bfloat16.
 _ROW_STEP_BYTES = 4
@@ -59,17 +55,6 @@ _FEW_ROWS, _AHEAD_BYTES = 4, 4096
 def run_rows(isa: Isa) -> int:
     """The most rows of a run, so many that their sums stay in registers."""
     return 3 if isa.fp32_tiles.narrow else min(isa.bf16_tiles.wide, 8)
-
-
-def pack_tiles(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """Packs a matrix [outputs, inputs] as [outputs / 16][steps][16][inputs of a step]; returns it flat.
-
-    ``kind`` is "bf16", whose steps have two inputs, or "fp32", whose steps have one. Outputs are a multiple of 16 and
-    inputs one of 8.
-    """
-    outputs = len(weight)
-    steps = weight.to(DTYPES[kind]).view(outputs // TILE_COLUMNS, TILE_COLUMNS, -1, 1 if kind == "fp32" else 2)
-    return steps.transpose(1, 2).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)

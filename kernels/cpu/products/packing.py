@@ -31,11 +31,9 @@ from pillion.kernels.cpu.products.codes import (
     pack_codes,
     unpack_codes,
 )
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, same_order
 
-TILE_COLUMNS = 16
-PANEL_COLUMNS = 2 * TILE_COLUMNS
-DEPTH_MULTIPLE = 16
 # The most inputs whose products of codes, 255 * 128 each, add up to an integer of 32 bits.
 MAX_DOT_INPUTS = 2**31 // (255 * 128)
 # Bytes of a panel's sums of one row.

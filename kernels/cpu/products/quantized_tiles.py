@@ -34,7 +34,8 @@ from pillion.kernels.cpu.products.codes import (
     store_parts,
     unit_parts,
 )
-from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, PANEL_COLUMNS, TOTALS_BYTES
+from pillion.kernels.cpu.products.packing import MAX_GROUP_INPUTS, TOTALS_BYTES
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 
 # Rows whose totals a thread's scratch holds; behind them is room for widened groups.
 SPAN_ROWS = 504

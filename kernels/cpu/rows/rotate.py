@@ -18,7 +18,7 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rows import norm_factor, row_factor
+from pillion.kernels.cpu.rows.rows import norm_factor, row_factor, row_squares, squares_factor
 
 _HALF = LANES // 2
 
@@ -29,12 +29,16 @@ class RotateWrite(KernelSpec):
 
     queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
              KV head
-    K and V  go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``
+    K and V  go into the step's pool, K at ``layer_offset`` bytes in a slot of ``slot_bytes``, V ``value_offset`` bytes
+             behind it
 
     ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
     ``k_norm`` [head_dim] float32), or over all queries, and all keys, of a row as a "projection" (weights
     [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
+
+    ``summed``: such a projection has ``query_width`` queries and ``key_width`` keys, of which other ranks have some;
+    the sums of all their squares are in ``squares`` [T, 2] float32 (:class:`ProjectionSquares`, summed over ranks).
 
     ``codes``: K and V are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
 
@@ -44,8 +48,17 @@ class RotateWrite(KernelSpec):
 
     layout = RecordLayout(
         "rotate_write",
-        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm"),
-        numbers=("qkv_stride", "head_stride", "slot_bytes", "layer_offset"),
+        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm", "squares"),
+        numbers=(
+            "qkv_stride",
+            "head_stride",
+            "slot_bytes",
+            "layer_offset",
+            "value_offset",
+            "squares_stride",
+            "query_width",
+            "key_width",
+        ),
         reals=("eps",),
     )
 
@@ -57,11 +70,12 @@ class RotateWrite(KernelSpec):
     rope: bool = True
     qk_norm: str = ""
     codes: str = ""
+    summed: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
         # projection needs the whole row.
-        items = 1 if self.qk_norm == "projection" else self.kv_heads
+        items = 1 if self.qk_norm == "projection" and not self.summed else self.kv_heads
         k, writer = call.k, _RowWriter(self, call)
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
@@ -69,6 +83,32 @@ class RotateWrite(KernelSpec):
                 writer.write_queries(row, head)
                 writer.write_keys(row, head)
                 writer.write_values(row, head)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionSquares(KernelSpec):
+    """``out`` [T, 2] float32: the sums of squares of a row's queries and of its keys in ``qkv``, of RotateWrite.
+
+    ``counts_keys``: whether the keys count; else another rank counts the same keys.
+    """
+
+    layout = RecordLayout("projection_squares", pointers=("qkv", "out"), numbers=("qkv_stride", "out_stride"))
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    counts_keys: bool
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        qkv, out = args.pointer("qkv"), args.pointer("out")
+        qkv_stride, out_stride = args.number("qkv_stride"), args.number("out_stride")
+        with call.even_share(call.step.number("num_tokens")) as row:
+            source, target = qkv + row * qkv_stride, out + row * out_stride
+            keys = source + self.heads * self.head_dim * 4
+            k.store_first(target, row_squares(k, source, k.int(self.heads * self.head_dim)))
+            sums = row_squares(k, keys, k.int(self.kv_heads * self.head_dim)) if self.counts_keys else k.vector(0.0)
+            k.store_first(target + 4, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +144,7 @@ class _RowWriter:
         }
         self._tables, self._table_stride = call.step.pointer("block_tables"), call.step.number("table_stride")
         self._layer = call.step.pointer("pool") + call.args.number("layer_offset")
-        self._slot_bytes = call.args.number("slot_bytes")
+        self._slot_bytes, self._value_offset = call.args.number("slot_bytes"), call.args.number("value_offset")
         self._qkv, self._qkv_stride = call.args.pointer("qkv"), call.args.number("qkv_stride")
         self._queries, self._head_stride = call.args.pointer("queries"), call.args.number("head_stride")
         self._cos, self._sin = call.args.pointer("cos"), call.args.pointer("sin")
@@ -130,7 +170,14 @@ class _RowWriter:
         offset = position % spec.block_size
         slot = k.load_int(self._tables + (seq * self._table_stride + position // spec.block_size) * 4, 32)
         factors: tuple[Vec | None, ...] = None, None
-        if spec.qk_norm == "projection":
+        if spec.summed:
+            squares = self._args.pointer("squares") + index * self._args.number("squares_stride")
+            widths = self._args.number("query_width"), self._args.number("key_width")
+            factors = tuple(
+                squares_factor(k, k.broadcast(squares + at), width, self._eps)
+                for at, width in zip((0, 4), widths, strict=True)
+            )
+        elif spec.qk_norm == "projection":
             both = (source, spec.heads), (source + self._keys_at, spec.kv_heads)
             factors = tuple(row_factor(k, at, k.int(heads * spec.head_dim), self._eps) for at, heads in both)
         return _Row(
@@ -191,7 +238,7 @@ class _RowWriter:
         """Writes V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
         k, bf16 = self._k, self._spec.bf16
         source = row.source + self._values_at + kv_head * self._wide_head
-        piece = row.piece + (self._spec.kv_heads + kv_head) * self._piece
+        piece = row.piece + (self._value_offset + kv_head * self._piece)
         if self._spec.codes:
             self._write_value_codes(row, source, piece)
             return

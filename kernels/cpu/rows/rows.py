@@ -24,27 +24,47 @@ _CHUNK_VECTORS = 64
 class Embed(KernelSpec):
     """hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, rows without padding) * scale.
 
-    ``width`` is at least 16.
+    ``width`` is at least 16. ``share``: the table has the tokens from ``first`` on, ``tokens`` of them; rows of other
+    tokens become zeros.
     """
 
-    layout = RecordLayout("embed", pointers=("table", "hidden"), numbers=("width", "hidden_stride"), reals=("scale",))
+    layout = RecordLayout(
+        "embed",
+        pointers=("table", "hidden"),
+        numbers=("width", "hidden_stride", "first", "tokens"),
+        reals=("scale",),
+    )
 
     bf16: bool
+    share: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
         table, hidden, tokens = args.pointer("table"), args.pointer("hidden"), call.step.pointer("token_ids")
-        width, stride, scale = args.number("width"), args.number("hidden_stride"), args.real("scale")
+        width, stride = args.number("width"), args.number("hidden_stride")
         size = _bytes(self.bf16)
         with call.even_share(call.step.number("num_tokens")) as row:
-            source = table + k.load_int(tokens + row * 4, 32) * width * size
-            target = hidden + row * stride
-            with k.range(width // LANES) as i:
-                k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
-            # The last vector of a row that is no multiple of 16 ends where the row ends: the table has no padding.
-            with k.when(width % LANES > 0):
-                last = width - LANES
-                k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
+            token, target = k.load_int(tokens + row * 4, 32), hidden + row * stride
+            if self.share:
+                token = token - args.number("first")
+                mine = (token > -1) & (token < args.number("tokens"))
+                with k.builder.if_else(mine.ir) as (here, elsewhere):
+                    with here:
+                        self._row(call, table + token * width * size, target)
+                    with elsewhere, k.range(vectors_of(width)) as i:
+                        k.store(target + i * VECTOR_BYTES, k.vector(0.0))
+            else:
+                self._row(call, table + token * width * size, target)
+
+    def _row(self, call: KernelCall, source: Ptr, target: Ptr) -> None:
+        k, args, size = call.k, call.args, _bytes(self.bf16)
+        width, scale = args.number("width"), args.real("scale")
+        with k.range(width // LANES) as i:
+            k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
+        # The last vector of a row that is no multiple of 16 ends where the row ends: the table has no padding.
+        with k.when(width % LANES > 0):
+            last = width - LANES
+            k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +186,9 @@ def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
     return k.sum(total.value) / k.real(width)
 
 
-def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
-    """1 / sqrt(mean square + eps) of ``width`` float32, behind which zeros fill the last vector; with a ``mean``, of
-    their distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent.
+def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec:
+    """The sum of squares of ``width`` float32, behind which zeros fill the last vector; with a ``mean``, of their
+    distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent.
     """
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
@@ -176,12 +196,22 @@ def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = Non
         if mean is not None:
             value = k.select(k.below(i * LANES, width), value - mean, k.vector(0.0))
         total.value = k.fma(value, value, total.value)
-    return norm_factor(k, total.value, width, eps)
+    return k.sum(total.value)
+
+
+def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
+    """1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
+    return squares_factor(k, row_squares(k, row, width, mean), width, eps)
 
 
 def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
     """1 / sqrt(the sum of all lanes / width + eps)."""
-    return k.vector(1.0) / k.sqrt(k.sum(squares) / k.real(width) + eps)
+    return squares_factor(k, k.sum(squares), width, eps)
+
+
+def squares_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
+    """1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
+    return k.vector(1.0) / k.sqrt(squares / k.real(width) + eps)
 
 
 def _bytes(bf16: bool) -> int:

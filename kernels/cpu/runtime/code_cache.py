@@ -16,13 +16,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
-# A write removes the files that were not used for longest until both bounds hold.
-MAX_ENTRIES = 16
+# A write removes the files that were not used for longest until both bounds hold. A model has some 50 files.
+MAX_ENTRIES = 8192
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
 # How long a process waits for another one that compiles the same code, before it compiles for itself.
@@ -51,7 +51,7 @@ class CodeCache:
                 if others_could_write(about):
                     _log.warning("%s could have been written by others; it is not used", path)
                     return None
-                content = file.read(MAX_ENTRY_BYTES + _HEADER_BYTES)
+                content = file.read(min(about.st_size, MAX_ENTRY_BYTES + _HEADER_BYTES))
             digest, code = content[:_HEADER_BYTES], content[_HEADER_BYTES:]
             if digest != _digest(key, code):
                 _log.warning("%s is damaged; compiling again", path)
@@ -65,28 +65,34 @@ class CodeCache:
             return None
         return code
 
-    def write(self, key: str, code: bytes) -> None:
-        """Keeps ``code`` under ``key``. Several processes may write at once: files appear whole or not at all."""
+    def write(self, codes: Mapping[str, bytes]) -> None:
+        """Keeps codes by their keys. Several processes may write at once: files appear whole or not at all."""
         if not sources_digest:
-            _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the file")
-            return
-        if len(code) > MAX_ENTRY_BYTES:
-            _log.warning("compiled kernels of %d bytes are not kept: the bound is %d", len(code), MAX_ENTRY_BYTES)
+            _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the files")
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._folder.chmod(0o700)
-            handle, name = tempfile.mkstemp(dir=self._folder, prefix="new-", suffix=_SUFFIX)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(_digest(key, code) + code)
-                os.replace(name, self._path(key))
-            except BaseException:
-                os.unlink(name)
-                raise
+            for key, code in codes.items():
+                if len(code) > MAX_ENTRY_BYTES:
+                    _log.warning(
+                        "a compiled kernel of %d bytes is not kept: the bound is %d", len(code), MAX_ENTRY_BYTES
+                    )
+                    continue
+                self._write(key, code)
             self._trim()
         except OSError as error:
             _log.warning("compiled kernels cannot be kept in %s: %s", self._folder, error.strerror)
+
+    def _write(self, key: str, code: bytes) -> None:
+        handle, name = tempfile.mkstemp(dir=self._folder, prefix="new-", suffix=_SUFFIX)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_digest(key, code) + code)
+            os.replace(name, self._path(key))
+        except BaseException:
+            os.unlink(name)
+            raise
 
     @contextlib.contextmanager
     def one_compiler(self, key: str) -> Iterator[None]:

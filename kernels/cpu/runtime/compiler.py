@@ -1,18 +1,24 @@
-"""Compiles kernel specs to machine code: through LLVM the first time, from the code cache on disk after that."""
+"""Compiles kernel specs to machine code: through LLVM the first time, from the code cache on disk after that.
+
+What is compiled and kept by itself is a *unit*: a kernel, a subroutine that kernels call, or the thread pool. So a
+model takes over whatever was compiled for others before.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import llvmlite
 import llvmlite.binding as llvm
+from llvmlite import ir
 
 from pillion.kernels.cpu.language.isa import Isa, host_features
 from pillion.kernels.cpu.language.module import FAULT_CELL, KernelModule, KernelSpec
@@ -22,6 +28,8 @@ from pillion.kernels.cpu.runtime.thread_pool_code import THREAD_POOL_FUNCTIONS, 
 Progress = Callable[[str], None]
 
 _LINUX = "unknown-linux-gnu"
+# The unit of the thread pool's functions and the fault cell.
+_THREAD_POOL = "thread_pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +41,37 @@ class CompileTarget:
     features: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """An ELF object, and the names of the units that it calls."""
+
+    needs: tuple[str, ...]
+    code: bytes
+
+    @classmethod
+    def of(cls, content: bytes) -> Unit:
+        """The inverse of ``content``."""
+        needs, _, code = content.partition(b"\n")
+        return cls(tuple(json.loads(needs)), code)
+
+    @property
+    def content(self) -> bytes:
+        """What the cache keeps."""
+        return json.dumps(self.needs).encode() + b"\n" + self.code
+
+
 class CompiledKernels:
     """Machine code in memory, as long as this object lives.
 
     Attributes:
-        names: names of the kernels in the order of their specs; the fault cell holds an index into them, plus one.
+        names: names of the kernels.
         checked: whether kernels check every access.
         seconds: how long it took to get the code.
-        from_cache: whether the code came from the cache on disk.
+        from_cache: whether all code came from the cache on disk.
     """
 
     def __init__(
-        self, code: bytes, target: CompileTarget, names: Sequence[str], *, checked: bool, from_cache: bool
+        self, units: Iterable[Unit], target: CompileTarget, names: Sequence[str], *, checked: bool, from_cache: bool
     ) -> None:
         self.names = tuple(names)
         self.checked, self.from_cache = checked, from_cache
@@ -52,7 +79,8 @@ class CompiledKernels:
         # LLVM's code loader needs a module to begin with; it stays empty.
         empty = llvm.parse_assembly(f'target triple = "{target.triple}"')
         self._engine = llvm.create_mcjit_compiler(empty, _machine(target))
-        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        for unit in units:
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(unit.code))
         self._engine.finalize_object()
         self._addresses = {
             name: self._engine.get_function_address(name) for name in (*self.names, *THREAD_POOL_FUNCTIONS)
@@ -63,6 +91,10 @@ class CompiledKernels:
     def address(self, name: str) -> int:
         """The address of a kernel, a function of the thread pool, or the fault cell. Raises KeyError for others."""
         return int(self._addresses[name])
+
+    def name_at(self, address: int) -> str:
+        """The kernel at ``address``, which checked kernels note in the fault cell."""
+        return next(name for name in self.names if self._addresses[name] == address)
 
 
 def target_of(isa: Isa) -> CompileTarget:
@@ -102,60 +134,140 @@ def compile_kernels(
     begin = time.perf_counter()
     report = progress or (lambda line: None)
     target = target_of(isa)
-    names = list(dict.fromkeys(spec.name for spec in specs))
-    cache = CodeCache(cache_folder) if cache_folder else None
-    key = key_of(llvmlite.__version__, repr(llvm.llvm_version_info), repr(isa), repr(target), str(checked), *names)
-    code = cache.read(key) if cache else None
-    from_cache = code is not None
-    if code is None:
-        with cache.one_compiler(key) if cache else nullcontext():
+    wanted = {spec.name: spec for spec in specs}
+    library = _Library(wanted, isa, target, checked, CodeCache(cache_folder) if cache_folder else None)
+    from_cache = not library.missing()
+    if not from_cache:
+        with library.one_compiler():
             # Another process may have compiled it while this one waited.
-            code = cache.read(key) if cache else None
-            from_cache = code is not None
-            if code is None:
-                report(f"compiling CPU kernels for {isa.name} ({len(names)})")
-                code = object_code(specs, isa, checked=checked)
-                if cache:
-                    cache.write(key, code)
-    kernels = CompiledKernels(code, target, names, checked=checked, from_cache=from_cache)
+            missing = library.missing()
+            from_cache = not missing
+            if missing:
+                report(f"compiling CPU kernels for {isa.name} ({len(missing)})")
+                library.compile(missing)
+    kernels = CompiledKernels(library.units.values(), target, list(wanted), checked=checked, from_cache=from_cache)
     kernels.seconds = time.perf_counter() - begin
     origin = "from the cache" if from_cache else "compiled"
-    report(f"CPU kernels for {isa.name} {origin} ({len(names)}, {kernels.seconds:.1f} s)")
+    report(f"CPU kernels for {isa.name} {origin} ({len(wanted)}, {kernels.seconds:.1f} s)")
     return kernels
 
 
+class _Library:
+    """The units of some kernels, as far as they are in the cache or were compiled here.
+
+    Attributes:
+        units: by name, those that kernels need and only these.
+    """
+
+    def __init__(
+        self, wanted: Mapping[str, KernelSpec], isa: Isa, target: CompileTarget, checked: bool, cache: CodeCache | None
+    ) -> None:
+        self.units: dict[str, Unit] = {}
+        self._wanted, self._isa, self._target, self._checked, self._cache = wanted, isa, target, checked, cache
+        self._about = (llvmlite.__version__, *map(repr, (llvm.llvm_version_info, isa, target)))
+
+    def missing(self) -> list[str]:
+        """The kernels, and the thread pool, of which not every unit is there; reads from the cache what is."""
+        return [name for name in (_THREAD_POOL, *self._wanted) if not self._complete(name)]
+
+    def compile(self, names: Sequence[str]) -> None:
+        """Compiles kernels with those of their subroutines that are not there, and keeps them."""
+        machine, had = _machine(self._target), set(self.units)
+        module = KernelModule(self._isa, self._checked)
+        with _no_collection():
+            if _THREAD_POOL in names:
+                pool = KernelModule(self._isa)
+                pool.define_fault_cell()
+                add_thread_pool(pool.module, self._isa)
+                self._add(_THREAD_POOL, (), str(pool.module), machine)
+            for name in names:
+                if name != _THREAD_POOL:
+                    module.add(self._wanted[name])
+            for name, function in _functions(module.module).items():
+                if not self._complete(name):
+                    needs, text = _alone(function)
+                    self._add(name, needs, text, machine)
+        if self._cache:
+            made = {name: unit for name, unit in self.units.items() if name not in had}
+            self._cache.write({self._key(name): unit.content for name, unit in made.items()})
+
+    @contextmanager
+    def one_compiler(self) -> Iterator[None]:
+        """Waits while another process compiles the same kernels."""
+        with self._cache.one_compiler(self._key("\n".join(self._wanted))) if self._cache else nullcontext():
+            yield
+
+    def _complete(self, name: str) -> bool:
+        if name not in self.units:
+            content = self._cache.read(self._key(name)) if self._cache else None
+            if content is None:
+                return False
+            self.units[name] = Unit.of(content)
+        return all(self._complete(one) for one in self.units[name].needs)
+
+    def _add(self, name: str, needs: Sequence[str], text: str, machine: llvm.TargetMachine) -> None:
+        code = bytes(machine.emit_object(_optimized(text, self._target, machine)))
+        self.units[name] = Unit(tuple(needs), code)
+
+    def _key(self, name: str) -> str:
+        # Subroutines and the thread pool are the same in both modes.
+        checked = self._checked and name in self._wanted
+        return key_of(*self._about, str(checked), name)
+
+
 def object_code(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> bytes:
-    """An ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this one."""
-    module, machine = _optimized(specs, isa, checked)
+    """One ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this one."""
+    module, machine = _together(specs, isa, checked)
     return bytes(machine.emit_object(module))
 
 
 def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> dict[str, str]:
     """The instructions of each function by name, for tests that look for spilled registers, for instance."""
-    module, machine = _optimized(specs, isa, checked)
+    module, machine = _together(specs, isa, checked)
     body = re.compile(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', re.MULTILINE | re.DOTALL)
     bodies = body.finditer(machine.emit_assembly(module))
     return {body.group(1): body.group(0) for body in bodies}
 
 
-def _optimized(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
+def _together(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     target = target_of(isa)
     machine = _machine(target)
     with _no_collection():
         kernels = KernelModule(isa, checked)
+        kernels.define_fault_cell()
         for spec in specs:
             kernels.add(spec)
         add_thread_pool(kernels.module, isa)
-        kernels.module.triple = target.triple
         text = str(kernels.module)
-    module = llvm.parse_assembly(text)
+    return _optimized(text, target, machine), machine
+
+
+def _functions(module: ir.Module) -> dict[str, ir.Function]:
+    """The functions that a module defines."""
+    return {name: one for name, one in module.globals.items() if isinstance(one, ir.Function) and one.blocks}
+
+
+def _alone(function: ir.Function) -> tuple[list[str], str]:
+    """The names of the functions of its module that a function calls, and the text of a module with it alone."""
+    text, defined = str(function), _functions(function.module)
+    called = [name for name in dict.fromkeys(re.findall(r'@"([^"]+)"', text)) if name != function.name]
+    needs = [name for name in called if name in defined]
+    declared = [str(function.module.globals[name]) for name in called if name not in defined]
+    for name in needs:
+        words = ", ".join(str(kind) for kind in defined[name].ftype.args)
+        declared.append(f'declare {defined[name].ftype.return_type} @"{name}"({words})')
+    return needs, "\n".join([*declared, text, *map(str, function.module.metadata)])
+
+
+def _optimized(text: str, target: CompileTarget, machine: llvm.TargetMachine) -> llvm.ModuleRef:
+    module = llvm.parse_assembly(f'target triple = "{target.triple}"\n' + text)
     module.verify()
     # The kernels' own code decides what is a vector and what is unrolled.
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
     passes.getModulePassManager().run(module, passes)
-    return module, machine
+    return module
 
 
 @contextmanager

@@ -32,7 +32,8 @@ _INT32 = np.dtype(np.int32)
 class Buffer:
     """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...).
 
-    ``dense`` rows have no more padding than their last cache line needs.
+    ``dense`` rows have no more padding than their last cache line needs. ``row_bytes`` is the stride of memory that is
+    shared with other processes, and 0 for a program's own.
     """
 
     name: str
@@ -41,12 +42,15 @@ class Buffer:
     unit: str = "tokens"
     each: int = 1
     dense: bool = False
+    row_bytes: int = 0
 
     @property
     def stride(self) -> int:
         """Bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense. A tile of products
         reads one column of many rows, which would meet in few sets of the first cache if rows were a power of two
         apart."""
+        if self.row_bytes:
+            return self.row_bytes
         lines = -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES)
         return (lines if self.dense else lines | 1) * LINE_BYTES
 
@@ -70,10 +74,14 @@ class Operation:
 
 
 class Workspace:
-    """The buffers of a program, zeroed when they are allocated: the padding behind a row's values stays zero."""
+    """The buffers of a program, zeroed when they are allocated: the padding behind a row's values stays zero.
 
-    def __init__(self) -> None:
+    ``shared``: memory, by the names of buffers, that is common with other processes and never grows.
+    """
+
+    def __init__(self, shared: Mapping[str, npt.NDArray[np.uint8]] | None = None) -> None:
         self.rows: dict[str, int] = {}
+        self._shared = dict(shared or {})
         self._arrays: dict[str, npt.NDArray[np.uint8]] = {}
         self._canary = np.uint8(0xA5)
 
@@ -87,7 +95,7 @@ class Workspace:
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
         """The bytes of a buffer, aligned to a cache line, with a line of canaries behind them."""
-        found = self._arrays.get(buffer.name)
+        found = self._shared.get(buffer.name, self._arrays.get(buffer.name))
         if found is None:
             size = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride
             whole = aligned_bytes(size + LINE_BYTES)
@@ -97,7 +105,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers in bytes."""
+        """Size of all buffers in bytes, without what is shared."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def check_integrity(self) -> None:

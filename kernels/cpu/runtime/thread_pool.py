@@ -54,8 +54,8 @@ class ThreadPool:
         threads: 1 to ``MAX_CPU_THREADS``, including the leader, without those on borrowed cores.
         affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
             starts later (torch's, for instance) inherit its processor.
-        share: this worker's cores on a board. The pool then has a thread for every other core of it, too, which takes
-            part while the core's owner is idle.
+        share: this worker's cores on a board. If it borrows, the pool has a thread for every other core of the board,
+            too, which takes part while the core's owner is idle.
 
     Raises:
         ConfigError: this system is not Linux, ``threads`` is out of range or not the number of this worker's cores on
@@ -76,9 +76,9 @@ class ThreadPool:
         lent: list[int] = []
         if share is not None:
             owned = share.board.owned(share.first_core)
-            if len(owned) != threads:
+            if share.borrows and len(owned) != threads:
                 raise ConfigError(f"--cpu-threads {threads}: the board of cores has {len(owned)} for this worker")
-            lent = [core for core in range(share.board.cores) if core not in owned]
+            lent = [core for core in range(share.board.cores) if core not in owned and share.borrows]
             if share.board.cores > MAX_CPU_THREADS:
                 raise ConfigError(f"the board has {share.board.cores} cores, a thread pool {MAX_CPU_THREADS} at most")
         self.threads = threads + len(lent)
@@ -140,7 +140,9 @@ class _Native:
         self._board = None if share is None else share.board.pin()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
-        self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES, LINE_BYTES)
+        # Behind the threads' lines are the gates at which borrowers sleep, of which each owner has one at most.
+        lines = threads + len(lent)
+        self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + lines * LINE_BYTES, LINE_BYTES)
         self._words = self._memory.view(np.int64)
         self._scratch, scratch = _aligned(threads * (SCRATCH_BYTES + CANARY_BYTES), _HUGE_PAGE_BYTES)
         self._canaries = self._scratch.reshape(threads, -1)[:, SCRATCH_BYTES:]
@@ -163,10 +165,18 @@ class _Native:
         if share is not None:
             board = share.board
             self._set(thread_pool_code.BOARD, board.line(share.first_core))
+            gates: dict[int, int] = {}
             for thread, core in enumerate(lent, own):
-                line = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES
-                self._set(line + thread_pool_code.OWNER_LINE, board.line(board.owner(core)))
+                line, owner = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES, board.owner(core)
+                self._set(line + thread_pool_code.OWNER_LINE, board.line(owner))
                 self._set(line + thread_pool_code.CORE_LINE, board.line(core))
+                if owner in gates:
+                    self._set(line + thread_pool_code.SLEEPS_AT, gates[owner])
+                else:
+                    first_gate = self.address + thread_pool_code.FIRST_THREAD_LINE + threads * LINE_BYTES
+                    gates[owner] = first_gate + len(gates) * LINE_BYTES
+                    self._set(line + thread_pool_code.SLEEPS_AT, self.address + thread_pool_code.GATE)
+                    self._set(line + thread_pool_code.CALLS, gates[owner])
                 processors.append(board.processor(core))
         self._start(processors)
 
@@ -184,10 +194,10 @@ class _Native:
 
     def check(self) -> None:
         """Raises Internal where the checked kernels of the last run left their memory, and resets the marks."""
-        number, offset = (int(word) for word in self._fault)
-        if number:
+        address, offset = (int(word) for word in self._fault)
+        if address:
             self._fault[:] = 0
-            name = self._kernels.names[number - 1]
+            name = self._kernels.name_at(address)
             raise Internal(f"kernel {name} strayed to byte {offset} of the memory that it was given")
         broken = np.flatnonzero((self._canaries != _CANARY_BYTE).any(1))
         if broken.size:

@@ -17,8 +17,10 @@ sees every helper that has found the door open.
     borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
 
 A borrower is a helper on a core of another worker (:mod:`pillion.core_board`). Before each entry it looks whether the
-owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. The
-leader renews its worker's hold on its own cores at each entry.
+owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. Of the
+borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step wakes one
+thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own cores at
+each entry.
 
 A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
 two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
@@ -39,6 +41,21 @@ from pillion.core_board import LEASE_NS, LENT_UNTIL, LINE_BYTES, LINGER_NS, OWNE
 from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, KernelVariable, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
+from pillion.kernels.cpu.language.sync import (
+    ALL_SLEEPERS,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    NS_PER_S,
+    PRIVATE,
+    atomic_add,
+    atomic_exchange,
+    atomic_load,
+    atomic_raise,
+    atomic_swap,
+    futex,
+    pause,
+    time_cell,
+)
 
 # A program is a table of entries: address of the kernel, address of its arguments, the word of the step's record that
 # has to be above 0 for the kernel to run (-1: it always runs), and a word that the program's owner may use.
@@ -56,6 +73,9 @@ POOL, SCRATCH, ACTIVE = 0, 8, 16
 # The addresses of two lines of the board, the first one of a borrowed core's owner and the core's own; and for how
 # many nanoseconds in all this thread has taken part in kernels on that core.
 OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
+# The addresses of the gate at which a borrower sleeps, and of the one that it moves for others, or 0: of the borrowers
+# of one owner's cores the first one sleeps at the pool's gate, the others at a gate that the first one moves.
+SLEEPS_AT, CALLS = 48, 56
 # Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
@@ -68,11 +88,7 @@ _NAP_US = 50
 # How long a borrower sleeps where another worker has borrowed the core.
 _TAKEN_NAP_US = 1_000
 
-_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
-_FUTEX_WAIT, _FUTEX_WAKE, _PRIVATE = 0, 1, 128
-_ALL = 2**31 - 1
 _CLOCK_MONOTONIC = 1
-_NS = 1_000_000_000
 # Floating-point state: round to nearest, denormals kept, nothing trapped.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 
@@ -114,6 +130,15 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
+class _Caller:
+    """Whether a borrower is the first one of an owner's cores, and what it moves the others' gate to."""
+
+    is_first: Bool
+    gate: Ptr
+    value: Int
+
+
+@dataclass(frozen=True, slots=True)
 class _ThreadPoolCode:
     module: ir.Module
     isa: Isa
@@ -137,12 +162,12 @@ class _ThreadPoolCode:
         with self._function("pool_sleep", 2) as (function, k, (gate_address, old_value)):
             gate, old = Ptr(k, gate_address), Int(k, old_value)
             with k.forever():
-                now = self._load(k, gate + _VALUE)
+                now = atomic_load(k, gate + _VALUE)
                 with k.when(now > old):
                     k.builder.ret_void()
-                self._add(k, gate + _SLEEPERS, 1)
-                self._futex(k, gate + _VALUE, _FUTEX_WAIT | _PRIVATE, now.ir)
-                self._add(k, gate + _SLEEPERS, -1)
+                atomic_add(k, gate + _SLEEPERS, 1)
+                futex(k, gate + _VALUE, FUTEX_WAIT | PRIVATE, now.ir)
+                atomic_add(k, gate + _SLEEPERS, -1)
         return function
 
     def wait(self, sleep: Any) -> Any:
@@ -156,9 +181,9 @@ class _ThreadPoolCode:
         """Polls until the gate's value is above ``old``, or for so long that it is better to sleep."""
         polls = k.variable(k.int(0))
         with k.forever() as end:
-            k.leave(end, (self._load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
+            k.leave(end, (atomic_load(k, gate + _VALUE) > old) | (polls.value >= POLLS))
             polls.value = polls.value + 1
-            self._pause(k)
+            pause(k)
 
     def work(self, wait: Any) -> Any:
         """work(pool, scratch, kind): executes work items from the first unfinished entry on.
@@ -172,7 +197,7 @@ class _ThreadPoolCode:
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
             run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
             # The difference is -1 where the leader has opened the door and not yet moved the gate.
-            position = k.variable(k.most(self._load(k, run.gate) - run.base, 0))
+            position = k.variable(k.most(atomic_load(k, run.gate) - run.base, 0))
             with k.forever() as end:
                 index = position.value
                 k.leave(end, index >= run.entries)
@@ -185,11 +210,11 @@ class _ThreadPoolCode:
                         self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
                         with k.when(Int(k, kind).equals(_BORROWER)):
                             b.ret_void()
-                        with k.when(self._load(k, run.gate) <= run.base + index):
+                        with k.when(atomic_load(k, run.gate) <= run.base + index):
                             with k.when(Int(k, kind).equals(_HELPER)):
                                 b.ret_void()
                             b.call(wait, [run.gate.ir, (run.base + index).ir])
-                        position.value = self._load(k, run.gate) - run.base
+                        position.value = atomic_load(k, run.gate) - run.base
                     with skipped:
                         position.value = index + 1
         return function
@@ -199,10 +224,10 @@ class _ThreadPoolCode:
         counter = Ptr(k, (run.counters + index * COUNTER_STRIDE).ir)
         function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
         with k.forever() as none_left:
-            item = self._add(k, counter + _DRAWN, 1)
+            item = atomic_add(k, counter + _DRAWN, 1)
             k.leave(none_left, item >= run.threads)
             b.call(function, [*front, counter.ir, scratch, item.ir, run.threads.ir])
-            done = self._add(k, counter + _DONE, 1) + 1
+            done = atomic_add(k, counter + _DONE, 1) + 1
             with k.when(done.equals(run.threads)):
                 self._move(k, run.gate, run.base + index + 1)
             k.leave(none_left, (item + 1).equals(run.threads))
@@ -217,77 +242,88 @@ class _ThreadPoolCode:
             seen = k.variable(k.int(0))
             with k.forever() as end:
                 b.call(wait, [(pool + GATE).ir, seen.value.ir])
-                seen.value = self._load(k, pool + GATE)
-                k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
+                seen.value = atomic_load(k, pool + GATE)
+                k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
                 self._join(k, work, pool, line, scratch, _HELPER)
 
     def borrow(self, sleep: Any, work: Any) -> None:
         """borrow(thread line): like main, on a core that another worker owns."""
         with self._function(BORROW, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
-            pool, owner, core = (Ptr(k, k.load_int(line + place).ir) for place in (POOL, OWNER_LINE, CORE_LINE))
-            scratch, gate = k.load_int(line + SCRATCH), pool + GATE
+            words = (POOL, OWNER_LINE, CORE_LINE, SLEEPS_AT, CALLS)
+            pool, owner, core, sleeps_at, calls = (Ptr(k, k.load_int(line + word).ir) for word in words)
+            scratch, gate, is_first = k.load_int(line + SCRATCH), pool + GATE, Int(k, calls.ir) > 0
             self._set_arithmetic(k)
             # The value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
             seen, held = k.variable(k.int(0)), k.variable(k.int(0))
             with k.forever() as end:
-                with k.when(held.value > 0):
-                    self._poll(k, gate, seen.value)
-                    with k.when(self._load(k, gate) <= seen.value):
-                        self._give_back(k, core, held)
-                b.call(sleep, [gate.ir, seen.value.ir])
-                now = self._load(k, gate)
-                k.leave(end, self._load(k, pool + (DOOR + _STOP)) > 0)
-                with b.if_else(self._load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
+                with b.if_else((held.value > 0).ir) as (busy, free):
+                    with busy:
+                        self._poll(k, gate, seen.value)
+                        with k.when(atomic_load(k, gate) <= seen.value):
+                            self._give_back(k, core, held)
+                    with free:
+                        b.call(sleep, [sleeps_at.ir, seen.value.ir])
+                now = atomic_load(k, gate)
+                k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
+                with b.if_else(atomic_load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
                     with between_runs:
                         seen.value = now
                     with in_run:
-                        self._claim(k, owner, core, held)
-                        with k.when(held.value > 0):
+                        self._claim(k, owner, core, held, _Caller(is_first, calls, now))
+                        with k.when((held.value > 0) | Int(k, calls.ir).equals(0)):
                             seen.value = now
-                            began = held.value - LEASE_NS
-                            self._join(k, work, pool, line, scratch, _BORROWER, began)
+                        with k.when(held.value > 0):
+                            self._join(k, work, pool, line, scratch, _BORROWER, held.value - LEASE_NS)
             self._give_back(k, core, held)
+            with k.when(is_first):
+                # The leader may not have moved the pool's gate yet. This is beyond what anybody has seen there.
+                self._move(k, calls, atomic_load(k, gate) + 1)
 
     def _join(
         self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int, began: Int | None = None
     ) -> None:
         """Works on the run that is under way, if the door is still open. With ``began``, the time since then is counted
         as borrowed."""
-        self._swap(k, line + ACTIVE, 1)
-        with k.when(self._load(k, pool + (DOOR + OPEN)) > 0):
+        atomic_swap(k, line + ACTIVE, 1)
+        with k.when(atomic_load(k, pool + (DOOR + OPEN)) > 0):
             k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
             if began is not None:
                 # The leader sees it: it waits until this thread is not ACTIVE.
                 k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
-        self._swap(k, line + ACTIVE, 0)
+        atomic_swap(k, line + ACTIVE, 0)
 
-    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable) -> None:
-        """Takes the core or renews the hold on it; where that is impossible, lets it go and sleeps for a while.
+    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable, caller: _Caller) -> None:
+        """Takes the core or renews the hold on it, or lets it go. Sets ``held`` to the value of LENT_UNTIL, or to 0.
 
-        Sets ``held`` to the value of LENT_UNTIL, or to 0.
+        The first borrower of the owner's cores calls the others where the owner is idle. Where it has no core it sleeps
+        for a while; the others have to be called again.
         """
         now = self._now(k)
-        owned, lent = self._load(k, owner + OWNED_UNTIL), self._load(k, core + LENT_UNTIL)
+        owned, lent = atomic_load(k, owner + OWNED_UNTIL), atomic_load(k, core + LENT_UNTIL)
         with k.builder.if_else((owned > now).ir) as (wanted, idle):
             with wanted:
                 self._give_back(k, core, held)
-                # The owner wakes its borrowers when a run ends. One that died wakes nobody.
-                self._futex(k, owner + OWNED_UNTIL, _FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
+                with k.when(caller.is_first):
+                    # The owner wakes its borrowers when a run ends. One that died wakes nobody.
+                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
             with idle:
+                with k.when(caller.is_first):
+                    self._move(k, caller.gate, caller.value)
                 mine = now + LEASE_NS
                 with k.builder.if_else(((lent <= now) | lent.equals(held.value)).ir) as (unlent, taken):
                     with unlent:
-                        found = self._exchange(k, core + LENT_UNTIL, lent, mine)
+                        found = atomic_exchange(k, core + LENT_UNTIL, lent, mine)
                         held.value = k.select(found.equals(lent), mine, k.int(0))
                     with taken:
                         held.value = k.int(0)
-                        k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
+                        with k.when(caller.is_first):
+                            k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
 
     def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
         with k.when(held.value > 0):
             # Where the lease has run out, somebody else may have the core by now.
-            self._exchange(k, core + LENT_UNTIL, held.value, k.int(0))
+            atomic_exchange(k, core + LENT_UNTIL, held.value, k.int(0))
             held.value = k.int(0)
 
     def _keep_cores(self, k: Kernel, board: Int, time_ns: int) -> None:
@@ -297,7 +333,7 @@ class _ThreadPoolCode:
         """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
         with self._function(RUN, 4, I64) as (_, k, (pool_address, program, entries, step)):
             b, pool = k.builder, Ptr(k, pool_address)
-            base = self._load(k, pool + GATE) + 1
+            base = atomic_load(k, pool + GATE) + 1
             for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
                 k.store_int(pool + place, Int(k, value))
             counters = Ptr(k, k.load_int(pool + COUNTERS).ir)
@@ -307,9 +343,9 @@ class _ThreadPoolCode:
             stopping = Int(k, entries) < 0
             with b.if_else(stopping.ir) as (stop, go):
                 with stop:
-                    self._swap(k, pool + (DOOR + _STOP), 1)
+                    atomic_swap(k, pool + (DOOR + _STOP), 1)
                 with go:
-                    self._swap(k, pool + (DOOR + OPEN), 1)
+                    atomic_swap(k, pool + (DOOR + OPEN), 1)
             self._move(k, pool + GATE, base)
             with k.when(stopping):
                 b.ret(I64(0))
@@ -317,75 +353,37 @@ class _ThreadPoolCode:
             scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
             b.call(work, [pool.ir, scratch.ir, I64(_LEADER)])
             self._set_arithmetic(k, before)
-            self._swap(k, pool + (DOOR + OPEN), 0)
+            atomic_swap(k, pool + (DOOR + OPEN), 0)
             with k.range(k.load_int(pool + THREADS), 1) as thread:
                 self._wait_until_out(k, pool + thread * LINE_BYTES + FIRST_THREAD_LINE)
             board = k.load_int(pool + BOARD)
             with k.when(board > 0):
                 self._keep_cores(k, board, LINGER_NS)
-                self._futex(k, Ptr(k, board.ir) + OWNED_UNTIL, _FUTEX_WAKE, I64(_ALL))
+                futex(k, Ptr(k, board.ir) + OWNED_UNTIL, FUTEX_WAKE, I64(ALL_SLEEPERS))
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
         with k.forever() as out:
-            k.leave(out, self._load(k, line + ACTIVE).equals(0))
+            k.leave(out, atomic_load(k, line + ACTIVE).equals(0))
             polls.value = polls.value + 1
             with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
                 with soon:
-                    self._pause(k)
+                    pause(k)
                 with late:
                     k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
     # -- instructions that the kernels' language does not have
 
-    def _load(self, k: Kernel, ptr: Ptr) -> Int:
-        return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
-
-    def _add(self, k: Kernel, ptr: Ptr, amount: int) -> Int:
-        return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), I64(amount), "seq_cst"))
-
-    def _swap(self, k: Kernel, ptr: Ptr, value: Int | int) -> None:
-        k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
-
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
-        k.builder.atomic_rmw("max", _word(k, gate + _VALUE), value.ir, "seq_cst")
-        with k.when(self._load(k, gate + _SLEEPERS) > 0):
-            self._futex(k, gate + _VALUE, _FUTEX_WAKE | _PRIVATE, I64(_ALL))
-
-    def _exchange(self, k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
-        """Writes ``new`` where the word is ``old``, and returns what the word was."""
-        found = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
-        return Int(k, k.builder.extract_value(found, 0))
+        atomic_raise(k, gate + _VALUE, value)
+        with k.when(atomic_load(k, gate + _SLEEPERS) > 0):
+            futex(k, gate + _VALUE, FUTEX_WAKE | PRIVATE, I64(ALL_SLEEPERS))
 
     def _now(self, k: Kernel) -> Int:
         """Nanoseconds of the clock that all processes of the host share."""
-        at = self._time_cell(k)
+        at = time_cell(k)
         k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(_CLOCK_MONOTONIC), at.ir])
-        return k.load_int(at) * _NS + k.load_int(at + 8)
-
-    def _time_cell(self, k: Kernel) -> Ptr:
-        """Room on the stack for seconds and nanoseconds."""
-        with k.builder.goto_entry_block():
-            return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
-
-    def _futex(self, k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
-        """Linux compares 32 bits: on little-endian machines the low half of the word, which changes first."""
-        timeout = k.int(0)
-        if timeout_ns is not None:
-            at = self._time_cell(k)
-            k.store_int(at, timeout_ns // _NS)
-            k.store_int(at + 8, timeout_ns % _NS)
-            timeout = Int(k, at.ir)
-        function = k.function("syscall", I64, [I64], var_arg=True)
-        number = I64(_FUTEX_CALL[self.isa.machine])
-        k.builder.call(function, [number, word.ir, I64(operation), value, timeout.ir, I64(0), I64(0)])
-
-    def _pause(self, k: Kernel) -> None:
-        if self.isa.machine == "x86_64":
-            k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        else:
-            # YIELD does nothing on most cores; an instruction barrier waits for some 10 ns.
-            k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
+        return k.load_int(at) * NS_PER_S + k.load_int(at + 8)
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
         """Sets this thread's floating-point state, to the plain one or to ``value``; returns the state before.
@@ -408,7 +406,3 @@ class _ThreadPoolCode:
             k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [I64]), [I64(_PLAIN_FPCR) if value is None else value]
         )
         return before
-
-
-def _word(k: Kernel, ptr: Ptr) -> Any:
-    return k.builder.inttoptr(ptr.ir, I64.as_pointer())

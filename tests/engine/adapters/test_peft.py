@@ -7,7 +7,9 @@ import torch
 
 from pillion.config import ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_reader import read_adapter
+from pillion.engine.adapters.adapter_reader import read_pairs
+from pillion.engine.adapters.adapter_weights import weights_of
+from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
 from tests.support.adapters import ATTENTION, adapted_model, make_adapter
@@ -61,9 +63,11 @@ def llama(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("llama"), FAMILIES["llama-gqa-tied"])
 
 
-def weights_of(folder, prepared, dtype=torch.float32):
-    files = AdapterFiles(folder)
-    return read_adapter(files, load_config(prepared.folder), dtype, files.digest())
+def take(backend, folder, prepared):
+    """An adapter as a worker's process reads and packs it for the backend."""
+    digest = AdapterFiles(folder).digest()
+    about, data = LoadedModel(prepared, backend).adapter_reader(16).packed(folder, digest)
+    return backend.take_adapter(digest, about, data)
 
 
 @torch.inference_mode()
@@ -76,7 +80,7 @@ def driver_with(flags, *adapters, num_slots=64):
     driver = BackendDriver(prepared, 16, num_slots)
     driver.backend.bind_adapters(len(adapters), 16)
     for place, folder in enumerate(adapters):
-        driver.backend.place_adapter(place, driver.backend.pack_adapter(weights_of(folder, prepared)))
+        driver.backend.place_adapter(place, take(driver.backend, folder, prepared))
     return driver
 
 
@@ -150,7 +154,7 @@ def test_a_place_takes_another_adapter(llama, tmp_path):
     folder, flags = llama
     first, second = (make_adapter(folder, tmp_path / str(seed), seed=seed, r=4) for seed in (1, 2))
     driver, text = driver_with(flags, first), tokens_of(20, 3)
-    driver.backend.place_adapter(0, driver.backend.pack_adapter(weights_of(second, driver.prepared)))
+    driver.backend.place_adapter(0, take(driver.backend, second, driver.prepared))
     (number,) = driver.sequences.add(adapter=0)
     wanted = logits_of(adapted_model(folder, second), text)
     torch.testing.assert_close(driver.run_all(number, text, []), wanted, atol=TOLERANCE, rtol=TOLERANCE)
@@ -158,8 +162,9 @@ def test_a_place_takes_another_adapter(llama, tmp_path):
 
 def test_bfloat16_rounds_the_scaled_matrix_once(llama, tmp_path):
     folder, flags = llama
-    adapter, prepared = make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=10), prepare(flags)
-    wide, short = weights_of(adapter, prepared), weights_of(adapter, prepared, torch.bfloat16)
+    files = AdapterFiles(make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=10))
+    config, digest = load_config(prepare(flags).folder), files.digest()
+    wide, short = (weights_of(digest, read_pairs(files, config, dtype, digest)) for dtype in ("float32", "bfloat16"))
     for name, pairs in wide.layers.items():
         for pair, rounded in zip(pairs, short.layers[name], strict=True):
             assert (pair.b.bfloat16() == rounded.b).all()

@@ -12,7 +12,8 @@ import torch
 from pillion.engine.backends.batch import adapted_runs
 from pillion.engine.backends.batching import build_batch, build_sampling
 from pillion.engine.sampling.sampler import sample
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 

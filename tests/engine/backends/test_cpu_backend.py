@@ -18,7 +18,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
 from testbed.tiny_model import save_model
 from tests.support.batches import Sequences
-from tests.support.cpu_model import SHELF, CpuDriver, KernelUse, cpu_backend, needs_kernels
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
 torch.set_num_threads(1)
@@ -46,12 +46,9 @@ EACH_MODEL_AND_KV = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def folders(own_cache, tmp_path_factory):
-    """The folder of each model, all of whose kernels are compiled together."""
     found = {name: save_model(tmp_path_factory.mktemp("model") / name, **shape) for name, shape in MODELS.items()}
     for folder in found.values():
         perturb_vectors(folder)
-    models = [(prepare(ModelFlags(model=str(found[name]), dtype=dtype)), kv) for name, dtype, kv in MODELS_AND_KV]
-    SHELF.expect(KernelUse(prepared, kv=kv, checked=checked) for prepared, kv in models for checked in (False, True))
     return found
 
 

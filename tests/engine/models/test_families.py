@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from tests.support.cpu_model import ISA, SHELF, CpuDriver, KernelUse, cpu_backend, needs_kernels
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
@@ -69,25 +69,8 @@ def flags_of(own_cache, tmp_path_factory):
     return functools.cache(lambda name: make_model(tmp_path_factory.mktemp("model"), FAMILIES[name])[1])
 
 
-@pytest.fixture(scope="module")
-def kernels(request, flags_of):
-    """The kernels of all families that this run tests are compiled together."""
-    if ISA is None:
-        return
-    here = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
-    tested = {value for params in here for value in params.values()} & FAMILIES.keys()
-    uses = [KernelUse(prepare(flags_of(name)), block, checked=block == 32) for name in tested for block in (16, 32)]
-    uses += [KernelUse(prepare(flags_of(name)), kv=kv) for name, kv, _ in KV_IN_8_BITS if name in tested]
-    rounded = (dataclasses.replace(flags_of(name), dtype="bfloat16") for name in tested.intersection(IN_BFLOAT16))
-    SHELF.expect([*uses, *(KernelUse(prepare(flags)) for flags in rounded)])
-
-
 @pytest.fixture(params=FAMILIES, scope="module")
-def on_torch(request, flags_of, kernels):
+def on_torch(request, flags_of):
     flags = flags_of(request.param)
     return FamilyCase(prepare(flags), AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval())
 
@@ -207,7 +190,7 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
 
 @pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpu", marks=needs_kernels)])
 @pytest.mark.parametrize("name", IN_BFLOAT16)
-def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(kernels, tmp_path, name, runs_on):
+def test_bfloat16_is_as_close_to_fp32_as_transformers_bfloat16(own_cache, tmp_path, name, runs_on):
     """Errors are summed over several models if a rounding can choose another expert, which is a matter of luck."""
     text, ours, theirs = tokens_of(PROMPT_TOKENS, 2), 0.0, 0.0
     for seed in range(4 if "num_experts_per_tok" in FAMILIES[name] else 1):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity

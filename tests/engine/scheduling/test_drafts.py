@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.lookup_drafters import NGramDrafter
-from pillion.engine.scheduling.sequence import Holding, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from tests.support.drafts import guessing

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.forks import copy_partial_block
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Holding, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec, SequenceState
 from tests.support.fake_backend import greedy
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
 

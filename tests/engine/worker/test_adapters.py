@@ -8,11 +8,11 @@ import json
 import os
 import pathlib
 import shutil
-import sys
-import threading
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,8 +21,7 @@ from pillion.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.config import KVNodeFlags
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.worker import adapter_loader
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import call_unary
 from pillion.kvstore.node.kv_node import start_kvnode
@@ -206,27 +205,51 @@ async def test_loading_holds_up_nobody_and_a_stream_may_leave_meanwhile(cache: p
         await here.quiet()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
-async def test_an_adapter_is_packed_on_a_thread_that_gives_way_to_steps(
-    cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_adapters_are_packed_by_one_process_that_gives_way_to_steps(cache: pathlib.Path) -> None:
     digests = [store(cache, number) for number in range(2)]
-    packers: list[tuple[int, int]] = []
     async with line() as here:
         backend = here.workers.decode_backend
-        pack = backend.pack_adapter
-
-        def watched(weights: AdapterWeights) -> PackedAdapter:
-            packers.append((threading.get_ident(), os.getpriority(os.PRIO_PROCESS, 0)))
-            return pack(weights)
-
-        monkeypatch.setattr(backend, "pack_adapter", watched)
         for key, digest in enumerate(digests):
             await check(await here.ask(key, digest), digest)
+        assert len(set(backend.packers)) == 1
+        pid, niceness = backend.packers[0]
+        assert pid != os.getpid()
+        assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
         await here.quiet()
-    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
-    assert [niceness for _, niceness in packers] == [nice, nice]
-    assert packers[0] == packers[1], "two threads"
+    # The process is gone when its worker is closed.
+    assert not psutil.pid_exists(pid)
+
+
+async def test_a_killed_packing_process_costs_its_adapter_an_error_and_is_started_again(cache: pathlib.Path) -> None:
+    first, second, third = (store(cache, number) for number in range(3))
+    async with line() as here:
+        backend = here.workers.decode_backend
+        await check(await here.ask(1, first), first)
+        os.kill(backend.packers[0][0], signal.SIGSTOP)
+        waiting, plain = await here.ask(2, second), await here.ask(3, "")
+        await check(plain, "")
+        os.kill(backend.packers[0][0], signal.SIGKILL)
+        code, retryable, message = await failure(waiting)
+        assert (code, retryable) == (Unavailable.code, True)
+        assert "process" in message
+        await check(await here.ask(4, third), third)
+        assert backend.packers[0] != backend.packers[1]
+        await here.quiet()
+
+
+async def test_a_packing_that_takes_too_long_is_an_error_by_name(cache: pathlib.Path) -> None:
+    first, second = (store(cache, number) for number in range(2))
+    async with line() as here:
+        backend = here.workers.decode_backend
+        await check(await here.ask(1, first), first)
+        os.kill(backend.packers[0][0], signal.SIGSTOP)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter_loader, "PACK_TIMEOUT_S", 0.0)
+            code, retryable, message = await failure(await here.ask(2, second))
+        assert (code, retryable) == (Unavailable.code, True)
+        assert second[:12] in message
+        await check(await here.ask(3, second), second)
+        await here.quiet()
 
 
 async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:

@@ -65,10 +65,10 @@ def own(board, first, until_ns):
     board._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
 
 
-def threads_of_runs(kernels, pool, runs=40):
+def threads_of_runs(kernels, pool, runs=40, turns=20_000):
     """The scratch of each call of a run: as many as threads took part, at least."""
     out, where = np.zeros(pool.threads, np.int64), np.zeros(pool.threads, np.int64)
-    table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=20_000)
+    table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=turns)
     seen = set()
     for _ in range(runs):
         pool.run(table.program, step_with())
@@ -116,6 +116,44 @@ def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, board, 
     thread.join()
     assert (busy, after) in ((1, 1), (2, 1)), "the entry that had begun is all that a borrower may still work on"
     wait_for("the borrower to come back", lambda: len(threads_of_runs(kernels, borrower)) == 2)
+
+
+def tasks():
+    return {int(task) for task in os.listdir("/proc/self/task")}
+
+
+def sleeps_of(task):
+    """How often a thread of this process has gone to sleep."""
+    with open(f"/proc/self/task/{task}/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt_switches"))
+
+
+def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
+    """However many cores the owner has. Once it is idle, all of them take part."""
+    board, before = CoreBoard.create([0, 1, 1, 1]), tasks()
+    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    first, *others = sorted(tasks() - before)
+    owner, rounds = ThreadPool(kernels, 3, (), CoreShare(board, 1)), 200
+
+    def all_take_part():
+        return len(threads_of_runs(kernels, pool, turns=200_000)) == 4
+
+    wait_for("all cores of an idle owner to be borrowed", all_take_part)
+    table, _rows, _ = chain(kernels)
+    slept = [sum(map(sleeps_of, some)) for some in ([first], others)]
+    for _ in range(rounds):
+        # The end of its run wakes who waits for its cores; then it goes on at once.
+        owner.run(table.program, step_with())
+        own(board, 1, FOREVER_NS)
+        threads_of_runs(kernels, pool, 1)
+    found = [sum(map(sleeps_of, some)) - start for some, start in zip(([first], others), slept, strict=True)]
+    assert found[0] > rounds / 2 > found[1], found
+    own(board, 1, 0)
+    wait_for("all of them to take part again", all_take_part)
+    for each in (pool, owner):
+        each.close()
+    assert held(board)[1] == []
+    board.close()
 
 
 def test_one_borrower_has_a_core_at_a_time(kernels):

@@ -15,6 +15,7 @@ import pytest
 
 from pillion.kernels.cpu.language.isa import BY_NAME, TABLE, host_features
 from pillion.kernels.cpu.language.module import SIGNATURE
+from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.runtime import code_cache, compiler
 from pillion.kernels.cpu.runtime.code_cache import CodeCache, key_of
 from pillion.kernels.cpu.runtime.compiler import assembly, compile_kernels, object_code, target_of
@@ -22,6 +23,7 @@ from tests.support.processes import started
 from tests.support.small_kernels import Halve, Scale, WhoAmI
 
 SPECS = [Scale(), Halve()]
+GEMM = Gemm("fp32", "fp32", "store")
 HERE = [isa for isa in TABLE if set(isa.needs) <= host_features()]
 KERNEL = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(SIGNATURE.args))
 by_name = pytest.mark.parametrize("isa", HERE, ids=lambda isa: isa.name)
@@ -99,18 +101,39 @@ def test_the_second_time_writes_no_ir(tmp_path, isa, monkeypatch):
         f"CPU kernels for {isa.name} compiled",
         f"CPU kernels for {isa.name} from the cache",
     ]
-    assert len(files(folder)) == 1
+    assert len(files(folder)) == len(SPECS) + 1  # And the thread pool.
+
+
+def test_kernels_are_kept_one_by_one(tmp_path, isa):
+    """Another program compiles what is new in it, and subroutines once for both modes."""
+    compiled(tmp_path, isa)
+    before, lines = set(files(tmp_path)), []
+    assert not compiled(tmp_path, isa, [Halve(), WhoAmI()], progress=lines.append).from_cache
+    assert lines[0] == f"compiling CPU kernels for {isa.name} (1)"
+    assert len(files(tmp_path)) == len(before) + 1
+    assert compiled(tmp_path, isa, [WhoAmI(), Halve(), Scale()]).from_cache
+    subroutines = {name for name in assembly([GEMM], isa) if name.startswith("gemm_tile")}
+    known = set(files(tmp_path))
+    compiled(tmp_path, isa, [Halve(), GEMM])
+    fast = set(files(tmp_path)) - known
+    assert len(fast) == len(subroutines) + 1
+    # One subroutine was removed: the kernel that calls it is written again, and no other subroutine.
+    oldest = min(fast, key=lambda file: file.stat().st_size)
+    oldest.unlink()
+    assert not compiled(tmp_path, isa, [Halve(), GEMM]).from_cache
+    assert set(files(tmp_path)) == known | fast
+    compiled(tmp_path, isa, [Halve(), GEMM], checked=True)
+    assert len(set(files(tmp_path)) - known - fast) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "edited", "empty", "header", "renamed"])
 def test_damaged_code_is_compiled_again(tmp_path, isa, damage, caplog):
     compiled(tmp_path, isa)
-    (file,) = files(tmp_path)
+    kept = files(tmp_path)
+    file, other, *_ = kept
     good = file.read_bytes()
-    if damage == "renamed":  # The code of other kernels, whole, under this name.
-        compile_kernels([WhoAmI()], isa, cache_folder=tmp_path)
-        (other,) = set(files(tmp_path)) - {file}
-        other.replace(file)
+    if damage == "renamed":  # The code of another kernel, whole, under this name.
+        file.write_bytes(other.read_bytes())
     else:
         middle = len(good) // 2
         edited = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
@@ -119,14 +142,15 @@ def test_damaged_code_is_compiled_again(tmp_path, isa, damage, caplog):
     with caplog.at_level(logging.WARNING):
         assert not compiled(tmp_path, isa).from_cache
     assert "damaged" in caplog.text
-    assert files(tmp_path) == [file]
+    assert files(tmp_path) == kept
+    assert file.read_bytes() == good
     assert compiled(tmp_path, isa).from_cache
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_code_that_others_may_write_is_not_run(tmp_path, isa, caplog, mode):
     compiled(tmp_path, isa)
-    (file,) = files(tmp_path)
+    file = files(tmp_path)[0]
     file.chmod(mode)
     assert not compiled(tmp_path, isa).from_cache
     assert "could have been written by others" in caplog.text
@@ -145,7 +169,8 @@ def test_another_mode_other_kernels_and_other_processors_are_other_code(tmp_path
     ):
         monkeypatch.setattr(compiler, "target_of", lambda isa, other=other: other)
         assert not compiled(tmp_path, isa).from_cache
-    assert len(files(tmp_path)) == 6
+    # Once the two kernels in checked mode, once a further one, and three times both with another thread pool.
+    assert len(files(tmp_path)) == 3 + 2 + 1 + 3 * 3
     monkeypatch.undo()
     assert compiled(tmp_path, isa).from_cache
 
@@ -173,7 +198,7 @@ def test_other_sources_are_other_code(tmp_path, monkeypatch):
     imported_anew()
     (package / "a.py").unlink()
     imported_anew()
-    CodeCache(tmp_path / "kept").write("key", b"code")
+    CodeCache(tmp_path / "kept").write({"key": b"code"})
     assert not (tmp_path / "kept").exists()
     seen += [key_of("nam", "es"), key_of("name", "s"), key_of("names", "")]
     assert len(set(seen)) == len(seen)
@@ -189,24 +214,23 @@ def test_the_oldest_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(code_cache, "MAX_ENTRIES", 3)
     cache = CodeCache(tmp_path)
     for age, key in enumerate("abc"):
-        cache.write(key, key.encode())
+        cache.write({key: key.encode()})
         os.utime(tmp_path / f"{key}.kernels", (1000 + age, 1000 + age))
     assert cache.read("a") == b"a"  # So b is now the one that was not used for longest.
-    cache.write("d", b"d")
+    cache.write({"d": b"d"})
     assert [cache.read(key) for key in "abcd"] == [b"a", None, b"c", b"d"]
     monkeypatch.setattr(code_cache, "MAX_CACHE_BYTES", 200)
-    cache.write("e", bytes(100))
+    cache.write({"e": bytes(100)})
     assert [cache.read(key) is not None for key in "abcde"] == [False, False, False, False, True]
 
 
 def test_code_beyond_the_bound_is_not_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(code_cache, "MAX_ENTRY_BYTES", 8)
     cache = CodeCache(tmp_path)
-    cache.write("a", bytes(9))
-    cache.write("b", bytes(8))
+    cache.write({"a": bytes(9), "b": bytes(8)})
     assert cache.read("a") is None
     assert cache.read("b") == bytes(8)
-    assert "are not kept" in caplog.text
+    assert "is not kept" in caplog.text
 
 
 CHILD = """
@@ -232,5 +256,5 @@ def test_of_several_processes_one_compiles(tmp_path, isa):
             child.stdin.flush()
         found = [child.communicate(timeout=200)[0] == "True\n" for child in children]
     assert sorted(found) == [False, True, True]
-    assert len(files(tmp_path)) == 1
+    assert len(files(tmp_path)) == len(SPECS) + 1
     assert compiled(tmp_path, isa).from_cache

@@ -11,15 +11,9 @@ import torch
 from pillion.engine.backends.cpu.cpu_adapters import AdapterRows
 from pillion.kernels.cpu.language.isa import TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
-from pillion.kernels.cpu.products.low_rank import (
-    PLACE,
-    RANK_MULTIPLE,
-    AdapterGemm,
-    Shrink,
-    pack_tiles,
-    run_rows,
-)
-from pillion.kernels.cpu.products.packing import TILE_COLUMNS, pack_gated, pack_linear
+from pillion.kernels.cpu.products.low_rank import PLACE, AdapterGemm, Shrink, run_rows
+from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
+from pillion.kernels.cpu.products.tiles import RANK_MULTIPLE, TILE_COLUMNS, pack_tiles
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences
@@ -77,11 +71,15 @@ class LayerCase:
         self.a.append(a.to(self.dtype).float())
         self.b.append(full)
         if rank:
-            parts = pack_tiles(a, self.rows), pack_tiles(b, self.rows), first
+            parts = self._tiles(a), self._tiles(b), first
             steps = wide // (2 if self.rows == "bf16" else 1)
             values = {"a": parts[0], "b": parts[1], "first_ranks": parts[2]}
             PLACE.fill(self.words[place], {**values, "a_tiles": len(a) // TILE_COLUMNS, "b_steps": steps})
             self.kept.append(parts)
+
+    def _tiles(self, matrix: torch.Tensor) -> Any:
+        rounded = matrix.to(self.dtype)
+        return pack_tiles(rounded.view(torch.int16 if self.rows == "bf16" else torch.int32).numpy())
 
     def inputs(self, rows: int) -> torch.Tensor:
         return normal(rows, DEPTH, seed=4).to(self.dtype)

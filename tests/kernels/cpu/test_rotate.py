@@ -104,7 +104,7 @@ def stale_pool(spec, slots):
     return (torch.arange(count) % 4_000_000 + 0x7FC00000).to(torch.int32).view(torch.float32).view(shape)
 
 
-def run(runner, spec, qkv, batch, pool, threads=3):
+def run(runner, spec, qkv, batch, pool, threads=3, squares=None):
     """Runs the kernel, which writes ``pool``; returns queries [T, heads, head_dim]."""
     rows, room = padded(qkv), len(qkv) + 3
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
@@ -118,10 +118,15 @@ def run(runner, spec, qkv, batch, pool, threads=3):
         "sin": sin,
         "q_norm": q_norm,
         "k_norm": k_norm,
+        "squares": squares,
         "qkv_stride": stride(rows),
         "head_stride": stride(queries),
         "slot_bytes": stride(pool),
         "layer_offset": LAYER * pool.stride(1) * pool.element_size(),
+        "value_offset": pool.stride(2) * pool.element_size(),
+        "squares_stride": 0 if squares is None else stride(squares),
+        "query_width": spec.heads * spec.head_dim,
+        "key_width": spec.kv_heads * spec.head_dim,
         "eps": EPS,
     }
     runner.run(spec, values, batch_step(batch, pool), threads)

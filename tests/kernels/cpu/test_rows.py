@@ -34,7 +34,7 @@ NORMS = [rows.NormRows(kind, bf16) for kind in KINDS for bf16 in (False, True)]
 NORMS += [rows.NormRows(kind, True, "samples", True) for kind in ("rms", "layer")]
 SPECS = [
     *NORMS,
-    *(rows.Embed(bf16) for bf16 in (False, True)),
+    *(rows.Embed(bf16, share) for bf16 in (False, True) for share in (False, True)),
     *(rows.NormAdd(rows_of) for rows_of in ("tokens", "samples")),
     rows.GatherRows(),
     *(rows.SoftCapScale(capped) for capped in (False, True)),
@@ -131,15 +131,26 @@ def test_norm_add(runner, rows_of, count, width, factor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (64, 8.0), (40, 12.0)])
-def test_embed(runner, dtype, width, scale):
+@pytest.mark.parametrize("share", [range(9), range(3, 8)])
+def test_embed(runner, dtype, width, scale, share):
+    """The whole table, or a rank's share of it: other tokens are zeros."""
     table = normal(9, width).to(dtype)
     ids = [8, 0, 3, 3, 7]
     hidden = padded(torch.full((5, width), 7.0), 1, 7.0)
-    values = {"table": table, "hidden": hidden, "width": width, "hidden_stride": stride(hidden), "scale": scale}
+    values = {
+        "table": table[share.start : share.stop],
+        "hidden": hidden,
+        "width": width,
+        "hidden_stride": stride(hidden),
+        "first": share.start,
+        "tokens": len(share),
+        "scale": scale,
+    }
     batch = Sequences(4, 16)
     step = batch_step(batch.step([(batch.add()[0], ids)]))
-    runner.run(rows.Embed(dtype == torch.bfloat16), values, step)
-    assert torch.equal(hidden[:5, :width], reference_embed(table, torch.tensor(ids), scale))
+    runner.run(rows.Embed(dtype == torch.bfloat16, share=len(share) < 9), values, step)
+    mine = torch.tensor([[token in share] for token in ids])
+    assert torch.equal(hidden[:5, :width], reference_embed(table, torch.tensor(ids), scale) * mine)
     assert (hidden[5:] == 7).all()
     assert (hidden[:5, width:] == 0).all()
 

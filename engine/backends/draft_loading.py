@@ -1,0 +1,117 @@
+"""Loads the draft model of a decode worker, and refuses one that cannot guess for its model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.backends.devices import resolve_device
+from pillion.engine.backends.draft_model import DraftModel, draft_blocks
+from pillion.engine.backends.loading import BackendFactory, LoadedModel
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.model_config import load_config
+from pillion.engine.scheduling.draft_chains import DraftShape
+from pillion.errors import ConfigError
+from pillion.speculative_config import SpeculativeConfig
+
+log = logging.getLogger("pillion.worker")
+
+# Longest block of the GPU kernels.
+GPU_BLOCK_TOKENS = 128
+
+
+def load_draft(
+    flags: WorkerFlags,
+    config: SpeculativeConfig,
+    main: LoadedModel,
+    threads: int,
+    most_tokens: int,
+    load: BackendFactory,
+) -> tuple[DraftShape, DraftModel]:
+    """Loads ``config.model`` with the flags of the worker of ``main``; the passes have at most ``most_tokens`` tokens.
+
+    Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
+    """
+    try:
+        return _load(flags, config, main, threads, most_tokens, load)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: draft model {config.model}: {error.message}") from None
+
+
+def _load(
+    flags: WorkerFlags,
+    config: SpeculativeConfig,
+    main: LoadedModel,
+    threads: int,
+    most_tokens: int,
+    load: BackendFactory,
+) -> tuple[DraftShape, DraftModel]:
+    flags = draft_flags(flags, config)
+    prepared = prepare(flags, log.info)
+    check_tokenizer(main.prepared.folder, prepared.folder)
+    longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
+    # Sizes alone: the layout's own version is the backend's.
+    layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+    most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
+    blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
+    flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
+    loaded = load(flags, threads)
+    log.info("draft model %s: %d tokens in a slot", prepared.name, flags.block_size)
+    backend = loaded.backend
+    shape = DraftShape(
+        namespace=loaded.namespace(),
+        block_size=flags.block_size,
+        vocab_size=backend.vocab_size,
+        max_model_len=longest,
+        num_speculative_tokens=config.num_speculative_tokens,
+        max_num_batched_tokens=most_tokens,
+        rope_shift=loaded.prepared.rope_shift,
+    )
+    return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+
+
+def draft_flags(flags: WorkerFlags, config: SpeculativeConfig) -> WorkerFlags:
+    """The flags by which a worker's draft model is loaded: its own, but for what names a model."""
+    return replace(
+        flags,
+        model=config.model,
+        revision=config.revision,
+        quantization=config.quantization,
+        quantization_group_size="auto",
+        served_model_name="",
+        max_model_len=0,
+        enable_lora=False,
+        tensor_parallel_size=1,
+    )
+
+
+def check_tokenizer(main: Path, draft: Path) -> None:
+    """Raises ConfigError unless the tokenizers of two folders have the same texts for the same ids."""
+    files = [folder / "tokenizer.json" for folder in (main, draft)]
+    texts = [path.read_bytes() for path in files]
+    if texts[0] == texts[1]:
+        return
+    first, second = (_texts_by_id(json.loads(text)) for text in texts)
+    differing = [number for number in first.keys() | second.keys() if first.get(number) != second.get(number)]
+    if differing:
+        least = min(differing)
+        raise ConfigError(
+            f"its tokenizer differs from the model's in {len(differing)} ids, the first of them {least}:"
+            f" {second.get(least)!r} here, {first.get(least)!r} in the model"
+        )
+
+
+def _texts_by_id(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """The text of each id of a tokenizer.json, whichever kind of model it describes."""
+    vocabulary = tokenizer["model"].get("vocab", {})
+    if isinstance(vocabulary, Mapping):
+        found = {number: text for text, number in vocabulary.items()}
+    else:
+        found = {number: text for number, (text, _) in enumerate(vocabulary)}
+    return found | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}

@@ -1,0 +1,159 @@
+"""A draft model over the pool of the model that it guesses for: its place in the slots, and its passes.
+
+A slot has the bytes of the main model's block, and holds one block of the draft model, of as many tokens as fit. To the
+draft model's backend the pool is one of its own blocks, side by side; slot s holds the first of them that begins in it:
+
+    main    |      slot s       |     slot s + 1    |     ...         slots of main_bytes
+    draft   |  block j  |  ...  |  ...  |  ...  |  ...                blocks of draft_bytes, j = ceil(s * main / draft)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from math import gcd
+
+import numpy as np
+
+from pillion.engine.backends.backend import Backend, BackendLost, DevicePool, KVLayout
+from pillion.engine.backends.batch import Int32, StepBatch
+from pillion.engine.backends.batching import build_rows
+from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.scheduling.draft_chains import NO_GUESSES, DraftPlan
+from pillion.errors import ConfigError
+
+log = logging.getLogger("pillion.worker")
+
+PASS_WEIGHT = 0.1
+
+
+def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
+    """How many blocks of ``draft`` make up the one that lies in a slot of ``main``: as many as fit into every slot.
+
+    ``draft`` has the block size of ``main``. ``most_tokens``: the kernels' longest block, where they have one; then the
+    block's tokens are a power of two. Raises ConfigError where not even one fits.
+    """
+    slot, unit = main.block_bytes, draft.block_bytes
+    for blocks in range(slot // unit, 0, -1):
+        tokens = blocks * draft.block_size
+        if most_tokens and (tokens > most_tokens or tokens & (tokens - 1)):
+            continue
+        # A block begins up to this far behind the beginning of its slot.
+        if 2 * blocks * unit - gcd(slot, blocks * unit) <= slot:
+            return blocks
+    raise ConfigError(
+        f"the draft model's KV has {unit // draft.block_size} bytes a token, the model's {slot // main.block_size}: it"
+        " does not fit into the model's blocks; choose a draft model with fewer layers or KV heads"
+    )
+
+
+class DraftModel:
+    """A draft model's backend and its passes, on the step thread.
+
+    Args:
+        backend: bound to no pool yet. Its blocks are those of :func:`draft_blocks`.
+        slot_bytes: of the main model.
+        vocab_size: of the main model; other ids are no guesses.
+    """
+
+    def __init__(self, backend: Backend, slot_bytes: int, vocab_size: int) -> None:
+        self.backend = backend
+        self._slot_bytes = slot_bytes
+        self._vocab_size = vocab_size
+        self.took_s = 0.0
+        # Seconds of a pass of one token each, by the number of sequences' bits; each new one counts for PASS_WEIGHT.
+        self._pass_s: dict[int, float] = {}
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Uses the main model's pool."""
+        self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
+
+    def run(self, plan: DraftPlan) -> list[Int32] | None:
+        """Runs a plan's passes; returns each piece's guesses, the likeliest token each time. None where a pass has
+        failed; the log says why."""
+        began_s = time.perf_counter()
+        try:
+            return self._run(plan)
+        except BackendLost:
+            raise
+        except Exception:
+            log.exception("a draft of %d sequences failed", len(plan.pieces))
+            return None
+        finally:
+            self.took_s = time.perf_counter() - began_s
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """Seconds of a pass of one token for each of so many sequences; 0.0 before any was seen."""
+        bits = sequences.bit_length()
+        return self._pass_s.get(bits) or max(self._pass_s.values(), default=0.0)
+
+    def _run(self, plan: DraftPlan) -> list[Int32]:
+        pieces = plan.pieces
+        batch = self._first_pass(plan)
+        guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
+        batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
+        tokens, seqs = self._pass(batch), guessing
+        guesses: list[list[int]] = [[] for _ in pieces]
+        while guessing:
+            kept = []
+            for at, (place, token) in enumerate(zip(guessing, tokens, strict=True)):
+                if 0 <= token < self._vocab_size:
+                    guesses[place].append(token)
+                    if len(guesses[place]) < pieces[place].guesses:
+                        kept.append(at)
+            guessing, seqs = [guessing[at] for at in kept], [seqs[at] for at in kept]
+            if guessing:
+                began_s = time.perf_counter()
+                batch = _next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
+                tokens, seqs = self._pass(batch), [*range(len(kept))]
+                self._learn(len(kept), time.perf_counter() - began_s)
+        return [np.array(found, dtype=np.int32) if found else NO_GUESSES for found in guesses]
+
+    def _first_pass(self, plan: DraftPlan) -> StepBatch:
+        """The known tokens of all pieces. The tables reach as far as the guesses will."""
+        pieces, layout = plan.pieces, self.backend.layout
+        chains = [piece.chain for piece in pieces]
+        starts, counts = [piece.start for piece in pieces], [piece.count for piece in pieces]
+        batch = build_rows(chains, starts, counts, [chain.rope_shift for chain in chains], layout.block_size)
+        tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
+        for row, chain in zip(tables, chains, strict=True):
+            row[: chain.num_blocks] = chain.table()
+        places = -(-tables * self._slot_bytes // layout.block_bytes)
+        return replace(batch, block_tables=places.astype(np.int32))
+
+    def _learn(self, sequences: int, seconds: float) -> None:
+        bits = sequences.bit_length()
+        known_s = self._pass_s.get(bits, seconds)
+        self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
+
+    def _pass(self, batch: StepBatch) -> tuple[int, ...]:
+        count = len(batch.sample_rows)
+        zeros = np.zeros(count, dtype=np.int64)
+        rows = SamplingRows(
+            temperature=np.zeros(count, dtype=np.float32),
+            top_k=zeros,
+            top_p=np.ones(count, dtype=np.float32),
+            min_p=np.zeros(count, dtype=np.float32),
+            seeds=zeros.astype(np.uint64),
+            positions=zeros,
+            logprobs=zeros - 1,
+        )
+        return self.backend.launch(batch, (), rows).wait().token_ids
+
+
+def _next_pass(batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
+    """One token more behind each of the ``kept`` sampled rows of ``batch``, which belong to its sequences ``seqs``."""
+    rows, count = batch.sample_rows[kept], len(tokens)
+    positions = batch.positions[rows] + np.int32(1)
+    places = np.arange(count + 1, dtype=np.int32)
+    return StepBatch(
+        token_ids=np.array(tokens, dtype=np.int32),
+        positions=positions,
+        query_starts=places,
+        context_lens=positions + np.int32(1),
+        block_tables=batch.block_tables[seqs],
+        sample_rows=places[:count],
+        rope_rows=None if batch.rope_rows is None else batch.rope_rows[rows] + np.int32(1),
+    )

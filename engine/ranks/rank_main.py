@@ -1,0 +1,159 @@
+"""The process of one rank above 0: it does what rank 0 says, message by message, until the connection ends.
+
+    started, tied to its parent --> LOAD --> POOL --> STEP, STEP, ... --> rank 0 closes, or is gone --> it ends
+
+It has no scheduler, no place in the registry and no way to a client. Signals for the whole process group (Ctrl-C, a
+service manager's SIGTERM) are rank 0's to answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pillion.cores import give_way
+from pillion.engine.backends.backend import BackendLost, PackedAdapter
+from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.loading import load_share
+from pillion.engine.ranks.rank_adapters import read_adapter_file
+from pillion.engine.ranks.rank_messages import (
+    RankLink,
+    RankMessage,
+    close_all,
+    error_to_bytes,
+    step_from_bytes,
+)
+from pillion.engine.ranks.rank_processes import AbortableMemory
+from pillion.errors import ConfigError, Internal
+from pillion.kvstore.client.attachment import Attachment
+from pillion.observability.log_format import set_up_logging
+from pillion.supervisor.lifeline import tie_to_parent
+
+log = logging.getLogger("pillion.worker")
+
+
+# Loads a share of the model by the JSON of LOAD and the descriptor of the ranks' memory; returns that memory, too.
+# Raises ConfigError.
+LoadShare = Callable[[dict[str, Any], int], tuple[HostBackend, AbortableMemory]]
+
+
+class Rank:
+    """A rank's side of both connections. ``load`` makes its share."""
+
+    def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
+        self._steps, self._packing, self._load = steps, packing, load
+        self._loaded: tuple[HostBackend, AbortableMemory] | None = None
+        # Keeps the mapping and the duplicate of the connection to the node.
+        self._attachment: Attachment | None = None
+        self._packed: dict[int, PackedAdapter] = {}
+        self._answers: dict[RankMessage, Callable[[bytearray, list[int]], bytes]] = {
+            RankMessage.LOAD: self._on_load,
+            RankMessage.POOL: self._on_pool,
+            RankMessage.ADAPTERS: self._on_adapters,
+            RankMessage.WARM_UP: self._on_warm_up,
+            RankMessage.STEP: self._on_step,
+            RankMessage.PLACE: self._on_place,
+            RankMessage.PACK: self._on_pack,
+        }
+
+    def run(self) -> None:
+        """Returns when rank 0 has ended the connection."""
+        threading.Thread(target=self._pack_adapters, name="pillion-adapter", daemon=True).start()
+        self._serve(self._steps)
+
+    def _serve(self, link: RankLink) -> None:
+        while True:
+            try:
+                kind, payload, descriptors = link.receive()
+                link.send(*self._answer(kind, payload, descriptors))
+            except ConnectionError:
+                return
+
+    def _pack_adapters(self) -> None:
+        # Adapters are packed beside steps, which need the cores.
+        give_way()
+        self._serve(self._packing)
+
+    def _answer(self, kind: RankMessage, payload: bytearray, descriptors: list[int]) -> tuple[RankMessage, bytes]:
+        try:
+            return RankMessage.OK, self._answers[kind](payload, descriptors)
+        except ConfigError as error:
+            return RankMessage.REFUSED, error_to_bytes(error)
+        except BackendLost as error:
+            return RankMessage.FAILED, error_to_bytes(error)
+        except Exception as error:
+            log.exception("this rank failed")
+            if kind is not RankMessage.PACK and self._loaded is not None:
+                # The others wait for this rank in the step, and would for ever.
+                self._loaded[1].abort()
+            return RankMessage.FAILED, error_to_bytes(error)
+        finally:
+            close_all(descriptors)
+
+    @property
+    def _backend(self) -> HostBackend:
+        if self._loaded is None:
+            raise Internal("a rank has to load before all else")
+        return self._loaded[0]
+
+    def _on_load(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        about = json.loads(payload)
+        set_up_logging(about["log_level"], about["log_format"], about["name"])
+        self._loaded = self._load(about, descriptors[0])
+        return b""
+
+    def _on_pool(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        backend = self._backend
+        self._attachment = joined = Attachment.joined(bytes(payload), descriptors, backend.layout.block_bytes)
+        backend.bind_pool(joined.device_memory or joined.memory, joined.num_slots)
+        return b""
+
+    def _on_adapters(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        self._backend.bind_adapters(**json.loads(payload))
+        return b""
+
+    def _on_warm_up(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        self._backend.warm_up(**json.loads(payload))
+        return b""
+
+    def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        self._backend.forward(step_from_bytes(payload))
+        return b""
+
+    def _on_place(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        about = json.loads(payload)
+        self._backend.place_adapter(about["place"], self._packed[about["number"]])
+        return b""
+
+    def _on_pack(self, payload: bytearray, descriptors: list[int]) -> bytes:
+        about = json.loads(payload)
+        for number in about["dropped"]:
+            self._packed.pop(number, None)
+        packed = self._backend.pack_adapter(read_adapter_file(about, descriptors[0]))
+        self._packed[about["number"]] = packed
+        return str(packed.nbytes).encode()
+
+
+def run_rank(arguments: list[str], load: LoadShare) -> None:
+    """Runs a rank to its end, and the process with it. ``arguments``: a name for people, rank 0's process id, and the
+    descriptors of both connections."""
+    _, parent, *descriptors = arguments
+    tie_to_parent(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    steps, packing = (RankLink(socket.socket(fileno=int(descriptor))) for descriptor in descriptors)
+    Rank(steps, packing, load).run()
+    logging.shutdown()
+    # A step's threads, and what an adapter's thread does, are of no use any more: the memory goes at once.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1:], load_share)

@@ -1,0 +1,185 @@
+"""The messages between the processes of a worker: a kind, some bytes, and sometimes descriptors of open files.
+
+    rank 0                                          rank r
+      | -- LOAD, JSON + the ranks' memory --------> |  loads its share of the model
+      | -- POOL, the node's answer + its memory --> |  maps the pool; the connection to the node comes along
+      | -- ADAPTERS, WARM_UP, JSON ---------------> |
+      | -- STEP, arrays --------------------------> |  runs its share of the forward pass
+      | -- PLACE, JSON ---------------------------> |
+      | <-- OK, REFUSED or FAILED, text ----------- |  answers each of them, in order
+      | ================= the end ================> |  ends
+
+PACK has a socket of its own, so that an adapter is packed beside steps. Nothing is pickled: rare messages are JSON, a
+step is a header and the raw arrays of its batch, and an adapter's matrices lie in a file in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pillion.engine.backends.batch import StepBatch
+from pillion.errors import Internal
+
+# A step of thousands of long sequences stays far below it.
+MAX_MESSAGE_BYTES = 256 * 2**20
+MAX_DESCRIPTORS = 2
+MAX_ERROR_BYTES = 4096
+# A wait is counted in slices, so that a process that was stopped meanwhile loses one slice of it and not the whole.
+SLICE_MS = 100
+_HEADER = struct.Struct("<II")
+# Tokens, sequences, columns of the block tables, sampled rows; then whether there are rotary rows, and adapters.
+_STEP = struct.Struct("<6I")
+
+T = TypeVar("T")
+
+
+class RankMessage(IntEnum):
+    """What a message is: rank 0's calls, then the answers."""
+
+    LOAD = 1
+    POOL = 2
+    ADAPTERS = 3
+    WARM_UP = 4
+    STEP = 5
+    PLACE = 6
+    PACK = 7
+    OK = 8
+    REFUSED = 9
+    FAILED = 10
+
+
+class RankSilent(Exception):  # noqa: N818  (a state, not a mistake)
+    """The other side took or sent nothing in time."""
+
+
+class RankLink:
+    """One end of a connection between rank 0 and another rank. One thread at a time uses it.
+
+    ``limit_ms`` is how long the other side may be silent while this one waits; None: for ever. After that time
+    RankSilent is raised, and ConnectionError when the other side is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._polls = {event: select.poll() for event in (select.POLLIN, select.POLLOUT)}
+        for event, poll in self._polls.items():
+            poll.register(sock, event)
+
+    def send(
+        self, kind: RankMessage, payload: bytes = b"", descriptors: Sequence[int] = (), *, limit_ms: int | None = None
+    ) -> None:
+        """Sends a message; the receiver gets descriptors of its own. Raises Internal for one that is too long."""
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise Internal(f"a message of {len(payload)} bytes to a rank; {MAX_MESSAGE_BYTES} are the most")
+        rest = memoryview(_HEADER.pack(kind, len(payload)) + payload)
+        if descriptors:
+            rest = rest[self._try(select.POLLOUT, limit_ms, socket.send_fds, self._sock, [rest], descriptors) :]
+        while rest:
+            rest = rest[self._try(select.POLLOUT, limit_ms, self._sock.send, rest) :]
+
+    def receive(self, limit_ms: int | None = None) -> tuple[RankMessage, bytearray, list[int]]:
+        """Returns the next message: its kind, its bytes, and its descriptors, which are the caller's to close."""
+        header, descriptors = b"", []
+        while len(header) < _HEADER.size:
+            missing = _HEADER.size - len(header)
+            data, came, _, _ = self._try(select.POLLIN, limit_ms, socket.recv_fds, self._sock, missing, MAX_DESCRIPTORS)
+            header += _some(data)
+            descriptors += came
+        kind, size = _HEADER.unpack(header)
+        if size > MAX_MESSAGE_BYTES:
+            raise Internal(f"a message of {size} bytes from a rank; {MAX_MESSAGE_BYTES} are the most")
+        payload = bytearray(size)
+        view = memoryview(payload)
+        while view:
+            view = view[_some(self._try(select.POLLIN, limit_ms, self._sock.recv_into, view)) :]
+        return RankMessage(kind), payload, descriptors
+
+    def close(self) -> None:
+        """Ends the connection, which the other side sees, and a thread that waits here. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _try(self, event: int, limit_ms: int | None, call: Callable[..., T], *arguments: Any) -> T:
+        """Returns what ``call`` returns once it would not block."""
+        left = -1 if limit_ms is None else max(1, limit_ms // SLICE_MS)
+        while True:
+            try:
+                return call(*arguments)
+            except BlockingIOError:
+                pass
+            while not self._polls[event].poll(None if left < 0 else SLICE_MS):
+                left -= 1
+                if not left:
+                    raise RankSilent
+
+
+def _some(received: T) -> T:
+    """Raises ConnectionError for what a connection's end returns."""
+    if not received:
+        raise ConnectionResetError("the connection has ended")
+    return received
+
+
+def step_to_bytes(batch: StepBatch) -> bytes:
+    """A batch as bytes: the header, then its arrays of int32 one behind the other."""
+    optional = [array for array in (batch.rope_rows, batch.adapters) if array is not None]
+    arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
+    counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows)
+    header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None)
+    every = (*arrays, batch.sample_rows, *optional)
+    return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in every)
+
+
+def step_from_bytes(payload: bytearray) -> StepBatch:
+    """The batch of :func:`step_to_bytes`; its arrays lie in ``payload``. Raises Internal for bytes that are none."""
+    if len(payload) < _STEP.size:
+        raise Internal(f"a step of {len(payload)} bytes")
+    tokens, seqs, width, samples, has_rope, has_adapters = _STEP.unpack_from(payload)
+    sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters]
+    if len(payload) != _STEP.size + 4 * sum(sizes):
+        raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
+    words = np.frombuffer(payload, np.int32, offset=_STEP.size)
+    parts = np.split(words, np.cumsum(sizes[:-1]))
+    return StepBatch(
+        token_ids=parts[0],
+        positions=parts[1],
+        query_starts=parts[2],
+        context_lens=parts[3],
+        block_tables=parts[4].reshape(seqs, width),
+        sample_rows=parts[5],
+        rope_rows=parts[6] if has_rope else None,
+        adapters=parts[7] if has_adapters else None,
+    )
+
+
+def json_to_bytes(**values: Any) -> bytes:
+    """The bytes of a rare message."""
+    return json.dumps(values).encode()
+
+
+def error_to_bytes(error: BaseException) -> bytes:
+    """An error's words, cut where they are long."""
+    return (str(error) or repr(error)).encode()[:MAX_ERROR_BYTES]
+
+
+def error_text(payload: bytearray) -> str:
+    """The words of :func:`error_to_bytes`."""
+    return payload.decode(errors="replace")
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Closes descriptors that came with a message."""
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""The other ranks of a worker, seen by rank 0: they are started, called together, watched and ended here.
+
+    started --LOAD--> loading --OK--> called together, step after step --close--> the sockets end, and so do the ranks
+                         |                          |
+                         '---- one died, failed, or is silent for too long ----> lost: the memory of the ranks says
+                                 ABORT, every wait for a rank ends with BackendLost, the worker's process ends
+
+Nobody goes on without a rank. A worker that lost one ends with all its ranks, and is started again by its supervisor.
+
+Why no rank outlives the worker: a thread for each rank starts its process and waits for its end, so the system kills
+the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the process
+group of all. Why no rank writes to a pool whose slots were given to others (I4): each has a duplicate of the worker's
+connection to its KV node, and the node sees the connection's end when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, error_text, json_to_bytes
+from pillion.errors import ConfigError, Internal
+
+log = logging.getLogger("pillion.worker")
+
+MODULE = "pillion.engine.ranks.rank_main"
+# Longest silence of a rank that rank 0 waits for: in a step, and while it loads, compiles or packs.
+STEP_SILENCE_MS = 20_000
+LOAD_SILENCE_MS = 600_000
+# Time in which a rank has to end by itself, and to be gone when it was killed.
+END_TIMEOUT_S = 2.0
+KILL_TIMEOUT_S = 5.0
+
+
+class AbortableMemory(Protocol):
+    """What this module needs of the memory in which ranks meet (:mod:`pillion.engine.ranks.rank_memory`)."""
+
+    def abort(self) -> None:
+        """Ends every wait for another rank, from any thread and for good."""
+
+
+class RankProcess:
+    """One rank's process and the two connections to it. Its thread starts the process and waits for its end."""
+
+    def __init__(self, rank: int, label: str, ended: Callable[[int, int], None]) -> None:
+        """Starts the process. ``label`` names it for those who look at the machine's processes; ``ended`` is called
+        with the rank and the exit status, on a thread of its own. Raises ConfigError where it cannot be started."""
+        self.rank, self.label = rank, label
+        self._ended = ended
+        (steps, theirs), (packing, their_packing) = (socket.socketpair() for _ in range(2))
+        self.link, self.packing = RankLink(steps), RankLink(packing)
+        passed = theirs.fileno(), their_packing.fileno()
+        command = [sys.executable, "-m", MODULE, label, str(os.getpid()), *map(str, passed)]
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self.thread = threading.Thread(target=self._tend, args=(command, passed, started), name=f"pillion-rank-{rank}")
+        self.thread.daemon = True
+        self.thread.start()
+        try:
+            self._process = started.result()
+        except OSError as error:
+            self.end()
+            raise ConfigError(f"rank {rank} cannot be started: {error}") from None
+        finally:
+            theirs.close()
+            their_packing.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self.thread.is_alive()
+
+    def end(self) -> None:
+        """Ends both connections, at which the process ends."""
+        self.link.close()
+        self.packing.close()
+
+    def kill(self) -> None:
+        """Sends SIGKILL, which ends a stopped process, too."""
+        if self.alive:
+            self._process.kill()
+
+    def _tend(self, command: Sequence[str], passed: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._ended(self.rank, process.wait())
+
+
+class RankProcesses:
+    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, any thread the rest.
+
+    ``lost`` says why the ranks cannot go on; "" while they can.
+    """
+
+    def __init__(self, size: int, label: str, memory: AbortableMemory) -> None:
+        """Starts the processes. ``memory`` is aborted when a rank is lost. Raises ConfigError."""
+        self.size = size
+        self.lost = ""
+        # For how long rank 0 has waited for the others behind its own share of steps.
+        self.waited_s = 0.0
+        self._memory = memory
+        self._closing = False
+        self._lock = threading.Lock()
+        self._packing = threading.Lock()
+        self._on_lost: Callable[[str], object] = lambda reason: None
+        self._ranks: list[RankProcess] = []
+        try:
+            for rank in range(1, size):
+                self._ranks.append(RankProcess(rank, f"{label}/rank-{rank}", self._ended))
+        except BaseException:
+            self.close()
+            raise
+
+    def watch(self, on_lost: Callable[[str], object]) -> None:
+        """``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is already."""
+        with self._lock:
+            self._on_lost = on_lost
+        if self.lost:
+            on_lost(self.lost)
+
+    @contextmanager
+    def together(
+        self,
+        kind: RankMessage,
+        *payloads: bytes,
+        descriptors: Sequence[int] = (),
+        limit_ms: int | None = None,
+    ) -> Iterator[None]:
+        """All ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all or
+        one for each.
+
+        After an error the ranks are lost, since they no longer agree on where they are. Raises BackendLost, and
+        ConfigError where a rank refuses what is asked. ``limit_ms``: the longest silence; None: STEP_SILENCE_MS.
+        """
+        limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
+        with self._losing_none():
+            for rank in self._ranks:
+                payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
+                rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+            yield
+            began_s = time.monotonic()
+            self._take_answers(limit_ms)
+            self.waited_s += time.monotonic() - began_s
+
+    @contextmanager
+    def loading(self, order: dict[str, Any], memory_fd: int) -> Iterator[None]:
+        """The other ranks load their shares, by ``order`` and the memory of the ranks, while this one loads its own in
+        the body of the ``with``. Raises ConfigError."""
+        orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
+        with self.together(RankMessage.LOAD, *orders, descriptors=[memory_fd], limit_ms=LOAD_SILENCE_MS):
+            yield
+
+    def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
+        """The other ranks map the pool, by what this one's attachment has handed over."""
+        with self.together(RankMessage.POOL, line, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
+            pass
+
+    def pack(self, payload: bytes, descriptor: int) -> int:
+        """Has all ranks pack an adapter, beside steps; returns how many bytes theirs take. Raises Internal where one of
+        them fails; that alone loses none."""
+        with self._packing:
+            try:
+                for rank in self._ranks:
+                    rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=LOAD_SILENCE_MS)
+                answers = [rank.packing.receive(LOAD_SILENCE_MS) for rank in self._ranks]
+            except (RankSilent, ConnectionError) as error:
+                self._lose(f"a rank does not answer while it packs an adapter: {error!r}")
+                raise Internal(f"{self.lost}; this worker ends") from None
+        for kind, text, _ in answers:
+            if kind is not RankMessage.OK:
+                raise Internal(f"a rank could not pack an adapter: {error_text(text)}")
+        return sum(int(text) for _, text, _ in answers)
+
+    def close(self) -> None:
+        """Ends all ranks, at once if one was lost; returns when their processes are gone. Idempotent."""
+        with self._lock:
+            self._closing = True
+        for rank in self._ranks:
+            rank.end()
+        give_up_s = time.monotonic() + (0.0 if self.lost else END_TIMEOUT_S)
+        for rank in self._ranks:
+            rank.thread.join(max(0.0, give_up_s - time.monotonic()))
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.thread.join(KILL_TIMEOUT_S)
+            if rank.alive:
+                log.error("rank %d, process %d, does not end", rank.rank, rank.pid)
+
+    def pids(self) -> list[int]:
+        """The process ids, rank 1's first."""
+        return [rank.pid for rank in self._ranks]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all ranks live, or all are gone."""
+        alive = [rank.rank for rank in self._ranks if rank.alive]
+        if self._closing:
+            assert not alive, f"ranks {alive} outlive their worker"
+        elif not self.lost:
+            assert len(alive) == self.size - 1, f"only ranks {alive} of {self.size} live"
+
+    @contextmanager
+    def _losing_none(self) -> Iterator[None]:
+        """Any error inside loses the ranks. Raises it, or BackendLost where a rank is the reason."""
+        if self.lost:
+            raise BackendLost(self.lost)
+        try:
+            yield
+        except (RankSilent, ConnectionError) as error:
+            self._lose("a rank was silent for too long" if isinstance(error, RankSilent) else "a rank has ended")
+            raise BackendLost(self.lost) from None
+        except BaseException as error:
+            self._lose(f"the ranks are out of step: {error}")
+            raise
+
+    def _take_answers(self, limit_ms: int) -> None:
+        for rank in self._ranks:
+            kind, text, _ = rank.link.receive(limit_ms)
+            if kind is RankMessage.REFUSED:
+                raise ConfigError(error_text(text))
+            if kind is not RankMessage.OK:
+                raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+
+    def _ended(self, rank: int, status: int) -> None:
+        self._lose(f"rank {rank} ended with status {status}")
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.lost or self._closing:
+                return
+            self.lost, on_lost = reason, self._on_lost
+        self._memory.abort()
+        on_lost(reason)

@@ -1,0 +1,93 @@
+"""The backend of rank 0, where a worker is several processes: every call goes to all ranks, and to its own share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import deque
+
+import torch
+
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import DevicePool, PackedAdapter, check_place
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.ranks.rank_adapters import RankedAdapter, write_adapter
+from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, step_to_bytes
+from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
+
+
+class RankedBackend(HostBackend):
+    """A :class:`HostBackend` whose steps all ranks run together.
+
+    ``own`` is rank 0's share; it gives the logits, and ends a step when every rank has. Whole slots are copied here
+    alone, before the others begin. A rank that dies or hangs makes the call that waits for it raise BackendLost.
+    """
+
+    def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
+        """Owns both from now on."""
+        super().__init__(own.layout, own.vocab_size)
+        self.own, self.ranks = own, ranks
+        self._numbers = itertools.count(1)
+        # Numbers of adapters that nobody holds any more. Whoever drops one may be anywhere, so it only leaves a note.
+        self._dropped: deque[int] = deque()
+
+    @property
+    def max_adapters(self) -> int:
+        return self.own.max_adapters
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
+        self.own.bind_pool(memory, num_slots)
+        super().bind_pool(memory, num_slots)
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Makes empty places in all ranks."""
+        places = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
+        with self.ranks.together(RankMessage.ADAPTERS, places, limit_ms=LOAD_SILENCE_MS):
+            self.own.bind_adapters(max_adapters, max_rank)
+
+    def pack_adapter(self, weights: AdapterWeights) -> RankedAdapter:
+        """Has every rank pack its share. Raises ConfigError where the adapter does not fit."""
+        own, number = self.own.pack_adapter(weights), next(self._numbers)
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        shapes, descriptor = write_adapter(weights)
+        try:
+            others = self.ranks.pack(json_to_bytes(number=number, dropped=dropped, **shapes), descriptor)
+        except BaseException:
+            self._dropped.extend([number, *dropped])
+            raise
+        finally:
+            os.close(descriptor)
+        adapter = RankedAdapter(number, own, own.nbytes + others)
+        weakref.finalize(adapter, self._dropped.append, number)
+        return adapter
+
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
+        """Puts each rank's share of an adapter into a place."""
+        check_place(place, self.max_adapters)
+        assert isinstance(packed, RankedAdapter)
+        with self.ranks.together(RankMessage.PLACE, json_to_bytes(place=place, number=packed.number)):
+            self.own.place_adapter(place, packed.own)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """All ranks warm up together: their steps wait for each other."""
+        limit = json_to_bytes(max_tokens=max_tokens)
+        with self.ranks.together(RankMessage.WARM_UP, limit, limit_ms=LOAD_SILENCE_MS):
+            self.own.warm_up(max_tokens)
+
+    def close(self) -> None:
+        """Returns when the other ranks' processes are gone. Idempotent."""
+        self.ranks.close()
+        self.own.close()
+        super().close()
+
+    def check_integrity(self) -> None:
+        self.ranks.check_integrity()
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        # What no rank could run fails alone, and no rank hears of it.
+        self.own.check_step(pool, batch)
+        with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
+            return self.own.forward(batch)

@@ -1,0 +1,351 @@
+"""The KV of a draft model in the pool of the model that it guesses for: which slots it has, what it computes next.
+
+    ordered: a ticket that pins what the node has --answered--> open: catches up, guesses, commits
+        --its sequence leaves, or memory is short--> closed: slots are given back, and, once the node has answered the
+                                                     run under way, the ticket --> (gone, and maybe ordered anew)
+
+A draft model's blocks lie in slots like others, with as many tokens as fit, and are committed under a namespace of
+their own; so a prompt that was drafted for once is found again, also by other workers of the node. A sequence and its
+draft have a ticket and a :class:`BlockChain` each. The draft's is a convenience: nothing waits for it, and what is not
+there is computed again from the tokens (I1).
+
+Memory. The draft's slots come out of the worker's stock, beyond what decodes need. Where slots run short, drafts go
+before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
+
+Work. The passes of a plan run between two steps, so nothing of a draft is in flight when slots change hands. The first
+pass catches up with the tokens that came since; tokens of prompts are cut to what the step's budget leaves (I5). A
+guess stays as KV where it was right, and is overwritten where not. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pillion.engine.backends.batch import Int32
+from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_plan import DraftOrder
+from pillion.kvstore.hashing import request_root
+
+# After drafts had to give up slots, or got none, they ask for none for so long.
+PAUSE_S = 2.0
+NO_GUESSES: Int32 = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What a scheduler has to know of a draft model.
+
+    Attributes:
+        namespace: 32 bytes that its roots begin with (I2).
+        block_size: its tokens in a slot, a multiple of the main model's.
+        vocab_size: its ids; a text with others is not drafted for.
+        max_model_len: tokens of the longest text that it is run on.
+        num_speculative_tokens: most guesses for a sequence in a step.
+        max_num_batched_tokens: tokens of the longest pass.
+        rope_shift: where in its rotary tables a text of at most so many tokens begins.
+    """
+
+    namespace: bytes
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+    max_num_batched_tokens: int
+    rope_shift: Callable[[int], int] = lambda text_tokens: 0
+
+
+class DraftChain(BlockChain):
+    """The draft model's KV of one sequence, whose tokens it reads."""
+
+    def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
+        spec = sequence.spec
+        self.sequence = sequence
+        self.rope_shift = shape.rope_shift(spec.prompt_tokens + spec.max_tokens)
+        root = request_root(shape.namespace, cache_salt=spec.parent_hash.hex(), short_text=self.rope_shift > 0)
+        tokens = sequence.tokens(0, sequence.most_tokens)
+        super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
+        # Whether the node has answered with its ticket, and whether the chain is needed no longer.
+        self.opened = self.closed = False
+        # What stands behind the first ``num_computed`` tokens, and whose KV is there but for the last one's.
+        self.guesses: Int32 = NO_GUESSES
+
+    def settle(self) -> None:
+        """Keep the KV of guesses that the sequence has taken, and forget the others; the last token's is computed
+        anew, for its logits. Without a new token the guesses stay."""
+        start = self.num_computed
+        if self.sequence.num_tokens == start:
+            return
+        guesses = self.guesses[: max(0, min(len(self.guesses), self.sequence.num_tokens - start) - 1)]
+        right = guesses == self.tokens(start, start + len(guesses))
+        self.num_computed += len(guesses) if right.all() else int(right.argmin())
+        self.guesses = NO_GUESSES
+
+    def advance(self, end: int, guesses: Int32) -> None:
+        """The tokens before ``end`` are computed, and behind all of them the draft model expects ``guesses``."""
+        self.num_computed = end
+        self.guesses = guesses
+
+    def open(self, holding: Holding) -> None:
+        """The ticket is there."""
+        self.take_ticket(holding)
+        self.opened = True
+
+    def close(self) -> tuple[int, ...]:
+        """The sequence needs it no longer. Returns owned slots that are not in commit; they leave the table."""
+        self.closed = True
+        self.guesses = NO_GUESSES
+        return self.cut(self.num_sent)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPiece:
+    """Tokens ``start`` .. ``start + count`` of a chain, which one pass computes, and how many tokens are then guessed
+    behind them; 0 where the chain only catches up."""
+
+    chain: DraftChain
+    start: int
+    count: int
+    guesses: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """The draft model's work before a step: a pass over all pieces, and then one token of each piece a pass."""
+
+    pieces: tuple[DraftPiece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the first pass."""
+        return sum(piece.count for piece in self.pieces)
+
+
+class DraftPasses(Protocol):
+    """Runs the draft model, on the step thread."""
+
+    @property
+    def took_s(self) -> float:
+        """Seconds that the last run took."""
+
+    def run(self, plan: DraftPlan) -> list[Int32] | None:
+        """Each piece's guesses, as many as were asked for or fewer; None where the passes have failed."""
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """Seconds of a pass of one token for each of so many sequences; 0.0 before any was seen."""
+
+
+class DraftChains:
+    """The chains of one scheduler, and its Drafter: ``passes`` runs what it plans."""
+
+    def __init__(self, shape: DraftShape, passes: DraftPasses, block_manager: BlockManager) -> None:
+        self._shape = shape
+        self._passes = passes
+        self._block_manager = block_manager
+        self._stock = block_manager.stock
+        # Below 0, apart from those of sequences.
+        self._ids = itertools.count(-1, -1)
+        # All that are not gone, by id, and those that are not closed, by their sequence's id.
+        self.chains: dict[int, DraftChain] = {}
+        self._of: dict[int, DraftChain] = {}
+        # Sequences that are never drafted for.
+        self._refused: set[int] = set()
+        self._paused_until_s = 0.0
+        self._now = 0.0
+        self._spare_tokens = 0
+        # Slots that the last plan lacked, and how long its passes took.
+        self._lacking_blocks = 0
+        self.took_s = 0.0
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Slots that the last plan would have liked to have."""
+        return self._lacking_blocks if self._of else 0
+
+    # A step.
+
+    def begin_step(self, spare_tokens: int, now: float) -> None:
+        """A step is planned, whose budget leaves so many tokens that nobody else needs."""
+        self._spare_tokens, self._now = max(spare_tokens, 0), now
+        self._lacking_blocks, self.took_s = 0, 0.0
+
+    def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
+        """Runs the passes for these decodes; returns up to so many guesses for each."""
+        plan = self._plan(wanted)
+        if plan.pieces:
+            guesses = self._passes.run(plan)
+            self.took_s = self._passes.took_s
+            for place, piece in enumerate(plan.pieces):
+                self._take(piece, None if guesses is None else guesses[place])
+        return [self._guesses_of(sequence)[:most] for sequence, most in wanted]
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """Seconds that one more guess for each of so many sequences takes."""
+        return self._passes.seconds_per_token(sequences)
+
+    def _plan(self, wanted: Seq[tuple[Sequence, int]]) -> DraftPlan:
+        pieces, left = [], self._shape.max_num_batched_tokens
+        for sequence, most in wanted:
+            chain = self._chain_of(sequence)
+            if chain is not None:
+                chain.settle()
+                piece = self._piece(chain, min(most, self._shape.num_speculative_tokens), left)
+                if piece is not None:
+                    left -= piece.count
+                    pieces.append(piece)
+        return DraftPlan(tuple(pieces))
+
+    def _chain_of(self, sequence: Sequence) -> DraftChain | None:
+        """The sequence's chain, if it can be used. One is ordered where there is none and memory is not short."""
+        chain = self._of.get(sequence.seq_id)
+        if chain is not None:
+            return chain if chain.opened else None
+        if self._now < self._paused_until_s or sequence.seq_id in self._refused:
+            return None
+        chain = DraftChain(next(self._ids), sequence, self._shape)
+        self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
+        whole = (sequence.num_tokens - 1) // chain.block_size
+        chain.extend_hashes(whole * chain.block_size)
+        self._block_manager.out.draft_orders.append(DraftOrder(chain.seq_id, chain.block_hashes(0, whole)))
+        return None
+
+    def _piece(self, chain: DraftChain, guesses: int, left: int) -> DraftPiece | None:
+        """The next piece of a chain, of at most ``left`` tokens; None where it has nothing to do, or no slot for it."""
+        start, end = chain.num_computed, chain.sequence.num_tokens
+        if start == end:
+            return None
+        # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
+        is_near = end - start <= self._shape.num_speculative_tokens + 1
+        reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
+        behind = min(guesses, self._shape.max_model_len - end) if reach == end else 0
+        if end > self._shape.max_model_len or (
+            reach > start and int(chain.tokens(start, reach).max()) >= self._shape.vocab_size
+        ):
+            self.refuse(chain.sequence)
+            return None
+        # The last guess is not computed.
+        self._grow(chain, reach + max(behind - 1, 0))
+        room = chain.num_blocks * chain.block_size
+        count = min(reach, room) - start
+        if count <= 0:
+            return None
+        if not is_near:
+            self._spare_tokens -= count
+        if start + count < end:
+            return DraftPiece(chain, start, count, 0)
+        return DraftPiece(chain, start, count, min(behind, room - end + 1))
+
+    def _grow(self, chain: DraftChain, tokens: int) -> None:
+        """Take slots for so many tokens and those of the next guess, as far as the stock has some that decodes do not
+        need soon."""
+        wanted = -(-(tokens + self._shape.num_speculative_tokens + 1) // chain.block_size)
+        while chain.num_blocks < wanted and len(self._stock) > self._block_manager.needed_blocks:
+            slot = self._stock.take()
+            assert slot is not None
+            chain.add_slot(slot)
+        if chain.num_blocks * chain.block_size < tokens and self._stock.exhausted(self._now):
+            self._pause(self._now)
+        elif self._now >= self._paused_until_s:
+            self._lacking_blocks += max(0, wanted - chain.num_blocks)
+
+    def _take(self, piece: DraftPiece, guesses: Int32 | None) -> None:
+        """A piece has run, and brought ``guesses``; None: it has failed, and its sequence goes on without guesses."""
+        chain = piece.chain
+        if guesses is None:
+            self.refuse(chain.sequence)
+            return
+        chain.advance(piece.start + piece.count, guesses)
+        chain.extend_hashes(chain.full_blocks * chain.block_size)
+        self._block_manager.order_commit(chain, self._now)
+
+    def _guesses_of(self, sequence: Sequence) -> Int32:
+        chain = self._of.get(sequence.seq_id)
+        return NO_GUESSES if chain is None or chain.num_computed != sequence.num_tokens else chain.guesses
+
+    # The end of chains.
+
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence ends or is preempted."""
+        self._refused.discard(sequence.seq_id)
+        chain = self._of.pop(sequence.seq_id, None)
+        if chain is not None:
+            self._close(chain)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """Draft no more for a sequence."""
+        self.ended(sequence)
+        self._refused.add(sequence.seq_id)
+
+    def yield_slots(self, blocks: int, now: float) -> bool:
+        """Close chains, those of the newest sequences first, until ``blocks`` slots are given up. False: none was."""
+        given = 0
+        for seq_id in sorted(self._of, reverse=True):
+            chain = self._of[seq_id]
+            if given >= blocks:
+                break
+            if chain.num_blocks:
+                given += chain.num_blocks
+                self._close(self._of.pop(seq_id))
+        if given:
+            self._pause(now)
+        return given > 0
+
+    def _pause(self, now: float) -> None:
+        self._paused_until_s = now + PAUSE_S
+        self._lacking_blocks = 0
+
+    def _close(self, chain: DraftChain) -> None:
+        self._stock.give(chain.close())
+        if chain.opened and not chain.in_commit:
+            self._let_go(chain)
+
+    def _let_go(self, chain: DraftChain) -> None:
+        self._stock.give(chain.cut(chain.num_committed))
+        self._block_manager.release(chain.ticket_id)
+        del self.chains[chain.seq_id]
+
+    # The node's answers.
+
+    def opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
+        """The node's answer to a DraftOrder; None where it had no ticket to give."""
+        chain = self.chains[chain_id]
+        if holding is None:
+            del self.chains[chain_id]
+            if not chain.closed:
+                del self._of[chain.sequence.seq_id]
+            self._pause(now)
+            return
+        chain.open(holding)
+        if chain.closed:
+            self._let_go(chain)
+
+    def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
+        """The node's answer to the commit of a chain's run."""
+        chain = self.chains[chain_id]
+        if refusal:
+            chain.refuse_commit()
+        else:
+            self._block_manager.accept(chain, slots)
+        if chain.closed:
+            self._let_go(chain)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError where chains and sequences do not fit."""
+        alive = {sequence.seq_id: sequence for sequence in sequences}
+        for seq_id, chain in self._of.items():
+            assert alive.get(seq_id) is chain.sequence, "a draft outlived its sequence"
+            assert not chain.closed
+            assert self.chains[chain.seq_id] is chain
+            assert chain.num_computed <= chain.num_blocks * chain.block_size
+            assert chain.num_computed <= chain.sequence.num_tokens, "a draft is ahead of its sequence"
+        for chain in self.chains.values():
+            assert chain.closed or chain.sequence.seq_id in self._of
+            assert not chain.closed or not chain.opened or chain.in_commit, "a closed draft waits for nothing"
+        assert self._refused <= alive.keys()

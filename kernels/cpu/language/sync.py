@@ -1,0 +1,78 @@
+"""Instructions with which threads, and processes that share memory, wait for one another.
+
+They access memory in sequentially consistent order and check no bounds: the thread pool and sums over ranks use them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
+
+# Operations of a futex. With PRIVATE, all sleepers are threads of one process.
+FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
+# The most threads that one call wakes.
+ALL_SLEEPERS = 2**31 - 1
+NS_PER_S = 1_000_000_000
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
+
+
+def atomic_load(k: Kernel, ptr: Ptr) -> Int:
+    """The word at ``ptr``."""
+    return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
+
+
+def atomic_add(k: Kernel, ptr: Ptr, amount: int) -> Int:
+    """Adds to a word; returns the value before."""
+    return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), I64(amount), "seq_cst"))
+
+
+def atomic_swap(k: Kernel, ptr: Ptr, value: Int | int) -> None:
+    """Writes a word."""
+    k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
+
+
+def atomic_raise(k: Kernel, ptr: Ptr, value: Int) -> Int:
+    """Writes ``value`` where the word is below it; returns the value before."""
+    return Int(k, k.builder.atomic_rmw("max", _word(k, ptr), value.ir, "seq_cst"))
+
+
+def atomic_exchange(k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
+    """Writes ``new`` where the word is ``old``; returns the value before."""
+    found = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
+    return Int(k, k.builder.extract_value(found, 0))
+
+
+def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
+    """Sleeps or wakes sleepers. Linux compares 32 bits: on little-endian machines the low half of the word, which
+    changes first."""
+    timeout = k.int(0)
+    if timeout_ns is not None:
+        at = time_cell(k)
+        k.store_int(at, timeout_ns // NS_PER_S)
+        k.store_int(at + 8, timeout_ns % NS_PER_S)
+        timeout = Int(k, at.ir)
+    function = k.function("syscall", I64, [I64], var_arg=True)
+    number = I64(_FUTEX_CALL[k.isa.machine])
+    k.builder.call(function, [number, word.ir, I64(operation), value, timeout.ir, I64(0), I64(0)])
+
+
+def time_cell(k: Kernel) -> Ptr:
+    """Room on the stack for seconds and nanoseconds."""
+    with k.builder.goto_entry_block():
+        return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
+
+
+def pause(k: Kernel) -> None:
+    """Leaves the core to its other hardware thread for 10 to 50 ns."""
+    if k.isa.machine == "x86_64":
+        k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
+    else:
+        # YIELD does nothing on most cores; an instruction barrier waits for some 10 ns.
+        k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
+
+
+def _word(k: Kernel, ptr: Ptr) -> Any:
+    return k.builder.inttoptr(ptr.ir, I64.as_pointer())

@@ -1,0 +1,142 @@
+"""What goes between ranks arrives as it was sent, within its limits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.ranks import rank_messages
+from pillion.engine.ranks.rank_adapters import read_adapter_file, write_adapter
+from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
+from pillion.errors import Internal
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RankLink, RankLink]]:
+    ends = tuple(RankLink(sock) for sock in socket.socketpair())
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def numbers(size: int, seed: int) -> rank_messages.np.typing.NDArray[np.int32]:
+    return np.random.default_rng(seed).integers(-(2**31), 2**31, size, np.int32)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.integers(0, 9), st.booleans(), st.booleans())
+def test_a_step_arrives_as_it_is(
+    tokens: int, seqs: int, width: int, samples: int, shifted: bool, adapted: bool
+) -> None:
+    batch = StepBatch(
+        token_ids=numbers(tokens, 1),
+        positions=numbers(tokens, 2),
+        query_starts=numbers(seqs + 1, 3),
+        context_lens=numbers(seqs, 4),
+        block_tables=numbers(seqs * width, 5).reshape(seqs, width),
+        sample_rows=numbers(samples, 6),
+        rope_rows=numbers(tokens, 7) if shifted else None,
+        adapters=numbers(seqs, 8) if adapted else None,
+    )
+    found = step_from_bytes(bytearray(step_to_bytes(batch)))
+    for field in fields(StepBatch):
+        sent, got = getattr(batch, field.name), getattr(found, field.name)
+        assert (sent is None) == (got is None)
+        if sent is not None:
+            np.testing.assert_array_equal(sent, got)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\1" * 23, b"\1" * 24, b"\1" * 100])
+def test_bytes_that_are_no_step_are_refused(payload: bytes) -> None:
+    with pytest.raises(Internal, match="a step of"):
+        step_from_bytes(bytearray(payload))
+
+
+def test_descriptors_come_along(pair: tuple[RankLink, RankLink]) -> None:
+    with open(os.devnull, "rb") as file:
+        pair[0].send(RankMessage.POOL, b"about", [file.fileno(), file.fileno()])
+    kind, payload, descriptors = pair[1].receive()
+    assert (kind, payload) == (RankMessage.POOL, b"about")
+    assert [os.fstat(descriptor).st_rdev for descriptor in descriptors] == [os.stat(os.devnull).st_rdev] * 2
+    rank_messages.close_all(descriptors)
+
+
+def test_a_message_larger_than_a_sockets_buffer_arrives(pair: tuple[RankLink, RankLink]) -> None:
+    payload = os.urandom(3_000_000)
+    sender = threading.Thread(target=pair[0].send, args=(RankMessage.STEP, payload))
+    sender.start()
+    assert pair[1].receive()[1] == payload
+    sender.join()
+
+
+def test_a_message_has_a_largest_size(pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch) -> None:
+    pair[0].send(RankMessage.STEP, b"12345")
+    monkeypatch.setattr(rank_messages, "MAX_MESSAGE_BYTES", 4)
+    with pytest.raises(Internal, match="4 are the most"):
+        pair[0].send(RankMessage.STEP, b"12345")
+    with pytest.raises(Internal, match="4 are the most"):
+        pair[1].receive()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_silence_is_counted_in_slices(
+    pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    monkeypatch.setattr(rank_messages, "SLICE_MS", 1)
+    polls: list[int] = []
+
+    class CountingPoll:
+        def poll(self, timeout_ms: int) -> list[int]:
+            polls.append(timeout_ms)
+            return []
+
+    monkeypatch.setattr(pair[0], "_polls", dict.fromkeys(pair[0]._polls, CountingPoll()))
+    send = partial(pair[0].send, RankMessage.STEP, bytes(10_000_000), limit_ms=7)
+    with pytest.raises(RankSilent):
+        (send if sends else partial(pair[0].receive, 7))()
+    assert polls == [1] * 7
+
+
+def test_the_others_end_is_an_error(pair: tuple[RankLink, RankLink]) -> None:
+    pair[1].close()
+    with pytest.raises(ConnectionError):
+        pair[0].receive()
+    with pytest.raises(ConnectionError):
+        pair[0].send(RankMessage.OK)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_an_adapter_arrives_as_it_is(kind: torch.dtype) -> None:
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(kind)
+
+    pairs = tuple(LowRank(first, matrix(4, 6), matrix(5, 4)) for first in (0, 7))
+    weights = AdapterWeights(
+        "ab" * 32, 4, {"layers.0.qkv": pairs, "layers.1.o": (LowRank(0, matrix(1, 3), matrix(2, 1)),)}
+    )
+    shapes, descriptor = write_adapter(weights)
+    found = read_adapter_file(shapes, descriptor)
+    os.close(descriptor)
+    assert (found.digest, found.rank, list(found.layers)) == (weights.digest, 4, list(weights.layers))
+    for name, sent in weights.layers.items():
+        for one, other in zip(sent, found.layers[name], strict=True):
+            assert one.first_output == other.first_output
+            assert torch.equal(one.a, other.a)
+            assert torch.equal(one.b, other.b)
+
+
+def test_an_adapter_without_layers_arrives() -> None:
+    shapes, descriptor = write_adapter(AdapterWeights("ab" * 32, 1, {}))
+    assert read_adapter_file(shapes, descriptor).layers == {}
+    os.close(descriptor)

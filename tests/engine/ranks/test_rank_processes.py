@@ -1,0 +1,174 @@
+"""Ranks are real processes here, over the fake model: their steps, their deaths, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
+from pillion.engine.backends.backend import BackendLost, warm_up_batches
+from pillion.engine.ranks import rank_processes
+from pillion.engine.ranks.ranked_backend import RankedBackend
+from pillion.errors import ConfigError, Internal
+from testbed.cluster import alive
+from testbed.conditions import WITHIN_S, until, wait_for
+from tests.support import fake_ranks
+from tests.support.fake_backend import greedy
+from tests.support.workers import BLOCK, connected, running_workers, submit_of
+
+TOKENS = [(position * 7) % 95 for position in range(30)]
+UNAVAILABLE = 14
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "MODULE", "tests.support.fake_ranks")
+
+
+@contextlib.contextmanager
+def ranked(size: int) -> Iterator[RankedBackend]:
+    """A backend of so many ranks without a pool."""
+    backend = fake_ranks.fake_ranks(size).backend
+    assert isinstance(backend, RankedBackend)
+    try:
+        yield backend
+    finally:
+        backend.close()
+        backend.check_integrity()
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and alive(psutil.Process(pid)) for pid in pids)
+
+
+async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
+    async with running_workers(decode={"tensor_parallel_size": 3}, load=fake_ranks.load_ranks) as workers:
+        backend = workers.decode.worker.model.backend
+        assert isinstance(backend, RankedBackend)
+        async with connected(workers) as connection:
+            tickets = [await workers.ticket(TOKENS[first:]) for first in range(4)]
+            streams = [
+                (first, await connection.submit(submit_of(first + 1, ticket, TOKENS[first:], 12)))
+                for first, ticket in enumerate(tickets)
+            ]
+            for first, answer in streams:
+                await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+                assert answer.token_ids == greedy(TOKENS[first:], 12)
+            await workers.release(*tickets)
+        await workers.quiet()
+        backend.check_integrity()
+        pids = backend.ranks.pids()
+        assert len(pids) == 2
+        assert not gone(pids)
+        # No step runs: nobody would miss the rank before the next one.
+        os.kill(pids[1], signal.SIGKILL)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        assert reason == "rank 2 ended with status -9"
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("how", ["stopped", "broken"])
+async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "STEP_SILENCE_MS", 300)
+    async with (
+        running_workers(decode={"tensor_parallel_size": 2}, load=fake_ranks.load_ranks) as workers,
+        connected(workers) as connection,
+    ):
+        backend = workers.decode.worker.model.backend
+        assert isinstance(backend, RankedBackend)
+        tickets = [await workers.ticket(TOKENS)]
+        answer = await connection.submit(submit_of(1, tickets[0], TOKENS, 800))
+        await until("some tokens", lambda: answer.token_ids)
+        said = list(answer.token_ids)
+        if how == "broken":
+            breaking = [fake_ranks.BROKEN] * 3
+            tickets.append(await workers.ticket(breaking))
+            await connection.submit(submit_of(2, tickets[1], breaking))
+        else:
+            os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
+        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        assert backend.ranks.lost
+        assert "rank" in reason
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert answer.last.error.code == UNAVAILABLE
+        # What was said before is right: the stream goes on behind it elsewhere.
+        assert answer.token_ids == greedy(TOKENS, len(answer.token_ids))
+        assert len(answer.token_ids) >= len(said)
+        with pytest.raises(BackendLost):
+            backend.forward(next(warm_up_batches(1, BLOCK)))
+        pids = backend.ranks.pids()
+        await workers.decode.stop(0.0)
+        assert gone(pids)
+        await workers.release(*tickets)
+        await workers.quiet()
+
+
+def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
+    pairs = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
+    with ranked(2) as backend:
+        backend.bind_adapters(2, 8)
+        assert backend.max_adapters == 2
+        packed = backend.pack_adapter(AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
+        assert packed.nbytes == 2 * 8
+        backend.place_adapter(1, packed)
+        with pytest.raises(Internal, match="a rank could not pack"):
+            backend.pack_adapter(AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
+        assert not backend.ranks.lost
+        assert list(backend._dropped) == [packed.number + 1]
+        del packed
+        backend.pack_adapter(AdapterWeights("0" * 64, 2, {}))
+        # Those of before are dropped in the ranks now, and this one is with the next.
+        assert list(backend._dropped) == [3]
+        os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
+    assert gone(backend.ranks.pids())
+    assert not backend.ranks.lost
+
+
+def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigError, match="refused"):
+        fake_ranks.fake_ranks(2, refused=True)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes.sys, "executable", "/nowhere/python")
+    with pytest.raises(ConfigError, match="rank 1 cannot be started"):
+        fake_ranks.fake_ranks(2)
+
+
+PARENT = """
+import time
+from pillion.engine.ranks import rank_processes
+from tests.support import fake_ranks
+rank_processes.MODULE = "tests.support.fake_ranks"
+print(*fake_ranks.fake_ranks(3).backend.ranks.pids(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_rank_outlives_rank_0() -> None:
+    """Whether it waits or is stopped."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        # Ctrl-C reaches the whole process group, and is rank 0's to answer.
+        os.kill(pids[0], signal.SIGINT)
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_for("it to stop", lambda: psutil.Process(pids[1]).status() == psutil.STATUS_STOPPED)
+        assert not gone(pids[:1])
+        parent.kill()
+    wait_for("both ranks to end", lambda: gone(pids))

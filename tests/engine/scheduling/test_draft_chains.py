@@ -1,0 +1,236 @@
+"""A draft model's blocks beside those of sequences: guesses come of its own KV, its slots go first, none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.backends.batch import Int32
+from pillion.engine.backends.draft_model import DraftModel
+from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
+from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
+from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
+
+GUESSES = 3
+Pool = npt.NDArray[np.int64]
+
+
+class CheckedPasses:
+    """A draft model with the fake model's arithmetic, whose guesses must be those of its whole text: so each row of KV
+    that it reads was written for that text. Seeds shift the main model's tokens, and make guesses wrong.
+
+    ``failing``: the passes fail from now on. ``first_passes`` are the tokens of each plan's first pass.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        backend = FakeBackend(BLOCK)
+        backend.bind_pool(memoryview(pool).cast("B"), len(pool))
+        self.model = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
+        self.failing = False
+        self.first_passes: list[int] = []
+        self.guessed = 0
+
+    @property
+    def took_s(self) -> float:
+        return 0.0
+
+    def seconds_per_token(self, sequences: int) -> float:
+        return 0.0
+
+    def run(self, plan: DraftPlan) -> list[Int32] | None:
+        self.first_passes.append(sum(piece.count for piece in plan.pieces))
+        if self.failing:
+            return None
+        guesses = self.model.run(plan)
+        assert guesses is not None
+        for piece, found in zip(plan.pieces, guesses, strict=True):
+            text = piece.chain.sequence.tokens(0, piece.chain.sequence.num_tokens).tolist()
+            assert len(found) == piece.guesses
+            assert found.tolist() == greedy(text, piece.guesses), "a guess came of other KV than that of its text"
+            self.guessed += len(found)
+        return guesses
+
+
+def drafting(budget: int = 64, longest: int = 10_000) -> Callable[[Pool], tuple[DraftShape, CheckedPasses]]:
+    shape = DraftShape(b"\3" * 32, BLOCK, VOCAB_SIZE, longest, GUESSES, budget)
+    return lambda pool: (shape, CheckedPasses(pool))
+
+
+def passes_of(harness: SchedulerHarness) -> CheckedPasses:
+    assert harness.scheduler.draft_chains is not None
+    passes = harness.scheduler.draft_chains._passes
+    assert isinstance(passes, CheckedPasses)
+    return passes
+
+
+def run(harness: SchedulerHarness) -> int:
+    steps = 0
+    while harness.scheduler.sequences:
+        steps += bool(harness.step().pieces)
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    return steps
+
+
+def test_a_good_draft_saves_steps_and_is_found_again() -> None:
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
+    harness.submit(prompt(1, 21), 40)
+    # Without drafts there are 40 steps. Guesses do not grow the table, so some steps have fewer than three.
+    assert run(harness) <= 24
+    assert harness.draft_hits == 0
+    harness.submit(prompt(1, 21), 12)
+    run(harness)
+    # The last token of the text is always computed.
+    assert harness.draft_hits == 5
+
+
+def test_a_wrong_draft_changes_nothing() -> None:
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
+    harness.submit(prompt(1, 21), 20, seed=5, fork_seeds=(0, 6))
+    run(harness)
+    assert passes_of(harness).guessed
+
+
+def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
+    harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=drafting(16))
+    harness.submit(prompt(1, 90), 30)
+    harness.submit(prompt(2, 6), 30)
+    passes, plans = passes_of(harness), []
+    while harness.scheduler.sequences:
+        before = len(passes.first_passes)
+        plans.append(harness.step())
+        drafted = sum(passes.first_passes[before:])
+        # A guess's own few tokens are the step's that brought them.
+        assert plans[-1].num_tokens + drafted <= 16 + 3 * (GUESSES + 1)
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    assert max(passes.first_passes) > GUESSES + 1
+    assert passes.guessed > 5
+    harness.settle()
+    harness.check_answers()
+
+
+def test_drafts_wait_while_prompts_fill_the_steps() -> None:
+    harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=drafting(16))
+    harness.submit(prompt(1, 40), 60)
+    for _ in range(3):
+        harness.step()
+    harness.submit(prompt(2, 160), 4)
+    while harness.answer():
+        pass
+    passes = passes_of(harness)
+    plan = harness.step()
+    assert plan.num_tokens == 16
+    assert sum(passes.first_passes) <= GUESSES + 1, "a prompt gave way to a draft"
+    run(harness)
+
+
+def test_slots_of_drafts_go_before_a_stream_is_preempted() -> None:
+    # Two streams of 10 blocks each fit exactly beside nothing else.
+    harness = SchedulerHarness(slots=20, budget=32, draft=drafting())
+    harness.submit(prompt(1, 15), 25)
+    harness.submit(prompt(2, 15), 25)
+    run(harness)
+    assert passes_of(harness).guessed
+    assert harness.preemptions == 0
+
+
+def test_a_recall_closes_drafts_and_drafting_pauses() -> None:
+    harness = SchedulerHarness(slots=200, budget=32, draft=drafting())
+    harness.submit(prompt(1, 15), 200)
+    for _ in range(8):
+        harness.step()
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    chains, passes = harness.scheduler.draft_chains, passes_of(harness)
+    assert chains is not None
+    assert len(chains.chains) == 1
+    assert passes.guessed
+    harness.scheduler.recall(1, harness.now)
+    harness.scheduler.check_integrity()
+    guessed = passes.guessed
+    while harness.now < PAUSE_S / 2:
+        harness.step()
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    assert not chains.chains
+    assert passes.guessed == guessed
+    harness.now += PAUSE_S
+    run(harness)
+    assert passes.guessed > guessed
+
+
+def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
+    harness = SchedulerHarness(slots=60, budget=32, draft=drafting())
+    harness.submit(prompt(1, 15), 30)
+    passes = passes_of(harness)
+    passes.failing = True
+    run(harness)
+    assert len(passes.first_passes) == 1
+    passes.failing = False
+    harness.submit(prompt(2, 15), 30)
+    run(harness)
+    assert passes.guessed
+
+
+def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
+    harness = SchedulerHarness(slots=60, budget=32, draft=drafting(longest=20))
+    harness.submit(prompt(1, 15), 30)
+    run(harness)
+    passes = passes_of(harness)
+    assert 0 < passes.guessed <= 5 * GUESSES
+    harness.submit([1, 2, 300], 8)
+    plans = len(passes.first_passes)
+    run(harness)
+    assert len(passes.first_passes) == plans
+
+
+@pytest.mark.parametrize(
+    ("came", "kept"),
+    # One that was expected is computed anew, for its logits; the last guess has no KV; a grammar forced others.
+    [([], 9), ([4], 9), ([4, 5], 10), ([4, 5, 6, 1], 11), ([4, 9], 10), ([9, 5, 6], 9), ([8], 9)],
+)
+def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
+    harness = SchedulerHarness(slots=60, budget=32, draft=drafting())
+    harness.submit(prompt(1, 9), 30)
+    (sequence,) = harness.scheduler.sequences.values()
+    chain = DraftChain(-1, sequence, drafting()(harness.pool)[0])
+    chain.advance(9, np.array([4, 5, 6], np.int32))
+    for token in came:
+        sequence.append(token)
+    chain.settle()
+    assert chain.num_computed == kept
+    assert len(chain.guesses) == (0 if came else 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    SHAPES,
+    st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),
+    st.integers(4, 30),
+)
+def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
+    slots, budget, seqs = shape
+    harness = SchedulerHarness(
+        slots=slots, budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
+    )
+    for event in events:
+        if event[0] == "recall":
+            harness.scheduler.recall(2, harness.now)
+            harness.now += PAUSE_S / 3
+        else:
+            play(harness, [event])
+    harness.finish()
+    harness.check_answers()

@@ -1,0 +1,123 @@
+"""Ranks of the fake model: each writes the KV of some positions, so a token is right only if all ranks took part.
+
+As a program (``python -m tests.support.fake_ranks``) it is a rank above 0.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.ranks import rank_processes
+from pillion.engine.ranks.rank_main import run_rank
+from pillion.engine.ranks.rank_processes import RankProcesses
+from pillion.engine.ranks.ranked_backend import RankedBackend
+from pillion.errors import ConfigError
+from tests.support.fake_backend import FakeBackend, FakeModel, Int64, ShiftAdapter, prepared_model, run
+
+NAP_S = 0.002
+# The layer whose adapters ranks can pack.
+LAYER = "layers.0.o"
+BLOCK = 4
+# What a rank says where it refuses to load, and three of which tokens in a step break one.
+REFUSED, BROKEN = "refused", 95
+
+
+class FakeMemory:
+    """Memory of ranks with one meeting, a counter for each rank behind the word that ends all waits."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.fd = descriptor
+        self.size = size
+        self._words: Int64 = np.frombuffer(mmap.mmap(descriptor, 4096), np.int64)
+        self.naps_left = 0
+
+    @classmethod
+    def create(cls, size: int) -> FakeMemory:
+        descriptor = os.memfd_create("fake-ranks")
+        os.ftruncate(descriptor, 4096)
+        return cls(descriptor, size)
+
+    def abort(self) -> None:
+        self._words[0] = 1
+
+    def meet(self, rank: int, limit_s: float = float("inf")) -> None:
+        """Waits for all ranks. Raises BackendLost where they are to end, or one does not come within ``limit_s``."""
+        words, napped_s = self._words, 0.0
+        words[1 + rank] += 1
+        while (words[1 : 1 + self.size] < words[1 + rank]).any():
+            if words[0] or napped_s > limit_s:
+                words[0] = 1
+                raise BackendLost("a rank does not come")
+            time.sleep(NAP_S)
+            napped_s += NAP_S
+
+
+class FakeShare(FakeBackend):
+    """The share of rank ``rank``: it writes the positions whose number is its own, and rank 0 reads all."""
+
+    def __init__(self, rank: int, memory: FakeMemory) -> None:
+        super().__init__(BLOCK)
+        self.rank, self.memory = rank, memory
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        if self.rank and np.count_nonzero(batch.token_ids == BROKEN) > 2:
+            raise ValueError("this rank breaks")
+        table, own = pool.numpy().view(np.int64), np.zeros_like(pool.numpy().view(np.int64))
+        run(own, replace(batch, sample_rows=batch.sample_rows[:0]))
+        mine = own != 0
+        mine[:, [column for column in range(BLOCK) if column % self.memory.size != self.rank]] = False
+        table[mine] = own[mine]
+        self.memory.meet(self.rank, rank_processes.STEP_SILENCE_MS / 1000 if self.rank == 0 else float("inf"))
+        if self.rank:
+            return torch.zeros(0, self.vocab_size)
+        readable = table.copy()
+        return super()._run(torch.from_numpy(readable.view(np.uint8)), batch)
+
+    def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
+        if self.rank and set(weights.layers) - {LAYER}:
+            raise ValueError("this rank cannot pack")
+        return super().pack_adapter(weights)
+
+
+def fake_ranks(size: int, refused: bool = False) -> LoadedModel:
+    """Starts ranks of the fake model. The test has set ``rank_processes.MODULE`` to this module."""
+    memory = FakeMemory.create(size)
+    ranks = RankProcesses(size, "fake", memory)
+    order = {"size": size, "log_level": "WARNING", "log_format": "text", "refused": refused}
+    try:
+        with ranks.loading(order, memory.fd):
+            own = FakeShare(0, memory)
+    except BaseException:
+        ranks.close()
+        raise
+    return FakeModel(prepared_model(), RankedBackend(own, ranks), ranks=ranks)
+
+
+def load_ranks(flags: WorkerFlags, threads: int) -> LoadedModel:
+    """A backend_factory of as many ranks as the flags say."""
+    return fake_ranks(flags.tensor_parallel_size)
+
+
+def load_fake_share(order: dict[str, Any], descriptor: int) -> tuple[FakeShare, FakeMemory]:
+    """What a rank's process loads."""
+    if order["refused"]:
+        raise ConfigError(REFUSED)
+    memory = FakeMemory(os.dup(descriptor), order["size"])
+    return FakeShare(order["rank"], memory), memory
+
+
+if __name__ == "__main__":
+    run_rank(sys.argv[1:], load_fake_share)

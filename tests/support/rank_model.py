@@ -1,0 +1,103 @@
+"""Several ranks of one worker in threads of one process, over one pool, behind the face of one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.cpu import cpu_backend as module
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from tests.support.kernel_cache import kept_kernels
+
+MAX_TOKENS = 1024
+
+
+class RankGroup:
+    """All ranks of a worker. ``backends[0]`` is the one that samples."""
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        size: int,
+        block_size: int = 16,
+        threads: Sequence[int] = (1,),
+        kv_cache_dtype: str = "auto",
+        checked: bool | None = None,
+        max_wait_ms: int = 60_000,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        """``threads``: of each rank; the last number is that of all further ranks."""
+        config, isa = load_config(prepared.folder), choose_isa("auto", host_features())
+        assert isa is not None
+        self.memory = RankMemory.create(config, size, max_tokens)
+        self.members = [RankMember(RankSplit.of(config, rank, size), self.memory, max_wait_ms) for rank in range(size)]
+        self.backends = []
+        for rank, member in enumerate(self.members):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "compile_kernels", kept_kernels)
+                model = load_cpu_model(
+                    prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, split=member.split
+                )
+            self.backends.append(CpuBackend(model, threads[min(rank, len(threads) - 1)], ranks=member))
+        self.threads = ThreadPoolExecutor(size)
+
+    @property
+    def layout(self) -> Any:
+        return self.backends[0].layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backends[0].vocab_size
+
+    @property
+    def max_adapters(self) -> int:
+        return self.backends[0].max_adapters
+
+    def every(self, call: Callable[[CpuBackend], Any]) -> list[Any]:
+        """Calls each backend, all at the same time; raises what the first one that failed has raised."""
+        futures = [self.threads.submit(call, backend) for backend in self.backends]
+        return [future.result() for future in futures]
+
+    def bind_pool(self, memory: memoryview, num_slots: int) -> None:
+        self.every(lambda backend: backend.bind_pool(memory, num_slots))
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        found: torch.Tensor = self.every(lambda backend: backend.forward(batch))[0]
+        self.memory.check_integrity()
+        return found
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "compile_kernels", kept_kernels)
+            for backend in self.backends:
+                backend.bind_adapters(max_adapters, max_rank)
+
+    def pack_adapter(self, weights: AdapterWeights) -> list[PackedAdapter]:
+        return [backend.pack_adapter(weights) for backend in self.backends]
+
+    def place_adapter(self, place: int, packed: list[PackedAdapter]) -> None:
+        for rank, backend in enumerate(self.backends):
+            backend.place_adapter(place, packed[rank])
+
+    def check_integrity(self) -> None:
+        self.memory.check_integrity()
+        for backend in self.backends:
+            backend.check_integrity()
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        for backend in self.backends:
+            backend.close()
+        self.memory.close()
