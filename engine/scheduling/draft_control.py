@@ -25,6 +25,7 @@ from pillion.engine.scheduling.acceptance import UNKNOWN_RATE, UNKNOWN_WEIGHT, W
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.speculative_config import SpeculativeConfig
 
 # Numbers of rows between which the cost of steps is taken for linear, and how far a step moves the two beside it.
 KNOTS = 2.0 ** np.arange(13)
@@ -94,6 +95,11 @@ class DraftControl:
         # Of the next step: its decodes, and what making a guess takes.
         self._decodes = 0
         self._drafting_s = 0.0
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> DraftControl:
+        """As the operator configured it."""
+        return cls(config.num_speculative_tokens, config.disable_by_batch_size)
 
     def observe(self, decodes: Seq[SequencePiece], cost: StepCost, drafting_s: float) -> None:
         """The next step has these decodes, one token each as yet. ``drafting_s``: what making a guess takes."""

@@ -129,9 +129,7 @@ class Worker:
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=make_lookup_drafter(speculative_config),
-            draft_control=DraftControl(
-                speculative_config.num_speculative_tokens, speculative_config.disable_by_batch_size
-            ),
+            draft_control=DraftControl.of(speculative_config),
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )

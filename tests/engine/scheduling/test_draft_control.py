@@ -77,7 +77,7 @@ def test_free_rows_are_taken_and_dear_ones_left() -> None:
 
 def test_steps_of_more_decodes_than_configured_guess_nothing() -> None:
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, disable_by_batch_size=3)
-    control = DraftControl(config.num_speculative_tokens, config.disable_by_batch_size)
+    control = DraftControl.of(config)
     streams = [sequence_of([1, 2, 3]) for _ in range(4)]
     pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
     control.observe(pieces[:3], StepCost(), 0.0)
