@@ -189,6 +189,17 @@ def test_kinds_of_pods() -> None:
     assert [one["name"] for one in pod_of(of_kind(split, "Deployment", "-decode"))["containers"]] == ["decode-0"]
 
 
+def test_kinds_of_pods_may_differ_in_ranks() -> None:
+    rendered = render({"pools": {"prefill": {"prefill": 1, "tensorParallelSize": 4}}})
+    for kind, size in (("-prefill", "4"), ("-decode", "1")):
+        pod = pod_of(of_kind(rendered, "Deployment", kind))
+        told = {
+            container["name"]: environment(container).get("PILLION_TENSOR_PARALLEL_SIZE")
+            for container in containers(pod)
+        }
+        assert told == {"prepare": size, "kvnode": None, f"{kind[1:]}-0": size}
+
+
 def test_all_containers_are_told_the_same_of_few_bits() -> None:
     told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
     wanted = {
@@ -224,6 +235,23 @@ def test_secrets_are_files() -> None:
                 assert "secretKeyRef" in env["PILLION_REDIS_URL"]
     edge = pod_of(of_kind(render({"gateway": {"tls": {"existingSecret": "edge"}}}), "Deployment", "gateway"))
     assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+
+
+def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
+    modules, volume = ["sql=/adapters/sql", "b=/adapters/b"], {"persistentVolumeClaim": {"claimName": "mine"}}
+    values = {"enabled": True, "maxLoras": 4, "modules": modules, "runtimeUpdating": True, "volume": volume}
+    manifests = render({"adapters": values})
+    for pod in pods(manifests):
+        for container in containers(pod):
+            told = environment(container)
+            if container["args"] != ["prepare"] and "PILLION_MODEL" in told:
+                assert (told["PILLION_ENABLE_LORA"], told["PILLION_MAX_LORAS"]) == ("true", "4")
+    pod = pod_of(of_kind(manifests, "Deployment", "gateway"))
+    told = environment(pod["containers"][0])
+    assert told["PILLION_LORA_MODULES"].split() == modules
+    (name,) = [one["name"] for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/adapters"]
+    assert next(one for one in pod["volumes"] if one["name"] == name)["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert "LORA" not in str(render())
 
 
 def test_batches_are_kept_in_a_claim() -> None:
@@ -280,6 +308,7 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
         ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
         ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
         ({"redis": {"minimal": False}}, "redis.existingSecret"),
+        ({"adapters": {"modules": ["sql=/adapters/sql"]}}, "enabled is false"),
     ],
 )
 def test_refusals(values: dict[str, Any], words: str) -> None:
