@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
+from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
 from pillion.cores import parse_cores
 from pillion.engine.backends.cpu import cpu_weights
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
@@ -174,7 +174,7 @@ def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch
 @needs_kernels
 def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     folder, lines = save_model(tmp_path / "model"), []
-    flags = ComputeFlags(model=str(folder), dtype="bfloat16")
+    flags = PrepareFlags(model=str(folder), dtype="bfloat16")
     make_ready(flags, lines.append)
     assert any("compiling CPU kernels" in line for line in lines)
     lines.clear()
