@@ -194,10 +194,11 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     [
         ({"tensor_parallel_size": 2, "cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
         ({"tensor_parallel_size": 3}, "cpu", "3 does not fit 4 heads over 2 KV heads"),
-        ({"tensor_parallel_size": 2}, "cuda", "2 needs --device cpu"),
+        ({"tensor_parallel_size": 2}, "cuda", "2 needs a part of the KV pool on each of the 2 GPUs"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, flags, device, words):
+def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, device, words):
+    monkeypatch.setattr("pillion.engine.backends.loading.device_count", lambda: 2)
     named = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", **flags)
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
         check_ranks(named, device, prepare(named))
