@@ -181,7 +181,7 @@ class DraftChains:
         plan = self._plan(wanted)
         if plan.pieces:
             guesses = self._passes.run(plan)
-            self.took_s = self._passes.took_s
+            self.took_s += self._passes.took_s
             for place, piece in enumerate(plan.pieces):
                 self._take(piece, None if guesses is None else guesses[place])
         return [self._guesses_of(sequence)[:most] for sequence, most in wanted]
