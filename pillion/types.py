@@ -339,7 +339,8 @@ class ModelInfo:
 class ComponentStatus:
     """One component of the cluster as its last heartbeat described it; block counts are a KV node's.
 
-    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch". ``queued_tokens``, ``free_seqs``:
+    ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch"; ``tensor_parallel_size``: the
+    processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
     prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
     ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
     """
@@ -363,6 +364,7 @@ class ComponentStatus:
     free_seqs: int = 0
     fenced_components: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,6 +253,15 @@ def _engine() -> Dashboard:
             "Forward pass and sampling. A decode worker's step is the inter-token latency of all its sequences.",
         ),
         Panel(
+            "Ranks",
+            "short",
+            (
+                Query(by_component("pillion_ranks"), "{{component}} processes"),
+                Query(rate_by_component("pillion_rank_wait_seconds_total"), "{{component}} share of time that waits"),
+            ),
+            "Processes of a worker (--tensor-parallel-size), and how long its first one waits for the others' answers.",
+        ),
+        Panel(
             "Step budget by use",
             "percentunit",
             (Query(f"{budget} / ignoring (use) group_left () sum({by_use})", "{{use}}"),),

@@ -4,7 +4,6 @@
     ranked_backend.py  rank 0's backend: every call goes to all ranks
     rank_main.py       the process of a rank above 0
     rank_messages.py   what ranks tell each other
-    rank_adapters.py   how an adapter gets to all ranks
     rank_weights.py    cuts a loaded layer, or an adapter, into a rank's share of it
     rank_memory.py     the memory in which ranks of one host exchange partial sums and logits, and RankMember
 

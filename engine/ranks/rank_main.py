@@ -22,10 +22,10 @@ from pillion.cores import give_way
 from pillion.engine.backends.backend import BackendLost, PackedAdapter
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import load_share
-from pillion.engine.ranks.rank_adapters import read_adapter_file
 from pillion.engine.ranks.rank_messages import (
     RankLink,
     RankMessage,
+    bytes_of,
     close_all,
     error_to_bytes,
     step_from_bytes,
@@ -136,7 +136,7 @@ class Rank:
         about = json.loads(payload)
         for number in about["dropped"]:
             self._packed.pop(number, None)
-        packed = self._backend.pack_adapter(read_adapter_file(about, descriptors[0]))
+        packed = self._backend.take_adapter(about["digest"], about["about"], bytes_of(descriptors[0]))
         self._packed[about["number"]] = packed
         return str(packed.nbytes).encode()
 

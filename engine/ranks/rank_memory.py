@@ -104,6 +104,10 @@ class RankMemory:
         """The last phase at which a rank has arrived."""
         return int(self._words[self._place(rank, ARRIVED)])
 
+    def sleepers(self, rank: int) -> int:
+        """How many ranks sleep until this one arrives."""
+        return int(self._words[self._place(rank, SLEEPERS)])
+
     def partials(self, turn: int) -> Bytes:
         """The partials of all ranks in a turn, [ranks][max_tokens][row_bytes]."""
         size = self.ranks * self.rank_bytes
@@ -123,7 +127,7 @@ class RankMemory:
     def check_integrity(self) -> None:
         """Between two steps: raises Internal unless all ranks have arrived at the same phase and none sleeps."""
         phases = [self.phase(rank) for rank in range(self.ranks)]
-        sleepers = [int(self._words[self._place(rank, SLEEPERS)]) for rank in range(self.ranks)]
+        sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
         if not self.aborted and (len(set(phases)) > 1 or any(sleepers)):
             raise Internal(f"ranks are at phases {phases}, {sleepers} others wait for them")
 

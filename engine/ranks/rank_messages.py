@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import select
 import socket
@@ -27,6 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.backends.batch import StepBatch
 from pillion.errors import Internal
 
@@ -177,6 +179,21 @@ def error_to_bytes(error: BaseException) -> bytes:
 def error_text(payload: bytearray) -> str:
     """The words of :func:`error_to_bytes`."""
     return payload.decode(errors="replace")
+
+
+def memory_file(data: Bytes) -> int:
+    """A file in memory that holds ``data``; the descriptor is the caller's."""
+    descriptor = os.memfd_create("pillion-adapter", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data.data)
+    return descriptor
+
+
+def bytes_of(descriptor: int) -> Bytes:
+    """What a file of :func:`memory_file` holds, which is mapped as long as the array lives."""
+    if not os.fstat(descriptor).st_size:
+        return np.zeros(0, np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE), np.uint8)
 
 
 def close_all(descriptors: Sequence[int]) -> None:

@@ -6,16 +6,30 @@ import itertools
 import os
 import weakref
 from collections import deque
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.adapters.adapter_forms import Bytes, PlainForm
+from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
 from pillion.engine.backends.backend import DevicePool, PackedAdapter, check_place
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
-from pillion.engine.ranks.rank_adapters import RankedAdapter, write_adapter
-from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, step_to_bytes
+from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class RankedAdapter:
+    """An adapter that all ranks have packed under ``number``; ``own`` is rank 0's share, ``nbytes`` counts all.
+
+    The others drop theirs when this one is gone and the next adapter comes.
+    """
+
+    number: int
+    own: PackedAdapter
+    nbytes: int
 
 
 class RankedBackend(HostBackend):
@@ -50,11 +64,16 @@ class RankedBackend(HostBackend):
 
     def pack_adapter(self, weights: AdapterWeights) -> RankedAdapter:
         """Has every rank pack its share. Raises ConfigError where the adapter does not fit."""
-        own, number = self.own.pack_adapter(weights), next(self._numbers)
+        return self.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
+        """Has every rank pack its share of a plain adapter, of which each gets the whole."""
+        own, number = self.own.take_adapter(digest, about, data), next(self._numbers)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        shapes, descriptor = write_adapter(weights)
+        descriptor = memory_file(data)
         try:
-            others = self.ranks.pack(json_to_bytes(number=number, dropped=dropped, **shapes), descriptor)
+            message = json_to_bytes(number=number, dropped=dropped, digest=digest, about=about)
+            others = self.ranks.pack(message, descriptor)
         except BaseException:
             self._dropped.extend([number, *dropped])
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
@@ -57,6 +58,11 @@ def tokens_by_use(plan: StepPlan) -> dict[str, int]:
             used[FORCED if sequence.drafts_are_forced else SPECULATIVE] += piece.count - 1
     used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
     return used
+
+
+def rank_readings(ranks: RankProcesses) -> Iterator[Reading]:
+    yield names.RANKS, (), ranks.size
+    yield names.RANK_WAIT, (), ranks.waited_s
 
 
 def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:

@@ -36,7 +36,7 @@ from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
 from pillion.engine.worker.packing_process import PackingProcess
-from pillion.engine.worker.step_meter import StepMeter, load_readings
+from pillion.engine.worker.step_meter import StepMeter, load_readings, rank_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
@@ -98,6 +98,8 @@ class Worker:
             grammars.mask_threads.wake = lambda: self.epoch.wake()
             grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
+        if model.ranks is not None:
+            self.meters.watch(partial(rank_readings, model.ranks))
 
     @classmethod
     async def start(
@@ -216,6 +218,7 @@ class Worker:
             vocab_size=self.model.backend.vocab_size,
             node_id=self.attachment.node_id,
             kernels=self.model.operators,
+            tensor_parallel_size=self.flags.tensor_parallel_size,
             free_seqs=max(0, epoch.max_num_seqs - load.running_requests - load.waiting_requests),
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,

@@ -115,13 +115,19 @@ def status_table(status: ClusterStatus) -> Table:
             component.component_id,
             component.role,
             component.model,
-            component.kernels,
+            kernels_of(component),
             component.node_id if component.node_id != component.component_id else "",
             *(["", ""] if component.role == "kvnode" else [str(component.running_requests), waiting]),
             f"{component.heartbeat_age_ms} ms ago",
             pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
         )
     return table
+
+
+def kernels_of(component: ComponentStatus) -> str:
+    """What a worker computes with, and how many processes it is where it is several."""
+    ranks = component.tensor_parallel_size
+    return f"{component.kernels}, {ranks} ranks" if ranks > 1 else component.kernels
 
 
 def model_line(model: ModelInfo, status: ClusterStatus) -> str:

@@ -116,6 +116,10 @@ STEP_BUDGET = _counter(
     " for what stayed free.",
     "use",
 )
+RANKS = _gauge("pillion.ranks", "{process}", "Processes over which a worker splits its model, where there are several.")
+RANK_WAIT = _counter(
+    "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others behind its own share of steps."
+)
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter("pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right.")
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")

@@ -660,6 +660,7 @@ class ComponentStatus(_message.Message):
     FREE_SEQS_FIELD_NUMBER: _builtins.int
     FENCED_COMPONENTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     component_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"."""
@@ -684,6 +685,8 @@ class ComponentStatus(_message.Message):
     running sequences.
     """
     free_seqs: _builtins.int
+    tensor_parallel_size: _builtins.int
+    """Workers only: the processes over which a worker splits its model."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV nodes only: workers that the node has fenced and that have not drained."""
@@ -714,10 +717,11 @@ class ComponentStatus(_message.Message):
         free_seqs: _builtins.int = ...,
         fenced_components: _abc.Iterable[_builtins.str] | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
+        tensor_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

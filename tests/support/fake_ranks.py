@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 from pillion.config import WorkerFlags
+from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.backend import BackendLost, PackedAdapter
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.ranks import rank_processes
 from pillion.engine.ranks.rank_main import run_rank
@@ -90,6 +92,9 @@ class FakeShare(FakeBackend):
         if self.rank and set(weights.layers) - {LAYER}:
             raise ValueError("this rank cannot pack")
         return super().pack_adapter(weights)
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        return HostBackend.take_adapter(self, digest, about, data)
 
 
 def fake_ranks(size: int, refused: bool = False) -> LoadedModel:

@@ -36,22 +36,22 @@ class RankGroup:
         kv_cache_dtype: str = "auto",
         checked: bool | None = None,
         max_wait_ms: int = 60_000,
+        max_tokens: int = MAX_TOKENS,
     ) -> None:
         """``threads``: of each rank; the last number is that of all further ranks."""
         config, isa = load_config(prepared.folder), choose_isa("auto", host_features())
         assert isa is not None
-        self.memory = RankMemory.create(config, size, MAX_TOKENS)
+        self.memory = RankMemory.create(config, size, max_tokens)
+        self.members = [RankMember(RankSplit.of(config, rank, size), self.memory, max_wait_ms) for rank in range(size)]
         self.backends = []
-        for rank in range(size):
-            split = RankSplit.of(config, rank, size)
+        for rank, member in enumerate(self.members):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "compile_kernels", kept_kernels)
                 model = load_cpu_model(
-                    prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, split=split
+                    prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, split=member.split
                 )
-            member = RankMember(split, self.memory, max_wait_ms)
             self.backends.append(CpuBackend(model, threads[min(rank, len(threads) - 1)], ranks=member))
-        self._threads = ThreadPoolExecutor(size)
+        self.threads = ThreadPoolExecutor(size)
 
     @property
     def layout(self) -> Any:
@@ -67,7 +67,7 @@ class RankGroup:
 
     def every(self, call: Callable[[CpuBackend], Any]) -> list[Any]:
         """Calls each backend, all at the same time; raises what the first one that failed has raised."""
-        futures = [self._threads.submit(call, backend) for backend in self.backends]
+        futures = [self.threads.submit(call, backend) for backend in self.backends]
         return [future.result() for future in futures]
 
     def bind_pool(self, memory: memoryview, num_slots: int) -> None:
@@ -97,7 +97,7 @@ class RankGroup:
             backend.check_integrity()
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self.threads.shutdown()
         for backend in self.backends:
             backend.close()
         self.memory.close()

@@ -195,7 +195,7 @@ class CpuBackend(HostBackend):
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
         """A function that runs ``operations`` over the record of the last step, to measure single kernels."""
         program = Program(operations, self.model.kernels, self._workspace)
-        return lambda: self._thread_pool.run(program.entries, self._step.words)
+        return lambda: self._run_kernels(program)
 
     def check_integrity(self) -> None:
         self._workspace.check_integrity()

@@ -11,14 +11,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.ranks import rank_messages
-from pillion.engine.ranks.rank_adapters import read_adapter_file, write_adapter
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
 from pillion.errors import Internal
 
@@ -116,27 +113,10 @@ def test_the_others_end_is_an_error(pair: tuple[RankLink, RankLink]) -> None:
         pair[0].send(RankMessage.OK)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_an_adapter_arrives_as_it_is(kind: torch.dtype) -> None:
-    def matrix(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape).to(kind)
-
-    pairs = tuple(LowRank(first, matrix(4, 6), matrix(5, 4)) for first in (0, 7))
-    weights = AdapterWeights(
-        "ab" * 32, 4, {"layers.0.qkv": pairs, "layers.1.o": (LowRank(0, matrix(1, 3), matrix(2, 1)),)}
-    )
-    shapes, descriptor = write_adapter(weights)
-    found = read_adapter_file(shapes, descriptor)
+@pytest.mark.parametrize("size", [0, 1, 100_001])
+def test_bytes_in_memory_arrive_as_they_are(size: int) -> None:
+    sent = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+    descriptor = rank_messages.memory_file(sent)
+    found = rank_messages.bytes_of(descriptor)
     os.close(descriptor)
-    assert (found.digest, found.rank, list(found.layers)) == (weights.digest, 4, list(weights.layers))
-    for name, sent in weights.layers.items():
-        for one, other in zip(sent, found.layers[name], strict=True):
-            assert one.first_output == other.first_output
-            assert torch.equal(one.a, other.a)
-            assert torch.equal(one.b, other.b)
-
-
-def test_an_adapter_without_layers_arrives() -> None:
-    shapes, descriptor = write_adapter(AdapterWeights("ab" * 32, 1, {}))
-    assert read_adapter_file(shapes, descriptor).layers == {}
-    os.close(descriptor)
+    np.testing.assert_array_equal(sent, found)

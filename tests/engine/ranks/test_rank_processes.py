@@ -128,7 +128,7 @@ def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.
         assert not backend.ranks.lost
         assert list(backend._dropped) == [packed.number + 1]
         del packed
-        backend.pack_adapter(AdapterWeights("0" * 64, 2, {}))
+        backend.pack_adapter(AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
         # Those of before are dropped in the ranks now, and this one is with the next.
         assert list(backend._dropped) == [3]
         os.kill(backend.ranks.pids()[0], signal.SIGSTOP)

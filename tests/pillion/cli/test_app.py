@@ -285,6 +285,7 @@ def test_status_as_a_table() -> None:
         node_id="kvnode-0",
         block_size_tokens=16,
         kernels="cpu/x",
+        tensor_parallel_size=2,
         adapters=("0",),
     )
     status = ClusterStatus(
@@ -301,7 +302,7 @@ def test_status_as_a_table() -> None:
     text = console.export_text()
     assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
     assert "12 ms ago" in text
-    assert "cpu/x" in text
+    assert "cpu/x, 2 ranks" in text
     assert pool_use(worker, 16) == ""
     assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")

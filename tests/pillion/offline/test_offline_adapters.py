@@ -31,12 +31,16 @@ def offline(folder, **options):
     return LLM(str(folder), **small, **options)
 
 
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_kernels)])
-def test_one_call_mixes_adapters_and_the_model(kernels, made):
+@pytest.mark.parametrize(
+    ("kernels", "ranks"), [("torch", 1), *(pytest.param("auto", ranks, marks=needs_kernels) for ranks in (1, 2))]
+)
+def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
     folder, adapters = made
     prompt, greedy = tokens_of(40, 5), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     # One adapter has to wait until another one has ended.
-    with offline(folder, enable_lora=True, max_loras=ADAPTERS - 1, cpu_kernels=kernels) as llm:
+    with offline(
+        folder, enable_lora=True, max_loras=ADAPTERS - 1, cpu_kernels=kernels, tensor_parallel_size=ranks
+    ) as llm:
         for number, adapter in enumerate(adapters):
             assert llm.load_adapter(f"v{number}", adapter).parent == folder.name
         names = [*(f"v{number}" for number in range(ADAPTERS)), ""] * 2

@@ -1,0 +1,117 @@
+"""A rank's share of a layer, in torch: cut matrices keep their values, and all ranks together are the whole layer."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from pillion.engine.models.decoder import LayerWeights
+from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
+from pillion.engine.models.model_config import parse_config
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_weights import inner_values, split_layer
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_inputs
+from pillion.kernels.torch.torch_linear import Linear
+
+HEAD_DIM, HIDDEN, INNER = 16, 64, 208
+CONFIG = parse_config(
+    {
+        "model_type": "llama",
+        "vocab_size": 258,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 3,
+        "head_dim": HEAD_DIM,
+    }
+)
+WIDTH = CONFIG.num_heads * HEAD_DIM
+
+
+def few_bits(rows, columns, group, order=None, seed=1):
+    """uint4 with offsets."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
+    scales, offsets = torch.randn(2, rows, -(-columns // group), generator=generator)
+    return QuantizedMatrix("uint4", codes, scales, group, offsets, order)
+
+
+def shuffled(count, seed=2):
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+# Of 192 inputs: as they lie; in an order that stays within four heads; in one that crosses them.
+ORDERS = {
+    "plain": None,
+    "within": torch.cat([shuffled(64, seed) + 64 * seed for seed in range(3)]),
+    "across": shuffled(WIDTH),
+}
+
+
+@pytest.mark.parametrize(("group", "order"), list(product([16, 48, 128, 10_000], ORDERS)))
+@pytest.mark.parametrize("inputs", [range(64), range(64, 192), range(128, 192)])
+def test_selected_inputs_have_the_same_values(group, order, inputs):
+    matrix = few_bits(5, WIDTH, group, ORDERS[order])
+    found = select_inputs(matrix, inputs)
+    assert torch.equal(plain(found, torch.float32), plain(matrix, torch.float32)[:, inputs.start : inputs.stop])
+    assert isinstance(found, QuantizedMatrix) == (order != "across")
+
+
+def layer_of(order):
+    """A layer with biases, whose matrices are in few bits where there is an order for the down projection."""
+    generator = torch.Generator().manual_seed(0)
+
+    def linear(rows, columns, ordered=None):
+        weight = torch.randn(rows, columns, generator=generator)
+        matrix = weight if order is None else few_bits(rows, columns, 32, ordered)
+        return Linear.plain(matrix, torch.randn(rows, generator=generator))
+
+    down = shuffled(INNER) if order == "across" else None
+    return LayerWeights(
+        attention_norm=RmsNorm(torch.ones(HIDDEN), 1e-6, False),
+        qkv=linear(WIDTH + 2 * 3 * HEAD_DIM, HIDDEN),
+        qk_norm=None,
+        q_norm=RmsNorm(torch.arange(float(WIDTH)), 1e-6, False),
+        k_norm=RmsNorm(torch.arange(3.0 * HEAD_DIM), 1e-6, False),
+        o=linear(HIDDEN, WIDTH, ORDERS[order or "plain"]),
+        attention_post_norm=None,
+        mlp_norm=None,
+        mlp=GatedMLP(linear(2 * INNER, HIDDEN), linear(HIDDEN, INNER, down), GATED["silu"]),
+        mlp_post_norm=None,
+    )
+
+
+def widened(linear):
+    return Linear.plain(plain(linear.weight, torch.float32), linear.bias)
+
+
+def mlp_of(layer):
+    return GatedMLP(widened(layer.mlp.gate_up), widened(layer.mlp.down), layer.mlp.gated)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("order", [None, "plain", "across"])
+def test_all_ranks_together_do_what_the_layer_does(size, order):
+    """Shares of two and one KV heads, and of two ranks for each KV head; biases count once."""
+    layer, rows = layer_of(order), torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(5))
+    qkv = widened(layer.qkv)(rows).view(7, -1, HEAD_DIM)
+    attended = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(6))
+    outputs, inner, seen = torch.zeros(7, HIDDEN), torch.zeros(7, HIDDEN), []
+    for rank in range(size):
+        split = RankSplit.of(CONFIG, rank, size)
+        share = split_layer(layer, CONFIG, split)
+        heads = [*split.heads, *(12 + head for head in split.kv_heads), *(15 + head for head in split.kv_heads)]
+        found = widened(share.qkv)(rows).view(7, -1, HEAD_DIM)
+        torch.testing.assert_close(found, qkv[:, heads])
+        queries = range(split.heads.start * HEAD_DIM, split.heads.stop * HEAD_DIM)
+        assert share.q_norm.weight.tolist() == list(map(float, queries))
+        assert len(share.k_norm.weight) == len(split.kv_heads) * HEAD_DIM
+        outputs += widened(share.o)(attended[:, queries.start : queries.stop])
+        inner += mlp_of(share)(rows)
+        seen += inner_values(layer.mlp, split).tolist()
+    torch.testing.assert_close(outputs, widened(layer.o)(attended), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(inner, mlp_of(layer)(rows), atol=1e-1, rtol=1e-4)
+    assert sorted(seen) == list(range(INNER))

@@ -1,0 +1,263 @@
+"""Ranks that share a model on the CPU kernels, in threads of one process: transformers' logits, and always the same
+bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion.config import ModelFlags
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.errors import Internal
+from pillion.kernels.cpu.products.packing import FEW_BITS
+from testbed.conditions import wait_for
+from tests.support.cpu_model import cpu_backend, needs_kernels
+from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.mixed_adapters import mixed_steps, with_adapters
+from tests.support.oracle import Oracle, first_difference
+from tests.support.quantized import PRODUCERS, quantize_folder
+from tests.support.rank_model import RankGroup
+from tests.support.torch_model import BackendDriver
+
+torch.set_num_threads(1)
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
+
+MODELS = FAMILIES | {
+    # Shares of 6 and 3 heads; the heads of SmolLM2.
+    "nine-heads": {
+        "hidden_size": 144,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "intermediate_size": 160,
+    },
+    # Four ranks share two KV heads, whose keys a norm over the whole projection counts once.
+    "olmo2-wide": {"model_type": "olmo2", "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+# Biases and one KV head for all; a width that fills no panel; unequal shares; norms behind products, soft caps and
+# windows; multipliers; norms over projections; experts beside dense layers; part of a head rotates.
+CASES = [
+    ("llama-mqa-biases", 2),
+    ("llama-mqa-biases", 4),
+    ("llama-odd-hidden", 2),
+    ("nine-heads", 2),
+    ("gemma2", 2),
+    ("granite", 4),
+    ("olmo2-wide", 2),
+    ("olmo2-wide", 4),
+    ("qwen3-moe-some-dense", 2),
+    ("phi3-partial-rope", 4),
+]
+TEXT = tokens_of(70, 2)
+
+
+@pytest.fixture(scope="module")
+def prepared_of(own_cache, tmp_path_factory):
+    """Prepares each model once, in float32 or bfloat16."""
+
+    @functools.cache
+    def made(name):
+        return make_model(tmp_path_factory.mktemp("model"), MODELS[name])[1]
+
+    return lambda name, dtype="float32": prepare(dataclasses.replace(made(name), dtype=dtype))
+
+
+def run(backend, prepared, chunks=(30,), text=TEXT):
+    driver = BackendDriver(prepared, backend=backend)
+    return driver.run_all(driver.sequences.add()[0], text, chunks)
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
+    prepared = prepared_of(name)
+    model = AutoModelForCausalLM.from_pretrained(str(prepared.folder), dtype=torch.float32).eval()
+    group = RankGroup(prepared, size)
+    found = run(group, prepared, (1, 40))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TEXT])).logits[0].float()
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    tokens = BackendDriver(prepared, backend=group).greedy(TEXT[:40], 8)
+    assert first_difference(Oracle(model).greedy(TEXT[:40], 8), tokens, 1e-3) == ""
+    group.check_integrity()
+    group.close()
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_kv_of_one_size_is_read_by_another(prepared_of, writes, reads):
+    """A prefill worker of one size and a decode worker of another one share blocks as they are."""
+    prepared = prepared_of("llama-gqa-tied")
+    wanted = run(cpu_backend(prepared), prepared)
+    first, second = (RankGroup(prepared, size) if size > 1 else cpu_backend(prepared) for size in (writes, reads))
+    driver = BackendDriver(prepared, backend=first)
+    (number,) = driver.sequences.add()
+    head = driver.step((number, TEXT[:48]), sample=range(48))
+    driver.backend = second
+    second.bind_pool(memoryview(driver.memory), 64)
+    tail = driver.step((number, TEXT[48:]), sample=range(len(TEXT) - 48))
+    torch.testing.assert_close(torch.cat((head, tail)), wanted, atol=1e-4, rtol=1e-4)
+    first.close()
+    second.close()
+
+
+def test_ranks_of_a_common_kv_head_write_the_same_bytes(prepared_of):
+    """Four ranks over two KV heads: each rank alone writes what both of a pair write."""
+    prepared = prepared_of("llama-gqa-tied")
+    driver = BackendDriver(prepared, backend=(group := RankGroup(prepared, 4)))
+    pools = [bytearray(driver.memory) for _ in range(4)]
+    for backend, pool in zip(group.backends, pools, strict=True):
+        backend.bind_pool(memoryview(pool), 64)
+    driver.step((driver.sequences.add()[0], TEXT))
+    assert pools[0] == pools[1] != pools[2] == pools[3]
+    layout = group.layout
+    halves = [np.frombuffer(pool, np.uint8).reshape(64, layout.num_layers, 2, 2, -1) for pool in (pools[0], pools[2])]
+    assert (halves[0][:, :, :, 1] == 255).all(), "the KV head of other ranks stays untouched"
+    assert (halves[1][:, :, :, 0] == 255).all()
+    group.close()
+
+
+def test_a_row_has_the_same_bits_in_every_batch_and_on_every_thread(prepared_of):
+    """I6, with soft caps, windows and KV in 8 bits; kernels that check each access, ranks of several threads, and other
+    sequences in each step."""
+    prepared = prepared_of("gemma2", "bfloat16")
+    wanted = run(alone := RankGroup(prepared, 2, kv_cache_dtype="fp8"), prepared, ())
+    alone.close()
+    for threads, checked, chunks in (((3, 1), True, (7, 1, 1, 20)), ((1, 2), False, (33, 1))):
+        group = RankGroup(prepared, 2, threads=threads, checked=checked, kv_cache_dtype="fp8")
+        driver = BackendDriver(prepared, backend=group)
+        mine, *others = driver.sequences.add(4)
+        begin = 0
+        for step, count in enumerate([*chunks, len(TEXT) - sum(chunks)]):
+            parts = [(other, tokens_of(1 + (step * 7 + other) % 9, step)) for other in others]
+            parts.insert(step % 4, (mine, TEXT[begin : begin + count]))
+            first = sum(len(tokens) for _, tokens in parts[: step % 4])
+            found = driver.step(*parts, sample=range(first, first + count))
+            assert torch.equal(found, wanted[begin : begin + count]), f"{threads} threads, tokens from {begin}"
+            begin += count
+        group.check_integrity()
+        group.close()
+
+
+def in_turn(group, batch, order):
+    """Runs a step whose ranks come in this order: each one sleeps in its first wait before the next one begins."""
+    futures = {}
+    for rank in order:
+        futures[rank] = group.threads.submit(group.backends[rank].forward, batch)
+        missing = set(order) - set(futures)
+        if missing:
+            # All that are there sleep until the first one that is not says that it has come.
+            asleep = functools.partial(group.memory.sleepers, min(missing))
+            wait_for("all ranks that are there sleep", lambda asleep=asleep: asleep() == len(futures))
+    return futures[0].result()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
+def test_sleepers_are_woken_and_bits_do_not_depend_on_who_comes_last(prepared_of, order):
+    prepared = prepared_of("llama-gqa-tied")
+    group = RankGroup(prepared, 4)
+    wanted = run(group, prepared, ())[-1]
+    driver = BackendDriver(prepared, backend=group)
+    batch = driver.sequences.step([(driver.sequences.add()[0], TEXT)])
+    found = in_turn(group, batch, order).clone()[0]
+    assert torch.equal(found, wanted)
+    group.check_integrity()
+    group.close()
+
+
+def test_an_abort_ends_a_wait_and_every_later_one(prepared_of):
+    prepared = prepared_of("llama-gqa-tied")
+    group = RankGroup(prepared, 2)
+    driver = BackendDriver(prepared, backend=group)
+    batch = driver.sequences.step([(driver.sequences.add()[0], TEXT)])
+    for rank in (0, 1):
+        waiting = group.threads.submit(group.backends[rank].forward, batch)
+        if not rank:
+            wait_for("rank 0 sleeps", lambda: group.memory.sleepers(1) > 0)
+            assert not waiting.done()
+            group.memory.abort()
+        with pytest.raises(BackendLost, match="a rank was lost, or hangs"):
+            waiting.result(10)
+    group.close()
+
+
+def test_rank_0_alone_gives_up_on_a_rank_that_hangs(prepared_of):
+    prepared = prepared_of("llama-gqa-tied")
+    group = RankGroup(prepared, 2, max_wait_ms=40)
+    driver = BackendDriver(prepared, backend=group)
+    batch = driver.sequences.step([(driver.sequences.add()[0], TEXT)])
+    assert [member.naps for member in group.members] == [2, 2**62]
+    with pytest.raises(BackendLost):
+        group.backends[0].forward(batch)
+    assert group.memory.aborted
+    group.close()
+
+
+def test_a_rank_that_fails_ends_the_others(prepared_of, monkeypatch):
+    """One that has no memory for its buffers, for instance."""
+    prepared = prepared_of("llama-gqa-tied")
+    group = RankGroup(prepared, 2)
+    driver = BackendDriver(prepared, backend=group)
+    batch = driver.sequences.step([(driver.sequences.add()[0], TEXT)])
+
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(group.backends[1], "_fill", fail)
+    futures = [group.threads.submit(backend.forward, batch) for backend in group.backends]
+    with pytest.raises(BackendLost):
+        futures[0].result(10)
+    with pytest.raises(MemoryError):
+        futures[1].result(10)
+    group.close()
+
+
+def test_a_step_with_more_rows_than_the_memory_has_is_refused(prepared_of):
+    prepared = prepared_of("llama-gqa-tied")
+    group = RankGroup(prepared, 2, max_tokens=64)
+    with pytest.raises(Internal, match="70 tokens, the ranks have memory for 64"):
+        run(group, prepared, ())
+    assert not group.memory.aborted
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["gptq-act-order", "w8a8"])
+def test_matrices_in_few_bits(kind, tmp_path):
+    """Inputs in an order of their own, which crosses heads; rows that are rounded to int8, where each rank's part of a
+    row has a scale of its own."""
+    plain, _ = make_model(tmp_path / "plain", MODELS["nine-heads"])
+    few, wide = (
+        prepare(ModelFlags(model=str(folder), dtype="float32"))
+        for folder in quantize_folder(plain, tmp_path / "few", PRODUCERS[kind](16))
+    )
+    wanted, group = run(None, wide), RankGroup(few, 2)
+    found = run(group, few)
+    if kind == "w8a8":
+        error, alone = ((each - wanted).abs().mean() for each in (found, run(None, few)))
+        assert error < 1.1 * alone < 0.1 * wanted.std()
+    else:
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    weights = group.backends[1].model.weights
+    assert {weights.linear(f"layers.0.{name}").kind in FEW_BITS for name in ("qkv", "gate_up", "down")} == {True}
+    assert (weights.linear("layers.0.o").kind in FEW_BITS) == (kind == "w8a8")
+    group.close()
+
+
+@pytest.mark.parametrize("kind", ["nine-heads", "gptq-act-order"])
+def test_adapters(kind, prepared_of, tmp_path):
+    """A or B of each pair is cut as its layer is; each rank packs its own share."""
+    if kind == "gptq-act-order":
+        plain, _ = make_model(tmp_path / "plain", FAMILIES["llama-gqa-tied"])
+        folder, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS[kind](16))
+        prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
+    else:
+        prepared = prepared_of(kind)
+    text = tokens_of(20, 3)
+    driver = with_adapters(BackendDriver(prepared, backend=RankGroup(prepared, 2)))
+    found, wanted = mixed_steps(driver, text), mixed_steps(with_adapters(BackendDriver(prepared)), text)
+    torch.testing.assert_close(found, wanted, atol=2e-4 * float(wanted.std()), rtol=2e-4)
+    driver.backend.close()
