@@ -3,7 +3,7 @@
 Each pair of steps is run in turn, so that what else runs on the machine slows both; the share of the rate that is left
 is the median of the rounds' shares. The adapters change every projection. "Enabled" is a backend with places for
 adapters that runs a step without any, beside a backend that has none. Steps are also timed while adapters are read and
-packed as a worker does it.
+packed as a worker does it. Then a whole service is measured (:mod:`benchmarks.lora_service`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.cpu_steps import kernels_bench
+from benchmarks.lora_service import service
+from benchmarks.lora_service import show as show_service
 from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
@@ -171,7 +173,7 @@ def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.P
 
 
 def main() -> None:
-    """Measure, print a table, write results/lora-KERNELS.json."""
+    """Measure, print tables, write results/lora-KERNELS.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantized", action="store_true", help="the model in the few bits of its file")
@@ -180,11 +182,27 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", choices=("steps", "service"), help="steps alone, or the whole service alone")
+    parser.add_argument("--service-rounds", type=int, default=5)
     args = parser.parse_args()
     model = args.model if args.quantized else str(plain_folder(args.model))
     prepared = prepare(ModelFlags(model=model, dtype=args.dtype), print)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(prepared, args, pathlib.Path(folder))
+    result: dict[str, Any] = {"dtype": prepared.dtype, "rank": args.rank, "threads": args.threads}
+    if args.only != "service":
+        with tempfile.TemporaryDirectory() as folder:
+            result["rows"] = measure(prepared, args, pathlib.Path(folder))
+        show(result["rows"], args, prepared)
+    if args.only != "steps":
+        # Unix sockets need short names.
+        with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+            rounds = args.service_rounds
+            result["service"] = service(model, prepared.dtype, args.rank, ADAPTERS, rounds, pathlib.Path(folder))
+        show_service(result["service"])
+    save(f"lora-{args.kernels}{'-quantized' * args.quantized}", result)
+
+
+def show(rows: dict[str, dict[str, float]], args: argparse.Namespace, prepared: PreparedModel) -> None:
+    """Print the figures of steps."""
     table = Table(title=f"adapters of rank {args.rank}; {args.kernels}, {prepared.dtype}, {args.threads} threads")
     for heading in ("", "without, ms", "with, ms", "share of the rate", "by least times"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -197,8 +215,6 @@ def main() -> None:
         f"an adapter took {load['load_ms']:.0f} ms beside {load['steps_beside'] / args.rounds:.1f} steps, whose median"
         f" kept {load['ratio_of_middle']:.3f} of the rate, and at most {load['place_ms']:.2f} ms to be placed"
     )
-    name = f"lora-{args.kernels}{'-quantized' * args.quantized}"
-    save(name, {"dtype": prepared.dtype, "rank": args.rank, "threads": args.threads, "rows": rows})
 
 
 if __name__ == "__main__":

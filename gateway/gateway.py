@@ -574,7 +574,7 @@ class Gateway:
 
         answers = [new_answer(index) for index in range(_generated(request.sampling))]
         if job.resume is not None:
-            check_origin(job.resume, job.digest(), len(job.prompt))
+            check_origin(job.resume, job.digest(), len(job.prompt), request.model or model.name)
             for answer, so_far in zip(answers, job.resume.answers, strict=True):
                 if so_far.finish_reason is None or form is not None:
                     # The client has this text; what counts is what the answer still holds back, and how much of it was

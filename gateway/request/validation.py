@@ -198,11 +198,14 @@ def tools_bytes(options: ToolOptions) -> int:
     return sum(64 + len(tool.name) + len(tool.description) + len(tool.parameters) for tool in options.tools)
 
 
-def check_origin(resume: Resume, digest: bytes, prompt_tokens: int) -> None:
-    """Checks that a stream which began with ``digest`` can go on here. Raises Conflict where its weights or its prompt
-    were others, and InvalidRequest."""
+def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -> None:
+    """Checks that a stream of the model or adapter ``name`` which began with ``digest`` can go on here. Raises Conflict
+    where its weights or its prompt were others, and InvalidRequest."""
     if resume.origin.digest != digest:
-        raise Conflict("the stream cannot be resumed: this gateway serves other weights or reads another prompt")
+        raise Conflict(
+            f"the stream cannot be resumed: here {name!r} has other weights than those that it began with, or its"
+            " prompt is read as other tokens"
+        )
     if resume.origin.cached_tokens >= prompt_tokens:
         text = f"{resume.origin.cached_tokens} of a prompt of {prompt_tokens} tokens; one is always computed"
         raise InvalidRequest.of(FieldViolation("resume.origin.cached_tokens", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -13,7 +14,7 @@ from pillion.supervisor.component_process import require_server_packages
 TITLE = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are hashed."
 
 
-def add_key(path: Path, tenant: str, operator: bool = False) -> str:
+def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, ...] = ()) -> str:
     """Adds a new key for ``tenant``, and the tenant where it is new. Returns the key; the file keeps only its hash.
 
     The file is replaced in one step, so a gateway reads either the old or the new one. Raises ConfigError for a file
@@ -21,6 +22,7 @@ def add_key(path: Path, tenant: str, operator: bool = False) -> str:
 
     Args:
         operator: makes the tenant an operator, who may see the whole cluster, where it is not one yet.
+        models: the models and adapters that the tenant may use from now on; () leaves that as it is.
     """
     require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
@@ -31,9 +33,12 @@ def add_key(path: Path, tenant: str, operator: bool = False) -> str:
     known = read_keys(str(path)).tenants if there else {}
     text = path.read_text().rstrip() if there else TITLE
     if tenant not in known:
-        text += f'\n\n[tenant."{tenant}"]' + "\noperator = true" * operator
-    elif operator and not known[tenant].operator:
-        text = _as_operator(text, tenant)
+        text += f'\n\n[tenant."{tenant}"]'
+    told = {"operator": "true"} if operator and not (tenant in known and known[tenant].operator) else {}
+    if models:
+        told["models"] = json.dumps(models, ensure_ascii=False)
+    for field, value in told.items():
+        text = _with(text, tenant, field, value)
     text += f'\n\n[[key]]\nid = "k-{secrets.token_hex(4)}"\ntenant = "{tenant}"\nhash = "{hash_of(key)}"\n'
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -41,8 +46,10 @@ def add_key(path: Path, tenant: str, operator: bool = False) -> str:
             file.write(text)
         # A file that a gateway would refuse must not replace the old one.
         ring = read_keys(str(new))
-        if operator and not ring.tenants[tenant].operator:
-            raise ConfigError(f"{path}: write operator = true into [tenant.{tenant}] by hand; its table is not found")
+        own = ring.tenants[tenant]
+        if (operator and not own.operator) or (models and own.models != models):
+            lines = " and ".join(f"{field} = {value}" for field, value in told.items())
+            raise ConfigError(f"{path}: write {lines} into [tenant.{tenant}] by hand; its table is not found")
         os.replace(new, path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -51,15 +58,15 @@ def add_key(path: Path, tenant: str, operator: bool = False) -> str:
     return key
 
 
-def _as_operator(text: str, tenant: str) -> str:
-    """The file's text with ``operator = true`` in the tenant's table; everything else stays as somebody wrote it."""
+def _with(text: str, tenant: str, field: str, value: str) -> str:
+    """The file's text with a field in the tenant's table; everything else stays as somebody wrote it."""
     header = rf"""(?m)^[ \t]*\[[ \t]*tenant[ \t]*\.[ \t]*(["']?){re.escape(tenant)}\1[ \t]*\].*$"""
     if (found := re.search(header, text)) is None:
         return text
     rest = text[found.end() :]
     table, bracket, behind = rest.partition("\n[")
-    table = re.sub(r"^[ \t]*operator[ \t]*=.*\n?", "", table, flags=re.MULTILINE)
-    return f"{text[: found.end()]}\noperator = true{table}{bracket}{behind}"
+    table = re.sub(rf"^[ \t]*{field}[ \t]*=[ \t]*(\[[^\]]*\]|.)*\n?", "", table, flags=re.MULTILINE)
+    return f"{text[: found.end()]}\n{field} = {value}{table}{bracket}{behind}"
 
 
 def hash_key(key: str) -> str:

@@ -153,7 +153,9 @@ def _table(
 def _components_table(
     components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: Container[str], style: FrameStyle
 ) -> Table:
-    right = ("running", "waiting", "queued tok", "slots", "heartbeat")
+    # Where nobody has adapters, there is no column for them.
+    adapters = any(component.adapters for component in components)
+    right = ("running", "waiting", "queued tok", "slots", *["adapters"] * adapters, "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
     table = _table(style, "component", headings)
     for component in _fitting(table, components, rows):
@@ -173,6 +175,7 @@ def _components_table(
             ),
             _count(component.queued_tokens if queued is None else queued, style) if worker else "",
             _count(component.free_seqs if slots is None else slots, style) if worker else "",
+            *[str(len(component.adapters)) if worker else ""] * adapters,
             f"{component.heartbeat_age_ms / 1000:.1f} s" if component.role else style.dash,
             "FENCED" if is_fenced else "late" if late else "",
             style="bold red" if is_fenced else "yellow" if late else "",

@@ -89,6 +89,17 @@ def test_all_that_must_agree_about_few_bits_are_told_the_same(name: str) -> None
         assert services[component].environment[f"PILLION_{name}"] == "x", component
 
 
+def test_adapters_reach_the_parts_that_need_them() -> None:
+    told = {"ENABLE_LORA": "true", "MAX_LORAS": "4", "LORA_MODULES": "sql=/adapters/sql", "ADAPTERS": "/srv/adapters"}
+    services = read_services(told)
+    for name in COMPONENTS:
+        environment = services[name].environment
+        assert (environment["PILLION_ENABLE_LORA"], environment["PILLION_MAX_LORAS"]) == ("true", "4"), name
+    edge = services["gateway"]
+    assert edge.environment["PILLION_LORA_MODULES"] == "sql=/adapters/sql"
+    assert edge.mounts.items() >= {"/adapters": "/srv/adapters", **services["decode"].mounts}.items()
+
+
 def test_gpu_workers_map_a_pool_on_the_gpu() -> None:
     services = read_services({})
     node = services["kvnode-gpu"].environment
@@ -120,7 +131,7 @@ def test_every_container_is_hardened() -> None:
 def test_image_is_nobodys() -> None:
     image = read_image()
     assert (image.entrypoint, image.user) == (("pillion",), "10001:10001")
-    written = set(read_services({})["gateway"].mounts) - {"/models"}
+    written = set(read_services({})["gateway"].mounts) - {"/models", "/adapters"}
     assert written == {"/run/pillion", "/cache", "/tmp"}
     for name in ("HOME", "HF_HOME", "PILLION_CACHE", "PILLION_ATTACH_SOCKET"):
         assert any(image.environment[name].startswith(folder) for folder in written), name

@@ -226,6 +226,23 @@ def test_secrets_are_files() -> None:
     assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
 
 
+def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
+    modules, volume = ["sql=/adapters/sql", "b=/adapters/b"], {"persistentVolumeClaim": {"claimName": "mine"}}
+    values = {"enabled": True, "maxLoras": 4, "modules": modules, "runtimeUpdating": True, "volume": volume}
+    manifests = render({"adapters": values})
+    for pod in pods(manifests):
+        for container in containers(pod):
+            told = environment(container)
+            if container["args"] != ["prepare"] and "PILLION_MODEL" in told:
+                assert (told["PILLION_ENABLE_LORA"], told["PILLION_MAX_LORAS"]) == ("true", "4")
+    pod = pod_of(of_kind(manifests, "Deployment", "gateway"))
+    told = environment(pod["containers"][0])
+    assert told["PILLION_LORA_MODULES"].split() == modules
+    (name,) = [one["name"] for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/adapters"]
+    assert next(one for one in pod["volumes"] if one["name"] == name)["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert "LORA" not in str(render())
+
+
 def test_batches_are_kept_in_a_claim() -> None:
     def gateway(values: dict[str, Any]) -> Any:
         return pod_of(of_kind(render(values), "Deployment", "gateway"))
@@ -280,6 +297,7 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
         ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
         ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
         ({"redis": {"minimal": False}}, "redis.existingSecret"),
+        ({"adapters": {"modules": ["sql=/adapters/sql"]}}, "enabled is false"),
     ],
 )
 def test_refusals(values: dict[str, Any], words: str) -> None:

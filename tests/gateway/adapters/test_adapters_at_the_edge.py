@@ -8,11 +8,13 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace as replace_fields
 
 import grpc
 import pytest
 from msgspec.structs import replace
 
+from pillion.client.client_requests import prompt_request, to_pb
 from pillion.config import GatewayFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
@@ -23,6 +25,9 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.gateway_server import start_gateway
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.index.shared_names import SharedNames
+from pillion.net import rpc
+from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
+from pillion.v1 import gateway_pb2_grpc
 from testbed.conditions import until
 from tests.support.adapters import make_adapter
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
@@ -150,6 +155,40 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         await fakes.client.unload_adapter("sql")
         with pytest.raises(NotFound):
             await fakes.client.unload_adapter("sql")
+        await fakes.settled()
+
+
+async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails_by_name(made, flags):
+    async with running(made, **flags) as fakes, rpc.open_channel(fakes.gateway.grpc_address) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
+        request = prompt_request("hi", model="sql", sampling=SamplingParams(temperature=0.0))
+        info = await fakes.client.load_adapter("sql", "v0")
+        whole = [message async for message in stub.Generate(to_pb(request))]
+        tokens = [token for message in whole for token in message.token_ids]
+        first = whole[0].origin
+        origin = StreamOrigin(first.seed, first.digest, first.cached_tokens)
+
+        async def go_on():
+            """What the rest of the stream is, behind its first three tokens."""
+            sent = replace_fields(request, resume=Resume(origin, (AnswerSoFar(tuple(tokens[:3])),)))
+            try:
+                return [token async for message in stub.Generate(to_pb(sent)) for token in message.token_ids]
+            except grpc.aio.AioRpcError as error:
+                raise rpc.from_rpc_error(error) from None
+
+        assert await go_on() == tokens[3:]
+        await fakes.client.load_adapter("sql", "v1", in_place=True)
+        submits = len(fakes.decode.submits)
+        with pytest.raises(Conflict, match="'sql' has other weights"):
+            await go_on()
+        await fakes.client.unload_adapter("sql")
+        with pytest.raises(NotFound, match="sql"):
+            await go_on()
+        assert len(fakes.decode.submits) == submits, "a stream went on with another adapter"
+        # The same version under its name again is what the stream began with.
+        await fakes.client.load_adapter("sql", "v0")
+        assert await go_on() == tokens[3:]
+        assert fakes.decode.submits[-1].adapter == info.adapter
         await fakes.settled()
 
 

@@ -130,6 +130,31 @@ def test_a_key_of_an_operator(tmp_path: pathlib.Path, text: str) -> None:
     assert {line for line in text.splitlines() if "operator" not in line} <= set(path.read_text().splitlines())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[tenant.acme]\nweight = 3\n",
+        '[tenant.acme]\nmodels = ["demo"] # theirs\nweight = 3\n[tenant.other]\nmodels = ["demo"]\n',
+        '[tenant.acme]\nmodels = [\n  "demo",\n  "sql",\n]\nweight = 3\n',
+    ],
+)
+def test_a_tenant_is_limited_to_models(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "keys.toml"
+    if text:
+        path.write_text(text)
+    add = ["keys", "add", str(path), "--tenant", "acme"]
+    result = CliRunner().invoke(cli, [*add, "--models", "sql", "--models", "größe"])
+    assert result.exit_code == 0, result.output
+    ring = read_keys(str(path))
+    tenant = ring.tenant_of(f"Bearer {result.output.strip()}")
+    assert (tenant.models, tenant.weight) == (("sql", "größe"), 3.0 if text else 1.0)
+    assert [other.models for name, other in ring.tenants.items() if name != "acme"] in ([], [("demo",)])
+    # Another key leaves that as it is.
+    assert CliRunner().invoke(cli, add).exit_code == 0
+    assert read_keys(str(path)).tenants["acme"].models == ("sql", "größe")
+
+
 def test_a_table_that_is_not_found_is_named(tmp_path: pathlib.Path) -> None:
     path, text = tmp_path / "keys.toml", "tenant = {ops = {weight = 2}}\n"
     path.write_text(text)

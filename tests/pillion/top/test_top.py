@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -261,6 +262,15 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     assert row(first, "flow") == "flow tokens/s generated –, prompts –"
     assert "rates over" not in first
     assert row(text(reading(0, cluster=cluster), now), "hits") == "hits no prompt ended"
+
+
+def test_ready_adapters_are_counted_where_there_are_any() -> None:
+    ready = replace(DECODE, adapters=("ab" * 32, "cd" * 32))
+    shown = " ".join(text(reading(0), reading(2, cluster=status(GATEWAY, PREFILL, ready, NODE))).split())
+    assert "slots adapters heartbeat" in shown
+    assert "decode-0 decode kvnode-0 4 0 0 60 2 0.0 s" in shown
+    assert "prefill-0 prefill kvnode-0 0 0 2,048 253 0 0.0 s" in shown
+    assert "adapters" not in text(reading(0), reading(2))
 
 
 def test_what_is_wrong_comes_first() -> None:

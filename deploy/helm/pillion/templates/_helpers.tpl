@@ -70,6 +70,11 @@ PILLION_CPU_KERNELS: {{ .Values.model.cpuKernels | quote }}
 PILLION_QUANTIZATION: {{ .Values.model.quantization | quote }}
 PILLION_QUANTIZATION_GROUP_SIZE: {{ .Values.model.quantizationGroupSize | toString | quote }}
 PILLION_KV_CACHE_DTYPE: {{ .Values.model.kvCacheDtype | quote }}
+{{- if .Values.adapters.enabled }}
+PILLION_ENABLE_LORA: "true"
+PILLION_MAX_LORAS: {{ .Values.adapters.maxLoras | int | toString | quote }}
+PILLION_MAX_LORA_RANK: {{ .Values.adapters.maxLoraRank | int | toString | quote }}
+{{- end }}
 PILLION_METRICS_HOST: "0.0.0.0"
 PILLION_INSECURE_INTERNAL: {{ empty .Values.internalTls.existingSecret | toString | quote }}
 {{- if .Values.internalTls.existingSecret }}
