@@ -71,7 +71,6 @@ class SpeculativeConfig:
             del said["disable_by_batch_size"]
         return json.dumps(said)
 
-
     def model_flags(self, flags: F) -> F:
         """The flags by which the draft model is loaded: those of its model, but for what names one."""
         own: Any = flags
