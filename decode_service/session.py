@@ -356,6 +356,8 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
         tail_steps=progress.tail_steps,
         queue_ms=max(0.0, (progress.first_step_s or progress.ended_s) - progress.arrived_s) * 1000,
         preemptions=progress.preemptions,
+        guessed_tokens=progress.guessed_tokens,
+        accepted_tokens=progress.accepted_tokens,
     )
 
 

@@ -287,6 +287,8 @@ class Timings:
     prefill_worker: str = ""
     decode_worker: str = ""
     plan_reason: str = ""
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,10 @@ def _engine() -> Dashboard:
     by_use, budget = f"{rate(uses)} {OWNER}", rate_by_component(uses, "use")
     worked, guessed = rate(uses, 'use!="idle"'), rate(uses, 'use="speculative"')
     share = f"{rate_by_component('pillion_step_accepted_tokens_total')} / sum by (component) ({guessed} {OWNER})"
+    by_place = {
+        kind: f"sum by (position) ({rate(f'pillion_step_{kind}_tokens_total')} {OWNER})"
+        for kind in ("accepted", "wasted")
+    }
     steps = (
         latency_by_component(
             "Step duration",
@@ -287,6 +291,13 @@ def _engine() -> Dashboard:
             "percentunit",
             (Query(share, "{{component}}"),),
             "Share of speculative tokens. Where few are right, --speculative-config gains little.",
+            maximum=1,
+        ),
+        Panel(
+            "Accepted by position",
+            "percentunit",
+            (Query(f"{by_place['accepted']} / ({by_place['accepted']} + {by_place['wasted']})", "{{position}}"),),
+            "Share of the guesses at each place, from 0, that were right, those behind a wrong one counted as wrong.",
             maximum=1,
         ),
         Panel(

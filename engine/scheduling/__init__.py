@@ -13,6 +13,9 @@ Open first: scheduler.py, the one class that the step loop calls.
     adapter_places.py adapters that are ready or loading, and who may run with them
     forks.py          further answers to one prompt
     drafts.py         speculative decoding: guesses and how they are scheduled
+    draft_control.py  how many tokens are guessed for each stream
+    acceptance.py     how often guesses are right
+    recent_answers.py where suffix decoding looks up what followed in earlier answers
     draft_chains.py   a draft model's KV: its slots, what it catches up with, its guesses
     lookup_drafters.py guesses from the text itself, and from earlier answers
 

@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from pillion.engine.backends.batch import Int32
+from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
-
-NO_DRAFTS = np.empty(0, dtype=np.int32)
 
 
 class Drafter(Protocol):
@@ -35,29 +35,42 @@ class Drafter(Protocol):
 
 
 def speculate(
-    drafter: Drafter | None, most_guesses: int, decodes: Seq[SequencePiece], left: int
+    drafter: Drafter | None, control: DraftControl, cost: StepCost, decodes: Seq[SequencePiece], left: int
 ) -> list[SequencePiece]:
     """``decodes``, lengthened by forced tokens and guesses of ``left`` tokens together, which then stand in their
-    sequences. ``most_guesses``: for one sequence."""
-    room, wanted = left, []
+    sequences."""
+    streams, rooms = [], []
     for piece in decodes:
-        sequence = piece.sequence
-        most = min(room, _room(piece))
-        forced = sequence.grammar is not None and len(sequence.grammar.forced) > 0
-        if most > 0 and forced:
-            tokens = _forced(sequence, most)
-            room -= len(tokens)
-            sequence.draft(tokens, forced=True)
-        elif most > 0 and drafter is not None:
-            # One more than twice what was right the last time: a text that cannot be guessed soon costs a token a step.
-            wanted.append((sequence, min(2 * sequence.accepted_drafts + 1, most_guesses, most)))
-    if drafter is not None and wanted:
-        for (sequence, most), guess in zip(wanted, drafter.draft(wanted), strict=True):
-            tokens = _fitting(sequence, guess[: min(most, room)])
-            room -= len(tokens)
-            if len(tokens):
-                sequence.draft(tokens)
+        sequence, room = piece.sequence, min(left, _room(piece))
+        if sequence.grammar is not None and len(sequence.grammar.forced) > 0:
+            if room > 0:
+                tokens = _forced(sequence, room)
+                left -= len(tokens)
+                sequence.draft(tokens, forced=True)
+        else:
+            streams.append(sequence)
+            rooms.append(room)
+    if drafter is not None and streams:
+        control.observe(decodes, cost, drafter.seconds_per_token(len(streams)) / len(streams))
+        _guess(drafter, control, streams, control.shares(streams, rooms, left))
     return [_lengthened(piece) for piece in decodes]
+
+
+def _guess(drafter: Drafter, control: DraftControl, streams: Seq[Sequence], shares: Seq[int]) -> None:
+    """Guess so many tokens for each of the streams; those without a guess are probed, in their turn."""
+    wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
+    silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
+    due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
+    if not (wanted or due):
+        return
+    guesses = drafter.draft([*wanted, *due])
+    for (stream, most), guess in zip(wanted, guesses, strict=False):
+        tokens = _fitting(stream, guess[:most])
+        stream.guesses.asked(tokens, stream.num_tokens)
+        if len(tokens):
+            stream.draft(tokens)
+    for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
+        stream.guesses.probe(guess, stream.num_tokens)
 
 
 def _room(piece: SequencePiece) -> int:

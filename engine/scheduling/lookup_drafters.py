@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
 from pillion.engine.backends.batch import Int32
+from pillion.engine.scheduling.acceptance import NO_TOKENS
 from pillion.engine.scheduling.drafts import Drafter
+from pillion.engine.scheduling.recent_answers import END, MAX_PLACES, Int64, RecentAnswers
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 
 # How far back is searched, which bounds a guess to some 20 microseconds.
 MAX_LOOKBACK_TOKENS = 16_384
+# Suffix decoding needs so many tokens in common with an earlier place of the text itself.
+LEAST_OWN_MATCH_TOKENS = 2
 
 
 class NGramDrafter:
@@ -57,11 +61,95 @@ class NGramDrafter:
         """Does nothing: there is no state."""
 
 
+class SuffixDrafter:
+    """Suffix decoding (Oliaro and others, arXiv 2411.04975): guesses what most often followed the longest end of the
+    text, in the text itself and in the worker's recent answers (:mod:`pillion.engine.scheduling.recent_answers`).
+
+    The match and the guess have up to ``suffix_decoding_max_tree_depth`` tokens together, the guess up to
+    ``suffix_decoding_max_spec_factor`` times as many as the match. It ends where what follows is too uncertain. The
+    places that match are looked up instead of kept in a tree: the text's own by a scan, which needs no memory and takes
+    microseconds, those in answers by hash.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        # The longest match that leaves room for the longest guess.
+        self._most_matched = int(config.suffix_decoding_max_tree_depth / (1 + config.suffix_decoding_max_spec_factor))
+        self._answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
+
+    def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
+        """The guess behind the longer match; the text itself comes before other answers."""
+        return [self._continue(sequence, most) for sequence, most in wanted]
+
+    def _continue(self, sequence: Sequence, most: int) -> Int32:
+        end = sequence.num_tokens
+        text = sequence.tokens(max(0, end - MAX_LOOKBACK_TOKENS), end)
+        own = np.flatnonzero(text[:-1] == text[-1])
+        if len(text) > 1:
+            own = own[own > 0]
+            own = own[text[own - 1] == text[-2]]
+        pattern = text[: -self._most_matched - 1 : -1]
+        guess, matched = self._behind(text, 0, len(text), own[: -MAX_PLACES - 1 : -1], pattern, most)
+        ring = self._answers.ring(sequence.spec.parent_hash)
+        if ring is not None:
+            answered = self._behind(ring.tokens, ring.first, ring.end, ring.places(text), pattern, most)
+            if answered[1] > matched:
+                guess = answered[0]
+        return guess
+
+    def _behind(
+        self, tokens: Int32, first: int, end: int, places: Int64, pattern: Int32, most: int
+    ) -> tuple[Int32, int]:
+        """What most often follows those of the ``places`` that have the most tokens in common with ``pattern``, which
+        is the text's end from the last token backwards; and how many these are. Places lie in ``tokens`` at their
+        remainder, and those from ``first`` to ``end`` are there."""
+        if not (len(places) and len(pattern)):
+            return NO_TOKENS, 0
+        room = len(tokens)
+        same = tokens[(places[:, None] - np.arange(len(pattern))) % room] == pattern
+        lengths = np.where(same.all(axis=1), len(pattern), same.argmin(axis=1))
+        lengths = np.minimum(lengths, places - first + 1)
+        matched = int(lengths.max())
+        config = self._config
+        factor = config.suffix_decoding_max_spec_factor
+        most = min(most, int(matched * factor), config.suffix_decoding_max_tree_depth - matched)
+        if matched < LEAST_OWN_MATCH_TOKENS or most <= 0:
+            return NO_TOKENS, 0
+        places = places[lengths == matched]
+        ahead = places[:, None] + np.arange(1, most + 1)
+        followed = np.where(ahead < end, tokens[ahead % room], END).tolist()
+        return np.array(_likeliest(followed, config.suffix_decoding_min_token_prob), dtype=np.int32), matched
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """0.0: a look-up costs hardly anything beside a step."""
+        return 0.0
+
+    def ended(self, sequence: Sequence) -> None:
+        """Remember the answer, and the end of its prompt, behind which it may be guessed from its first token on."""
+        prompt = sequence.spec.prompt_tokens
+        if not sequence.resume_after and sequence.num_tokens > prompt:
+            begin = max(0, prompt - self._config.suffix_decoding_max_tree_depth)
+            self._answers.add(sequence.spec.parent_hash, sequence.tokens(begin, sequence.num_tokens))
+
+
+def _likeliest(followed: list[list[int]], least: float) -> list[int]:
+    """The tokens that most of the rows begin with, one after the other, as long as at least this share of all rows has
+    them all; of equally frequent ones the first row's."""
+    guess: list[int] = []
+    needed = least * len(followed)
+    for place in range(len(followed[0])):
+        ((token, count),) = Counter(row[place] for row in followed).most_common(1)
+        if token == END or count < needed:
+            break
+        guess.append(token)
+        followed = [row for row in followed if row[place] == token]
+    return guess
+
+
 def make_lookup_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter of a method without a model; None where nothing, or a model, guesses. Raises ConfigError for other
-    methods."""
-    if config.method in ("", "draft_model"):
-        return None
-    if config.method != "ngram":
-        raise ConfigError(f"--speculative-config: method {config.method!r} is not served yet")
-    return NGramDrafter(config)
+    """The drafter of a method without a model; None where nothing, or a model, guesses."""
+    if config.method == "ngram":
+        return NGramDrafter(config)
+    if config.method == "suffix":
+        return SuffixDrafter(config)
+    return None

@@ -39,6 +39,7 @@ from pillion.engine.scheduling.adapter_places import AdapterPlaces
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.draft_chains import DraftChains, DraftPasses, DraftShape
+from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -72,7 +73,7 @@ class Scheduler:
         target_itl_steps: that duration as a number of plain steps, which only decode; 0 where it is in seconds or off.
         max_whole_tokens: 0 cuts prompts at any token. Else prompts run whole, and this is the longest one.
         drafter: guesses tokens of decodes; None guesses nothing.
-        most_guesses: most tokens that are guessed for a sequence in one step.
+        draft_control: decides how many tokens are guessed for each stream.
         max_scored_rows: most rows of a step that score a prompt's token. Prompts that are scored are cut by it, also
             where prompts run whole.
         max_loras: adapters that the backend has places for; 0: no sequence has one.
@@ -92,7 +93,7 @@ class Scheduler:
         target_itl_steps: float = 0.0,
         max_whole_tokens: int = 0,
         drafter: Drafter | None = None,
-        most_guesses: int = MAX_SPECULATIVE_TOKENS,
+        draft_control: DraftControl | None = None,
         max_scored_rows: int = MAX_SCORED_ROWS,
         max_loras: int = 0,
         draft_model: tuple[DraftShape, DraftPasses] | None = None,
@@ -113,7 +114,7 @@ class Scheduler:
         self.queues = SchedulerQueues(max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0
-        self._most_guesses = most_guesses
+        self._draft_control = draft_control or DraftControl(MAX_SPECULATIVE_TOKENS)
         self._max_scored_rows = max_scored_rows
         self._in_flight = InFlightSteps()
         self.adapters = AdapterPlaces(max_loras, self._in_flight)
@@ -234,8 +235,11 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """Whether steps may be launched before the one before has landed: drafts are judged before the next ones."""
-        return self._drafter is None
+        """Whether the next step may be scheduled before the one just launched has landed: guesses follow tokens that
+        are known, so it may where nothing would be guessed."""
+        if self._drafter is None:
+            return True
+        return not self._draft_control.may_guess([s for s in self.queues.running if s.decoding and not s.is_span])
 
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run. At most one step is in flight."""
@@ -250,7 +254,7 @@ class Scheduler:
             if self.draft_chains is not None:
                 self.draft_chains.begin_step(left - sum(tail.left_to_compute for tail in prompt_tails), now)
             spare = left - self._owed(prompt_tails)
-            pieces = speculate(self._drafter, self._most_guesses, pieces, spare)
+            pieces = speculate(self._drafter, self._draft_control, self.budget.cost, pieces, spare)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in self.queues.running)
             left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails), streams=streams)
@@ -268,7 +272,9 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
         """Apply the results of a step."""
-        self.budget.end(now, sampled.borrowed_s)
+        seconds = self.budget.end(now, sampled.borrowed_s)
+        if self._drafter is not None:
+            self._draft_control.stepped(plan, seconds)
         pieces, sampled = self._in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(sampled.token_ids), iter(sampled.logprobs), iter(sampled.scored)
         for piece in pieces:
@@ -479,6 +485,8 @@ class Scheduler:
         drafts, forced = sequence.num_drafts, sequence.drafts_are_forced
         accepted, reason = sequence.accept([token for token, _ in chosen], now)
         out.late_masks += chosen[-1][0] == MASK_LATE
+        if drafts and not forced:
+            out.judged_guesses.append((drafts, max(accepted - 1, 0)))
         if not accepted:
             if chosen[0][0] == MASK_LATE:
                 for _ in piece.fork_seeds:
@@ -489,7 +497,7 @@ class Scheduler:
         if drafts and forced:
             out.forced_tokens += min(accepted, drafts)
         elif drafts:
-            out.accepted_drafts += accepted - 1
+            self._draft_control.judged(sequence, drafts, accepted - 1)
         reason = self._end_of_grammar(sequence, reason)
         out.report_tokens(sequence, chosen[:accepted], reason, now)
         if reason is not None:
@@ -548,6 +556,7 @@ class Scheduler:
     def _join(self, sequence: Sequence, now: float) -> None:
         self.queues.join(sequence)
         self.adapters.join(sequence, now)
+        self._draft_control.begin(sequence)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
         if sequence.state is SequenceState.RESUMING:
@@ -559,9 +568,9 @@ class Scheduler:
         """Leave the queues; owned slots that will not be committed go back to the stock at once."""
         self.queues.leave(sequence)
         self.adapters.leave(sequence)
+        self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if self._drafter is not None and not sequence.is_span:
             self._drafter.ended(sequence)
-        self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if not sequence.in_commit:
             self._settle(sequence, now)
 

@@ -26,10 +26,10 @@ import numpy as np
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.grammars.answer_grammar import AnswerGrammar
+from pillion.engine.scheduling.acceptance import GuessRecord
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
 from pillion.priority import rank
-from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams
 
 
@@ -108,6 +108,7 @@ class SequenceProgress:
         last_token_s, longest_gap_s: when the last of these steps ended, and the longest time between two of them.
         preempted_s: when the sequence was preempted, each time.
         adapter_s: when its adapter was there for the first time.
+        guessed_tokens, accepted_tokens: guesses that steps have judged, and those of them that were right.
     """
 
     arrived_s: float
@@ -121,6 +122,8 @@ class SequenceProgress:
     longest_gap_s: float = 0.0
     preempted_s: list[float] = field(default_factory=list)
     adapter_s: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def preemptions(self) -> int:
@@ -203,8 +206,7 @@ class Sequence(BlockChain):
         # How many tickets the sequence has had, and how often a token was not chosen that a launched step runs on: a
         # step that was launched under an older number is void for it.
         self.generation = 0
-        # How many drafts of the last guess were accepted; optimistic at first.
-        self.accepted_drafts = MAX_SPECULATIVE_TOKENS
+        self.guesses = GuessRecord()
         self.hold(holding, SequenceState.WAITING)
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
@@ -342,7 +344,8 @@ class Sequence(BlockChain):
             if self.grammar is not None:
                 self.grammar.take(self.tokens(self.num_tokens - accepted, self.num_tokens).tolist())
         if drafts and not self.drafts_are_forced:
-            self.accepted_drafts = max(accepted - 1, 0)
+            self.progress.guessed_tokens += len(drafts)
+            self.progress.accepted_tokens += max(accepted - 1, 0)
         self.extend_hashes(self.num_computed)
         return accepted, reason
 

@@ -51,11 +51,13 @@ LEAST_THROUGHPUT = 0.9
 
 
 def features(pieces: Seq[SequencePiece]) -> Float64:
-    """float64 [5], what the cost of a step depends on, in the order of SCALES and scaled."""
+    """float64 [5], what the cost of a step depends on, in the order of SCALES and scaled. A row whose logits are needed
+    counts like a sequence: guesses have some beside that of their sequence."""
     ends = [piece.start + piece.count for piece in pieces]
     pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
     tokens = sum(piece.count for piece in pieces)
-    found: Float64 = np.array([1.0, tokens, len(pieces), sum(ends), pairs]) / SCALES
+    rows = sum(piece.samples or 1 for piece in pieces)
+    found: Float64 = np.array([1.0, tokens, rows, sum(ends), pairs]) / SCALES
     return found
 
 
@@ -77,6 +79,11 @@ class StepCost:
         """Seconds of a step with these features; 0.0 before any was seen."""
         return self._factor * float(self._weights @ found)
 
+    def row_seconds(self, context: float) -> float:
+        """Seconds of one more row with logits, a guess, behind ``context`` tokens of a sequence that is in the step."""
+        _, tokens, rows, reads, pairs = self._factor * self._weights / SCALES
+        return float(tokens + rows + reads + pairs * context)
+
     def weights_s(self) -> tuple[float, ...]:
         """Seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's own cores;
         empty before any step."""
@@ -92,7 +99,7 @@ class StepCost:
             learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         # Divided by the time it took, so that short steps count as much as long ones.
         row = found / learnt
-        # More tokens than sequences: a chunk, or guesses.
+        # More tokens than sequences and guesses: a chunk.
         kind = int(found[1] > found[2])
         self._squares[kind] = self._squares[kind] * self._fading + np.outer(row, row)
         self._products[kind] = self._products[kind] * self._fading + row
@@ -202,11 +209,11 @@ class TokenBudget:
                 self._running.pop()
             self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
 
-    def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> None:
+    def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> float:
         """The oldest step has ended, and the next one runs from now. On own cores it would have taken ``borrowed_s``
-        more. A step that was not ``ok`` teaches nothing."""
+        more. A step that was not ``ok`` teaches nothing. Returns the seconds that it took; 0.0 where it never began."""
         if not self._running:
-            return
+            return 0.0
         found, began, teaches = self._running.popleft()
         if ok and teaches:
             self.cost.observe(found, now - began, borrowed_s)
@@ -214,3 +221,4 @@ class TokenBudget:
         if self._running:
             found, _, teaches = self._running[0]
             self._running[0] = found, now, teaches
+        return now - began

@@ -151,8 +151,8 @@ class Outcome:
         lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
         adapters: digests of adapters to load; each is answered with :meth:`Scheduler.adapter_loaded` or
             :meth:`Scheduler.adapter_failed`.
-        preemptions, accepted_drafts, forced_tokens, late_masks, evicted_adapters: how many there were since the last
-            outcome.
+        judged_guesses: of each stream's guess that was judged, its tokens, and how many of them were right.
+        preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -164,8 +164,8 @@ class Outcome:
     resumes: list[ResumeOrder] = field(default_factory=list)
     draft_orders: list[DraftOrder] = field(default_factory=list)
     adapters: list[str] = field(default_factory=list)
+    judged_guesses: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
-    accepted_drafts: int = 0
     forced_tokens: int = 0
     late_masks: int = 0
     evicted_adapters: int = 0

@@ -6,7 +6,7 @@
 Where the backend runs ahead, the step that is committed is the one before the step just launched: while the device runs
 that, the results of the one before are applied, events happen, and the next one is scheduled. If the step just launched
 chooses by tokens of the one before (StepPlan.awaits_tokens), its choice is begun as soon as that one is committed. With
-nothing to schedule, the steps in flight are committed.
+nothing to schedule, and where the scheduler wants to know their tokens first, the steps in flight are committed.
 
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
@@ -64,7 +64,7 @@ class StepLoop:
         scheduler: belongs to this thread from :meth:`start` on.
         launch: begins a step. What ``launch`` raises, or waiting for its step, fails that step's sequences.
         choose: begins the choice of a launched step that awaits tokens of the one before; what it raises does so, too.
-        ahead: whether a step may be launched before the one before it has ended.
+        ahead: whether a step may be launched before the one before it has ended, where the scheduler has no objection.
         on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
         on_step: called on the step thread when a step has ended, before it is committed. The step took the time since
@@ -169,8 +169,10 @@ class StepLoop:
         busy = bool(self._in_flight)
         while len(self._in_flight) > stays_in_flight:
             self._commit_oldest()
-        if stays_in_flight and plan.awaits_tokens and not self._choose_tokens():
-            self._commit_oldest()
+        if stays_in_flight:
+            chosen = not plan.awaits_tokens or self._choose_tokens()
+            if not (chosen and self._scheduler.may_run_ahead):
+                self._commit_oldest()
         return busy
 
     def _launch_step(self, plan: StepPlan) -> bool:

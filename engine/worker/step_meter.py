@@ -8,6 +8,7 @@ from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
 DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"
 
@@ -21,7 +22,9 @@ class StepMeter:
         every = (DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE)
         self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in every}
         self._preemptions = meters.counter(names.PREEMPTIONS)
-        self._accepted = meters.counter(names.ACCEPTED)
+        places = range(MAX_SPECULATIVE_TOKENS)
+        self._accepted = [meters.counter(names.ACCEPTED, str(place)) for place in places]
+        self._wasted = [meters.counter(names.WASTED, str(place)) for place in places]
         self._forced = meters.counter(names.FORCED)
         self._late_masks = meters.counter(names.LATE_MASKS)
         self._evicted_adapters = meters.counter(names.ADAPTER_EVICTIONS)
@@ -36,9 +39,11 @@ class StepMeter:
         return used
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Count the preemptions, accepted drafts, forced tokens, late masks and evicted adapters of an outcome."""
+        """Count the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)
-        self._accepted.add(outcome.accepted_drafts)
+        for made, right in outcome.judged_guesses:
+            for counter in (*self._accepted[:right], *self._wasted[right:made]):
+                counter.add(1)
         self._forced.add(outcome.forced_tokens)
         self._late_masks.add(outcome.late_masks)
         self._evicted_adapters.add(outcome.evicted_adapters)

@@ -32,6 +32,7 @@ from pillion.engine.backends.draft_loading import load_draft
 from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
@@ -130,7 +131,7 @@ class Worker:
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
             drafter=make_lookup_drafter(speculative_config),
-            most_guesses=speculative_config.num_speculative_tokens,
+            draft_control=DraftControl.of(speculative_config),
             max_scored_rows=scored_rows(model.backend.vocab_size),
             max_loras=flags.max_loras if flags.enable_lora else 0,
         )

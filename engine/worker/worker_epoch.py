@@ -118,7 +118,7 @@ class WorkerEpoch:
             scheduler,
             self._launch,
             self._choose,
-            ahead=model.backend.runs_ahead and scheduler.may_run_ahead,
+            ahead=model.backend.runs_ahead,
             on_outcome=self._on_outcome,
             on_death=on_fail,
             on_step=self._on_step,

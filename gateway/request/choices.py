@@ -54,9 +54,13 @@ class Choices:
         return replace(first, completion_tokens=sum(len(machine.emitted) for machine in self.machines))
 
     def timings(self, now: float) -> Timings:
-        """The leader's timings, with the time until the last answer's end."""
+        """The leader's timings, with the time until the last answer's end, and all answers' guesses."""
+        found = [machine.timings(now) for machine in self.machines]
         return replace(
-            self.machines[0].timings(now), total_ms=max(machine.timings(now).total_ms for machine in self.machines)
+            found[0],
+            total_ms=max(one.total_ms for one in found),
+            guessed_tokens=sum(one.guessed_tokens for one in found),
+            accepted_tokens=sum(one.accepted_tokens for one in found),
         )
 
     def _handle_one(self, index: int, event: Event, now: float) -> list[AnswerAction]:

@@ -457,4 +457,6 @@ class _Timeline:
             prefill_worker=prefill,
             decode_worker=plan.decode.component_id if plan else "",
             plan_reason=plan.reason if plan else "",
+            guessed_tokens=worker.guessed_tokens,
+            accepted_tokens=worker.accepted_tokens,
         )

@@ -121,7 +121,18 @@ RANK_WAIT = _counter(
     "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others behind its own share of steps."
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
-ACCEPTED = _counter("pillion.step.accepted_tokens", "{token}", "Guessed tokens that were right.")
+ACCEPTED = _counter(
+    "pillion.step.accepted_tokens",
+    "{token}",
+    "Guessed tokens that were right, by place in the guess, from 0.",
+    "position",
+)
+WASTED = _counter(
+    "pillion.step.wasted_tokens",
+    "{token}",
+    "Guessed tokens that were wrong, or behind a wrong one, by place in the guess, from 0.",
+    "position",
+)
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")
 LATE_MASKS = _counter(
     "pillion.grammar.late_masks", "{mask}", "Masks of grammars that were not there when a step chose its tokens."

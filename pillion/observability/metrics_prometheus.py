@@ -21,6 +21,7 @@ from prometheus_client.utils import floatToGoString
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics
 from pillion.observability.metrics import Labels, Snapshot, Values
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 
 _UNITS = {"s": "seconds", "By": "bytes"}
 _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
@@ -94,6 +95,13 @@ ALIASES = (
     _Alias("vllm:request_success", names.REQUESTS, "outcome", ("stop", "length", "cancelled"), "finished_reason"),
     _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, "use", ("speculative",)),
     _Alias("vllm:spec_decode_num_accepted_tokens", names.ACCEPTED),
+    _Alias(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        names.ACCEPTED,
+        "position",
+        tuple(map(str, range(MAX_SPECULATIVE_TOKENS))),
+        "position",
+    ),
     _Alias("vllm:time_to_first_token_seconds", names.TTFT),
     _Alias("vllm:inter_token_latency_seconds", names.ITL),
     _Alias("vllm:request_time_per_output_token_seconds", names.TPOT),

@@ -451,6 +451,8 @@ class Timings(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     PLAN_REASON_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     prefilled_tokens: _builtins.int
     """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
@@ -476,6 +478,11 @@ class Timings(_message.Message):
     decode_worker: _builtins.str
     plan_reason: _builtins.str
     """Why the planner split the prompt there, as text for people."""
+    guessed_tokens: _builtins.int
+    """Tokens that decode workers guessed (--speculative-config) for all answers that ended at a worker, and those of them
+    that were right. Unknown, and not counted, for an answer that a stop string ended.
+    """
+    accepted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -494,10 +501,12 @@ class Timings(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         plan_reason: _builtins.str = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "guessed_tokens", b"guessed_tokens", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

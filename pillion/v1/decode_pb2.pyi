@@ -321,10 +321,15 @@ class DecodeTimings(_message.Message):
     TAIL_STEPS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     tail_tokens: _builtins.int
     tail_steps: _builtins.int
     queue_ms: _builtins.float
     preemptions: _builtins.int
+    guessed_tokens: _builtins.int
+    """Tokens that were guessed for the stream, and those of them that were right."""
+    accepted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -332,10 +337,12 @@ class DecodeTimings(_message.Message):
         tail_steps: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         preemptions: _builtins.int = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["preemptions", b"preemptions", "queue_ms", b"queue_ms", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "guessed_tokens", b"guessed_tokens", "preemptions", b"preemptions", "queue_ms", b"queue_ms", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

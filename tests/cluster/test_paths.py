@@ -37,7 +37,12 @@ PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "target": ({"target_itl_ms": 5.0}, {"split_policy": "colocated"}),
     "guesses": ({"speculative_config": guessing(5)}, {"split_policy": "fraction:0.5", "chunk_size": 16}),
     "guesses, small budget": (
-        {"speculative_config": guessing(5), "max_num_batched_tokens": 24, "max_num_seqs": 4, "target_itl_ms": 5.0},
+        {
+            "speculative_config": guessing(5, "suffix"),
+            "max_num_batched_tokens": 24,
+            "max_num_seqs": 4,
+            "target_itl_ms": 5.0,
+        },
         {"split_policy": "colocated"},
     ),
     "whole prompts": (
@@ -104,7 +109,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
     for decode, slots in (
         ({}, 2000),
         ({"speculative_config": guessing(5)}, 2000),
-        ({"speculative_config": guessing(3), "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
+        ({"speculative_config": guessing(3, "suffix"), "max_num_seqs": 6, "target_itl_ms": 5.0}, 40),
     ):
         async with components_on(folder, decode=decode, node={"kv_pool_bytes": slots * BLOCK_BYTES}) as components:
             assert components.kvnode.pool.ledger.num_slots == slots

@@ -145,6 +145,11 @@ async def test_guessed_tokens_change_no_answer() -> None:
         await over(answer)
         assert answer.token_ids == greedy(tokens, 60)
         assert [count for count in workers.decode_backend.steps[3:] if count > 1], "nothing was guessed"
+        assert answer.last is not None
+        assert answer.last.timings is not None
+        judged = sum(count - 1 for count in workers.decode_backend.steps if 1 < count <= 5)
+        assert 0 < answer.last.timings.guessed_tokens == judged
+        assert answer.last.timings.accepted_tokens < judged
         await workers.quiet()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.batching import build_batch
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -111,8 +112,16 @@ class AheadHarness(SchedulerHarness):
         draws: int = 0,
         punctual: float = 1.0,
         max_loras: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
-        super().__init__(slots=slots, budget=budget, max_num_seqs=max_num_seqs, punctual=punctual, max_loras=max_loras)
+        super().__init__(
+            slots=slots,
+            budget=budget,
+            max_num_seqs=max_num_seqs,
+            punctual=punctual,
+            max_loras=max_loras,
+            drafter=drafter,
+        )
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
         self.rival = self.ledger.attach("rival", "decode")
@@ -141,6 +150,8 @@ class AheadHarness(SchedulerHarness):
         if stays and plan.awaits_tokens:
             self.late_choices += 1
             self.device.choose(plan, self.placed)
+        if stays and not self.scheduler.may_run_ahead:
+            self.land()
         self._check_in_flight()
         self.scheduler.check_integrity()
         return plan

@@ -274,7 +274,8 @@ class SchedulerHarness:
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
-            waits = (sequence.num_in_flight and sequence.next_is_last) or self._held_up(sequence)
+            judged = bool(sequence.num_in_flight and (sequence.next_is_last or sequence.num_drafts))
+            waits = judged or self._held_up(sequence)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
@@ -497,20 +498,25 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
         if not piece.samples:
             continue
         assert sequence.spec.sampling is not None
-        history = 0
+        # Of each row, the answer before the token that it chooses, drafts among it.
+        histories = [0] * (piece.samples + len(piece.fork_seeds))
         if sequence.spec.sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_drafts
             # The token before was not chosen, for its mask was late: this choice is void.
             void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
-            history = int(sequence.tokens(sequence.spec.prompt_tokens, end).sum())
+            ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.fork_seeds))]
+            histories = [int(sequence.tokens(sequence.spec.prompt_tokens, place).sum()) for place in ends]
         seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.fork_seeds)
         masks = None
         if sequence.grammar is not None:
             masks = sequence.grammar.place_masks(sequence.drafts().tolist(), piece.samples)
         last = piece.samples - 1
-        history += ADAPTER_SHIFT * placed.get(sequence.adapter_place, 0)
-        found += [RowChoice(seed + history, masks, min(place, last)) for place, seed in enumerate(seeds)]
+        shift = ADAPTER_SHIFT * placed.get(sequence.adapter_place, 0)
+        found += [
+            RowChoice(seed + history + shift, masks, min(place, last))
+            for place, (seed, history) in enumerate(zip(seeds, histories, strict=True))
+        ]
     return found
 
 

@@ -6,11 +6,14 @@ Whatever a step under way uses is checked against the ledger after every launch,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.backends.batch import Int32
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -259,10 +262,37 @@ def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
     assert harness.swaps
 
 
-def test_guesses_are_judged_before_the_next_ones() -> None:
-    common = {"block_size": BLOCK, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    assert Scheduler(**common).may_run_ahead
-    assert not Scheduler(**common, drafter=OracleDrafter()).may_run_ahead
+class SometimesDrafter(OracleDrafter):
+    """Knows what follows only where the text's length is such."""
+
+    def __init__(self, knows: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._knows = knows
+
+    def _guess(self, sequence: Sequence, most: int) -> Int32:
+        return super()._guess(sequence, most if self._knows(sequence.num_tokens) else 0)
+
+
+def test_a_step_runs_ahead_where_nothing_is_guessed() -> None:
+    """Guesses follow tokens that are known, so their stream waits for each step; one without guesses never does."""
+    guessing = AheadHarness(budget=32, drafter=OracleDrafter())
+    guessing.submit(prompt(1, 9), 33)
+    run_out(guessing)
+    assert guessing.launches < 20
+    assert guessing.device.resolved <= 1, "the first decode was scheduled before anybody had measured anything"
+    silent = AheadHarness(budget=32, drafter=SometimesDrafter(lambda length: False))
+    silent.submit(prompt(1, 9), 33)
+    run_out(silent)
+    assert silent.launches == 33
+    assert silent.device.resolved >= 31, "only the first steps waited, until the drafter had said that it knows nothing"
+
+
+def test_a_stream_that_can_be_guessed_at_last_is() -> None:
+    harness = AheadHarness(slots=100, budget=32, drafter=SometimesDrafter(lambda length: length > 40))
+    harness.submit(prompt(1, 9), 90)
+    run_out(harness)
+    assert 20 < harness.device.resolved < 45
+    assert harness.launches < 70
 
 
 def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
@@ -348,9 +378,16 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2))
+@given(
+    SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2), st.none() | st.integers(0, 3).map(OracleDrafter)
+)
 def test_any_history_with_a_step_under_way(
-    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, punctual: float, max_loras: int
+    shape: tuple[int, int, int],
+    events: list[tuple[object, ...]],
+    draws: int,
+    punctual: float,
+    max_loras: int,
+    drafter: OracleDrafter | None,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -361,6 +398,7 @@ def test_any_history_with_a_step_under_way(
         draws=draws,
         punctual=punctual,
         max_loras=max_loras,
+        drafter=drafter,
     )
     harness.broken_adapters = {3}
     for kind, *arguments in events:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.lookup_drafters import NGramDrafter
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from tests.support.drafts import guessing
 from tests.support.fake_grammar import number_of
@@ -171,20 +173,6 @@ def test_looking_back(text: list[int], guess: list[int]) -> None:
     assert looked_up(NGRAM, text, 2) == guess[:2]
 
 
-def test_a_text_that_cannot_be_guessed_soon_costs_one_token_a_step() -> None:
-    harness = SchedulerHarness(slots=100, budget=64, max_num_seqs=2, drafter=OracleDrafter(1))
-    harness.submit(prompt(1, 9), 30)
-    counts = []
-    while harness.scheduler.sequences:
-        counts.append(harness.step().num_tokens)
-        while harness.answer():
-            pass
-        harness.receive_flush()
-    assert max(counts[4:]) <= 2
-    harness.settle()
-    harness.check_answers()
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
 def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most: int) -> None:
@@ -207,5 +195,5 @@ def test_no_guess_is_longer_than_the_bound() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
     assert sequence.room_for_drafts > 5
-    (piece,) = speculate(Eager(), 5, [SequencePiece(sequence, 2, 1, 1)], 100)
+    (piece,) = speculate(Eager(), DraftControl(5), StepCost(), [SequencePiece(sequence, 2, 1, 1)], 100)
     assert piece.count == piece.samples == 1 + 5

@@ -9,7 +9,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.scheduling.drafts import Drafter
+from pillion.engine.scheduling.lookup_drafters import SuffixDrafter
 from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.support.drafts import guessing
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 ARRIVE = st.tuples(
@@ -71,7 +74,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
-    st.none() | st.integers(0, 3).map(OracleDrafter),
+    st.none() | st.integers(0, 3).map(OracleDrafter) | st.builds(SuffixDrafter, st.just(guessing(4, "suffix"))),
     st.booleans(),
     PUNCTUAL,
     st.integers(0, 2),
@@ -79,7 +82,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
 def test_any_history(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
-    drafter: OracleDrafter | None,
+    drafter: Drafter | None,
     whole_prompts: bool,
     punctual: float,
     max_loras: int,

@@ -20,6 +20,8 @@ from testbed.conditions import WITHIN_S, loop_turns, until
 class Counting:
     """A scheduler whose steps are numbered, without end."""
 
+    may_run_ahead = True
+
     def __init__(self) -> None:
         self.steps = 0
 
@@ -112,6 +114,15 @@ class _Ahead(Counting):
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
         self.story.append(f"failed {plan.budget_tokens}")
         return Outcome()
+
+
+async def test_a_step_lands_before_the_next_one_is_scheduled_where_the_scheduler_says_so() -> None:
+    scheduler = _Ahead()
+    scheduler.may_run_ahead = False
+    loop = step_loop(scheduler, ahead=True)
+    await until("some steps", lambda: scheduler.steps > 2)
+    await loop.stop()
+    assert scheduler.story[:4] == ["launched 1", "committed 1", "launched 2", "committed 2"]
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -19,6 +19,7 @@ from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText
 from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.gateway.tokens.stops import stop_strings
 from pillion.types import FinishReason, Timings, TokenLogprob, Usage
+from pillion.v1.decode_pb2 import DecodeTimings
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.request.test_request import EOS, GONE, ack, hold, planned
 
@@ -54,12 +55,12 @@ def test_one_submit_begins_all() -> None:
     assert c.handle(0, ev.TokensSampled(1, (6,)), 2.0) == [(0, ev.Emit((6,)))]
     assert {machine.state for machine in c.machines} == {RequestState.DECODING}
     for index in (1, 2, 0):
-        assert actions_of(c.handle(index, ev.DecodeFinished(1, FinishReason.STOP, None), 3.0 + index))[-1] == (
-            index,
-            "Finish",
-        )
+        worker = DecodeTimings(guessed_tokens=4, accepted_tokens=index)
+        finished = ev.DecodeFinished(1, FinishReason.STOP, worker)
+        assert actions_of(c.handle(index, finished, 3.0 + index))[-1] == (index, "Finish")
     assert c.usage() == Usage(21, 20, 2)
     assert c.timings(99.0).total_ms == 5000
+    assert (c.timings(99.0).guessed_tokens, c.timings(99.0).accepted_tokens) == (12, 3)
 
 
 def test_before_the_first_token_only_the_first_answer_tries_again_and_forks_those_without_a_token() -> None:

@@ -86,7 +86,7 @@ def test_a_whole_life() -> None:
     assert m.handle(ev.SpanEnded(1, 20), 10.5) == []
     assert m.handle(ev.TokensSampled(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
     assert m.handle(ev.TokensSampled(1, (3,)), 10.8) == [ev.Emit((3,))]
-    done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2)
+    done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2, guessed_tokens=9, accepted_tokens=5)
     assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, done), 11.0) == [
         ev.ReleaseTicket(hold()), ev.Finish(FinishReason.STOP),
     ]  # fmt: skip
@@ -94,6 +94,7 @@ def test_a_whole_life() -> None:
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (21, 4, 3)
     assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (4, 16, 1)
     assert (timings.prefill_chunks, timings.tail_steps, timings.preemptions) == (2, 1, 2)
+    assert (timings.guessed_tokens, timings.accepted_tokens) == (9, 5)
     times = (timings.admission_ms, timings.prefill_ms, timings.decode_queue_ms, timings.time_to_first_token_ms)
     assert (*times, timings.total_ms) == pytest.approx((200, 300, 3, 700, 1000))
     assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)

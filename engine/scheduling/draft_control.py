@@ -1,0 +1,179 @@
+"""How many tokens are guessed for each stream of a step: as many as make decoding fastest.
+
+A step of R rows, a row for each decode and for each guess, takes t(R) seconds. It brings a token for each of its D
+decodes, and for each guess one more with the chance P that it and those before it are right. Guesses are added in
+falling order of P, as many as make (D + all their P) / t(R) largest. P comes from the measured acceptance of the
+stream's and all streams' guesses, t from the steps that ran: rows cost hardly anything as long as a step waits for
+weights to be read, and nearly as much as decodes once it waits for arithmetic, so no single price fits. For one stream
+nearly every guess is worth its row; in a full batch hardly any is. Where steps run ahead of the device, those with
+guesses do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, too.
+
+Where no guess is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and what it
+says is compared with the text that comes without it. Such a probe costs a look-up and no row. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.engine.scheduling.acceptance import UNKNOWN_RATE, UNKNOWN_WEIGHT, WORKER_FADING, Acceptance, Float64
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_cost import StepCost, features
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.speculative_config import SpeculativeConfig
+
+# Numbers of rows between which the cost of steps is taken for linear, and how far a step moves the two beside it.
+KNOTS = 2.0 ** np.arange(13)
+LEARNING_RATE = 0.2
+# Guesses are made where they should make decoding faster by this factor, at least: estimates err.
+LEAST_SPEEDUP = 1.05
+# Guesses are made for the streams that look best, so fewer are right than it seems. The chances are therefore corrected
+# by the share that was right of what was expected, which begins as if so many tokens had come as expected.
+CALIBRATION_TOKENS = 8.0
+# A stream without guesses is probed once in so many tokens, so often that about one is in each step; by a drafter that
+# takes its time, more rarely. A probe guesses what comes until the next one.
+LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
+SLOW_PROBE_TOKENS = 128
+
+
+class RowCosts:
+    """Seconds of steps without prompt tails by their rows: a line through KNOTS, each of which moves towards the steps
+    that were measured beside it."""
+
+    def __init__(self) -> None:
+        self._seconds: Float64 = np.zeros(len(KNOTS))
+        self._known = False
+
+    def expect(self, rows: int, seconds: float, row_s: float) -> None:
+        """Begin with a step of ``rows`` rows that takes ``seconds``, and ``row_s`` for each row more, if nothing was
+        measured before."""
+        if not self._known and seconds > 0:
+            self._seconds = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
+            self._known = True
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step has taken so long."""
+        expected = float(self.seconds(np.array([rows]))[0])
+        if not expected:
+            return
+        # A hiccup teaches no more than a step that takes twice as long.
+        error = LEARNING_RATE * (min(seconds, 2 * expected) - expected)
+        place = min(max(rows.bit_length() - 1, 0), len(KNOTS) - 2)
+        share = min((rows - KNOTS[place]) / KNOTS[place], 1.0)
+        self._seconds[place] += (1 - share) * error
+        self._seconds[place + 1] += share * error
+
+    def seconds(self, rows: npt.NDArray[Any]) -> Float64:
+        """float64, for each number of rows; 0.0 as long as nothing is known."""
+        seconds: Float64 = np.interp(rows, KNOTS, self._seconds)
+        return seconds
+
+
+class DraftControl:
+    """Decides for one scheduler how much is guessed.
+
+    Args:
+        most_guesses: most tokens that are guessed for a stream in one step.
+        most_decodes: steps of more decodes guess nothing; 0: the costs alone decide.
+    """
+
+    def __init__(self, most_guesses: int, most_decodes: int = 0) -> None:
+        self.most_guesses = most_guesses
+        self._most_decodes = most_decodes
+        self._all = Acceptance(WORKER_FADING)
+        self._level = UNKNOWN_RATE
+        self._rates: Float64 = self._all.rates(UNKNOWN_RATE, UNKNOWN_WEIGHT)
+        # Right guesses of steps, and how many were expected; and their ratio.
+        self._right = self._expected = CALIBRATION_TOKENS
+        self._trust = 1.0
+        self.costs = RowCosts()
+        # Of the next step: its decodes, and what making a guess takes.
+        self._decodes = 0
+        self._drafting_s = 0.0
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> DraftControl:
+        """As the operator configured it."""
+        return cls(config.num_speculative_tokens, config.disable_by_batch_size)
+
+    def observe(self, decodes: Seq[SequencePiece], cost: StepCost, drafting_s: float) -> None:
+        """The next step has these decodes, one token each as yet. ``drafting_s``: what making a guess takes."""
+        self._decodes, self._drafting_s = len(decodes), drafting_s
+        if cost.steps:
+            context = sum(piece.start for piece in decodes) / max(1, len(decodes))
+            self.costs.expect(len(decodes), cost.predict(features(decodes)), cost.row_seconds(context))
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """A step has taken so long."""
+        if seconds > 0 and all(piece.samples == piece.count and not piece.scores for piece in plan.pieces):
+            self.costs.observe(plan.num_tokens, seconds)
+
+    def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
+        """How many tokens to guess for each of these streams, at most ``room`` of each and ``left`` of all."""
+        none, decodes = [0] * len(streams), self._decodes
+        crowded = 0 < self._most_decodes < decodes
+        if not (streams and decodes) or left <= 0 or crowded:
+            return none
+        plain_s = float(self.costs.seconds(np.array([decodes]))[0])
+        highest = max(stream.guesses.chances[0] for stream in streams) * self._trust
+        if plain_s and self._speedups(KNOTS * highest, KNOTS, plain_s).max() < LEAST_SPEEDUP:
+            return none
+        chances = np.array([stream.guesses.chances for stream in streams])[:, : self.most_guesses] * self._trust
+        chances[np.arange(chances.shape[1]) >= np.array(room)[:, None]] = 0.0
+        order = np.argsort(-chances, axis=None, kind="stable")[: min(left, np.count_nonzero(chances))]
+        count = len(order)
+        if count and plain_s:
+            speedups = self._speedups(np.cumsum(chances.ravel()[order]), np.arange(1, count + 1), plain_s)
+            best = int(speedups.argmax())
+            count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
+        found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
+        return found
+
+    def _speedups(self, brought: Float64, guesses: npt.NDArray[Any], plain_s: float) -> Float64:
+        """How much faster than without guesses decoding is with so many of them, which bring so many tokens."""
+        seconds = self.costs.seconds(self._decodes + guesses) + self._drafting_s * guesses
+        speedups: Float64 = (1 + brought / self._decodes) * plain_s / seconds
+        return speedups
+
+    def may_guess(self, streams: Iterable[Sequence]) -> bool:
+        """Whether the step behind the one just planned would guess something for these streams."""
+        likely = [stream for stream in streams if stream.guesses.found]
+        return any(self.shares(likely, [self.most_guesses] * len(likely), self.most_guesses * len(likely)))
+
+    def judged(self, stream: Sequence, made: int, right: int) -> None:
+        """A step has judged a guess of ``made`` tokens for a stream: its first ``right`` ones were right."""
+        self._right = self._right * WORKER_FADING + right
+        self._expected = self._expected * WORKER_FADING + stream.guesses.expected
+        self._trust = min(1.0, (self._right + CALIBRATION_TOKENS) / (self._expected + CALIBRATION_TOKENS))
+        self._learn(stream, made, right)
+
+    def _learn(self, stream: Sequence, made: int, right: int) -> None:
+        """A guess was judged, or a probe."""
+        self._all.judge(made, right)
+        self._level = self._all.level(UNKNOWN_RATE, UNKNOWN_WEIGHT)
+        self._rates = self._all.rates(self._level, UNKNOWN_WEIGHT)
+        stream.guesses.judge(made, right)
+        stream.guesses.expect(self._rates, self._level)
+
+    def begin(self, stream: Sequence) -> None:
+        """A stream begins: it is expected to be like all others."""
+        stream.guesses.expect(self._rates, self._level)
+
+    # Probes.
+
+    def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
+        """The streams to probe, and by how many tokens, once their last probe is judged."""
+        every = min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
+        due = []
+        for stream in streams:
+            if stream.guesses.probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):
+                made, right = stream.guesses.take_probe(stream.tokens(0, stream.num_tokens))
+                if made:
+                    self._learn(stream, made, right)
+                due.append((stream, min(self.most_guesses, every)))
+        return due

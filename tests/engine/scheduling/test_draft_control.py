@@ -1,0 +1,137 @@
+"""How much is guessed follows what guesses cost and how often they are right: on a machine of known costs, steps with
+guesses are never much slower than without, and as fast as they can be where guesses are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.acceptance import STREAM_FADING, Acceptance
+from pillion.engine.scheduling.draft_control import DraftControl
+from pillion.engine.scheduling.drafts import Drafter, speculate
+from pillion.engine.scheduling.step_cost import StepCost
+from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.speculative_config import SpeculativeConfig
+from tests.engine.scheduling.test_drafts import OracleDrafter, sequence_of
+from tests.support.scheduler_harness import SchedulerHarness, answer, prompt
+
+STEP_S, ROW_S = 0.008, 0.0015
+
+
+class TimedHarness(SchedulerHarness):
+    """A machine whose steps take a constant and a time for each token."""
+
+    def __init__(self, drafter: Drafter | None, row_s: float = ROW_S) -> None:
+        super().__init__(slots=1000, budget=256, max_num_seqs=16, drafter=drafter)
+        self.row_s = row_s
+        self.tokens = self.guessed = 0
+
+    def run_plan(self, plan: StepPlan) -> Sampled:
+        self.now += STEP_S + self.row_s * plan.num_tokens
+        self.tokens += plan.num_tokens
+        self.guessed += sum(piece.samples - 1 for piece in plan.pieces if piece.samples)
+        return super().run_plan(plan)
+
+
+def seconds(harness: TimedHarness, streams: int, length: int = 60) -> float:
+    for seed in range(streams):
+        harness.submit(prompt(seed % 4, 6), length, seed=seed)
+    # The harness's own clock moves between two steps, too, which is no part of the machine.
+    began, steps = harness.now, 0
+    while harness.scheduler.sequences:
+        steps += bool(harness.step().pieces)
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    return harness.now - began - 0.01 * steps
+
+
+@pytest.mark.parametrize("streams", [1, 4, 16])
+@pytest.mark.parametrize("wrong", [0, 1, 2, 5])
+def test_guesses_are_never_much_slower_than_none(streams: int, wrong: int) -> None:
+    plain, guessing = TimedHarness(None), TimedHarness(OracleDrafter(wrong))
+    assert seconds(guessing, streams) < seconds(plain, streams) * 1.03
+
+
+def test_right_guesses_are_as_many_as_their_cost_allows() -> None:
+    for streams, least in ((1, 2.3), (16, 1.1)):
+        plain, guessing = TimedHarness(None), TimedHarness(OracleDrafter())
+        assert seconds(plain, streams) / seconds(guessing, streams) > least
+
+
+def test_a_full_batch_of_wrong_guesses_hardly_pays_for_any() -> None:
+    harness = TimedHarness(OracleDrafter(1))
+    seconds(harness, 16)
+    assert harness.guessed < 0.05 * harness.tokens
+
+
+def test_free_rows_are_taken_and_dear_ones_left() -> None:
+    free, dear = (TimedHarness(OracleDrafter(2), row_s) for row_s in (0.00001, 0.1))
+    seconds(free, 8)
+    seconds(dear, 8)
+    assert free.guessed > 200
+    assert dear.guessed < 40
+
+
+def test_steps_of_more_decodes_than_configured_guess_nothing() -> None:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4, disable_by_batch_size=3)
+    control = DraftControl.of(config)
+    streams = [sequence_of([1, 2, 3]) for _ in range(4)]
+    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
+    control.observe(pieces[:3], StepCost(), 0.0)
+    assert control.shares(streams[:3], [9, 2, 0], 100) == [4, 2, 0]
+    control.observe(pieces, StepCost(), 0.0)
+    assert control.shares(streams, [9] * 4, 100) == [0] * 4
+
+
+def test_the_likelier_guess_gets_the_last_token() -> None:
+    control = DraftControl(4)
+    good, bad = sequence_of([1, 2, 3]), sequence_of([4, 5, 6])
+    control.observe([SequencePiece(one, 2, 1, 1) for one in (good, bad)], StepCost(), 0.0)
+    for _ in range(5):
+        control.judged(good, 4, 4)
+        control.judged(bad, 4, 1)
+    assert control.shares([bad, good], [9, 9], 5) == [1, 4]
+
+
+def test_acceptance_is_measured_where_a_place_was_reached() -> None:
+    acceptance = Acceptance(STREAM_FADING)
+    for _ in range(50):
+        acceptance.judge(4, 2)
+    first, second, third, fourth = acceptance.rates(0.5, 1.0)[:4]
+    assert first == second > 0.9
+    assert third < 0.1
+    assert fourth == 0.5, "nobody ever got there"
+    assert acceptance.level(0.5, 1.0) == pytest.approx(2 / 3, abs=0.02)
+    acceptance.judge(1, 1)
+    assert acceptance.rates(0.5, 1.0)[0] >= first
+
+
+class DearRows(StepCost):
+    """A machine on which a row costs as much as a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 1
+
+    def predict(self, found: object) -> float:
+        return 1.0
+
+    def row_seconds(self, context: float) -> float:
+        return 1.0
+
+
+def test_a_text_that_can_be_guessed_is_noticed_without_a_row() -> None:
+    """Probes measure what guesses would have brought: it takes no guess to find out that guesses are right or wrong."""
+    for wrong, least, most in ((0, 0.9, 1.0), (1, 0.0, 0.1)):
+        control, stream = DraftControl(4), sequence_of(prompt(1, 9))
+        for token in answer(prompt(1, 9), 0, 50):
+            stream.compute(stream.num_tokens - 1, stream.num_tokens - 1, 0.0)
+            stream.append(token)
+            (piece,) = speculate(
+                OracleDrafter(wrong), control, DearRows(), [SequencePiece(stream, stream.num_tokens - 1, 1, 1)], 100
+            )
+            assert piece.count == 1
+        assert least <= stream.guesses.chances[0] <= most
