@@ -21,11 +21,15 @@ import numpy.typing as npt
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rank_split import RankSplit
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.rows.rank_sums import ABORT, ARRIVED, NAP_NS, RANK_LINE_BYTES, SLEEPERS, words_bytes
+from pillion.kernels.cpu.rows.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
+# How long a rank sleeps in a wait before it looks whether the ranks shall end.
+NAP_NS = 20_000_000
 # How long rank 0 waits for another rank within a step, counted in its own naps: time in which it was stopped itself
 # does not count. Then the ranks end.
 MAX_RANK_WAIT_MS = 60_000
+# How many naps a rank takes that never gives up.
+NEVER = 2**62
 _MAGIC = int.from_bytes(b"RANKMEM1", "little")
 _PAGE_BYTES = 4096
 # Two turns: nobody reads the partials of a turn any more when they are written again.
@@ -49,7 +53,7 @@ class RankMemory:
     """The mapped memory. Attributes: ``ranks``, and ``max_tokens``, the most rows of a step."""
 
     def __init__(self, descriptor: int) -> None:
-        """Maps the memory and takes over its descriptor. Raises ConfigError for memory of another kind."""
+        """Maps the memory, and then owns its descriptor. Raises ConfigError for memory of another kind."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, size) if size >= _PAGE_BYTES else b"\0" * _PAGE_BYTES
@@ -75,7 +79,8 @@ class RankMemory:
 
     @classmethod
     def open(cls, descriptor: int) -> RankMemory:
-        """Maps the memory of a descriptor, which it takes over. Raises ConfigError for memory of another kind."""
+        """Maps the memory of a descriptor, and then owns that. Raises ConfigError for memory of another kind, whose
+        descriptor stays the caller's."""
         try:
             return cls(descriptor)
         except OSError as error:
@@ -87,7 +92,7 @@ class RankMemory:
         return self._descriptor
 
     def abort(self) -> None:
-        """Ends every wait of every rank within NAP_NS, for good. Callable in any thread, at any time before close."""
+        """Ends every wait of every rank, after a nap at the latest, for good. Callable in any thread before close."""
         self._words[ABORT // 8] = 1
 
     @property
@@ -147,17 +152,18 @@ class RankMemory:
 class RankMember:
     """A rank on the CPU: its share of the model, and the memory that it has in common with the others.
 
-    ``max_wait_ms``: how long rank 0 waits for another rank before it ends them all.
+    ``max_wait_ms``: how long rank 0 waits for another rank before it ends them all, in naps of ``nap_ns`` each.
     """
 
     split: RankSplit
     memory: RankMemory
     max_wait_ms: int = MAX_RANK_WAIT_MS
+    nap_ns: int = NAP_NS
 
     @property
     def naps(self) -> int:
         """How often the rank sleeps in one wait before it ends all ranks; only rank 0 ever does."""
-        return max(1, self.max_wait_ms * 1_000_000 // NAP_NS) if self.split.leads else 2**62
+        return max(1, self.max_wait_ms * 1_000_000 // self.nap_ns) if self.split.leads else NEVER
 
 
 def _partials_at(ranks: int) -> int:

@@ -1,7 +1,8 @@
 """Workers that only slept: their work moves on, and they return without loading anything, or are killed (I4).
 
 Workers that return share a cluster, which fences them after some silence and kills nobody. A cluster that kills fenced
-workers is another one: a worker that is to come back must not be killed first, however slow the machine is.
+workers is another one: a worker that is to come back must not be killed first, however slow the machine is. The first
+one's decode workers are two processes each, which sleep, return and end together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pillion.types import Delta
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
+from tests.support.cpu_model import ISA, needs_kernels
 
 pytestmark = pytest.mark.cluster
 
@@ -29,7 +31,8 @@ pytestmark = pytest.mark.cluster
 FLAGS = ("--dtype", "float32", "--max-model-len", "8192", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
 FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "2000")
-PATIENT, HASTY = ("--fence-kill-after-s", "600"), ("--fence-kill-after-s", "4")
+RANKS = ("--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1") if ISA else ()
+PATIENT, HASTY = ("--fence-kill-after-s", "600", *RANKS), ("--fence-kill-after-s", "4")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 LONG_ANSWER = 2000
 LONG_PROMPT = 7000
@@ -107,14 +110,17 @@ def salts(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @contextlib.contextmanager
 def paused(process: psutil.Process) -> Iterator[None]:
-    """Stop a process (SIGSTOP) while the block runs."""
-    process.send_signal(signal.SIGSTOP)
+    """Stop a worker with all its ranks (SIGSTOP) while the block runs."""
+    every = [process, *process.children()]
+    for one in every:
+        one.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        # A failed test may have left the process paused until it was killed.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
+        for one in every:
+            # A failed test may have left the process paused until it was killed.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGCONT)
 
 
 def fenced(cluster: ServedCluster, component_id: str) -> bool:
@@ -177,6 +183,31 @@ def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
     assert timings.cached_tokens == 0, "cached before the first attempt, that is"
     returned(cluster, client, victim, salts)
     assert processes(cluster) == before, "the same processes, nothing was started again"
+
+
+@needs_kernels
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
+    cluster: ServedCluster, client: Client, salts: Iterator[str], rank: int
+) -> None:
+    ids, before = prompt(3 + rank, 100), processes(cluster)
+    expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
+    wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
+    stream = stream_of(client, ids, LONG_ANSWER, next(salts))
+    got = list(next(stream).token_ids)
+    [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
+    every = [before[victim], *(one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))]
+    assert len(every) == 2
+    assert next(one for one in client.status().components if one.component_id == victim).tensor_parallel_size == 2
+    every[rank].kill()
+    for last in stream:
+        got += last.token_ids
+    assert got == expected
+    assert last.timings is not None
+    assert (last.timings.replays, last.timings.decode_worker == victim) == (1, False)
+    wait_for("both processes to end", lambda: not any(alive(one) for one in every))
+    wait_for("the one after it", lambda: processes(cluster).get(victim, every[0]) != every[0])
+    returned(cluster, client, victim, salts)
 
 
 @pytest.mark.parametrize("cluster", [HASTY], indirect=True)

@@ -89,6 +89,13 @@ def test_all_that_must_agree_about_few_bits_are_told_the_same(name: str) -> None
         assert services[component].environment[f"PILLION_{name}"] == "x", component
 
 
+def test_prefill_and_decode_workers_may_differ_in_ranks() -> None:
+    for given, sizes in (({}, ["1", "1"]), ({"PREFILL_TENSOR_PARALLEL_SIZE": "4"}, ["4", "1"])):
+        services = read_services(given)
+        found = [services[name].environment["PILLION_TENSOR_PARALLEL_SIZE"] for name in ("prefill", "decode")]
+        assert found == sizes
+
+
 def test_adapters_reach_the_parts_that_need_them() -> None:
     told = {"ENABLE_LORA": "true", "MAX_LORAS": "4", "LORA_MODULES": "sql=/adapters/sql", "ADAPTERS": "/srv/adapters"}
     services = read_services(told)

@@ -189,6 +189,17 @@ def test_kinds_of_pods() -> None:
     assert [one["name"] for one in pod_of(of_kind(split, "Deployment", "-decode"))["containers"]] == ["decode-0"]
 
 
+def test_kinds_of_pods_may_differ_in_ranks() -> None:
+    rendered = render({"pools": {"prefill": {"prefill": 1, "tensorParallelSize": 4}}})
+    for kind, size in (("-prefill", "4"), ("-decode", "1")):
+        pod = pod_of(of_kind(rendered, "Deployment", kind))
+        told = {
+            container["name"]: environment(container).get("PILLION_TENSOR_PARALLEL_SIZE")
+            for container in containers(pod)
+        }
+        assert told == {"prepare": size, "kvnode": None, f"{kind[1:]}-0": size}
+
+
 def test_all_containers_are_told_the_same_of_few_bits() -> None:
     told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
     wanted = {

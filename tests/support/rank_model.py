@@ -17,7 +17,7 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+from pillion.engine.ranks.rank_memory import NAP_NS, RankMember, RankMemory
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from tests.support.kernel_cache import kept_kernels
 
@@ -37,12 +37,15 @@ class RankGroup:
         checked: bool | None = None,
         max_wait_ms: int = 60_000,
         max_tokens: int = MAX_TOKENS,
+        nap_ns: int = NAP_NS,
     ) -> None:
         """``threads``: of each rank; the last number is that of all further ranks."""
         config, isa = load_config(prepared.folder), choose_isa("auto", host_features())
         assert isa is not None
         self.memory = RankMemory.create(config, size, max_tokens)
-        self.members = [RankMember(RankSplit.of(config, rank, size), self.memory, max_wait_ms) for rank in range(size)]
+        self.members = [
+            RankMember(RankSplit.of(config, rank, size), self.memory, max_wait_ms, nap_ns) for rank in range(size)
+        ]
         self.backends = []
         for rank, member in enumerate(self.members):
             with pytest.MonkeyPatch.context() as patch:

@@ -164,6 +164,7 @@ class CpuBackend(HostBackend):
         if ranks is not None:
             self._step.point("rank_words", ranks.memory.words)
             self._step.count("rank_naps", ranks.naps)
+            self._step.count("rank_nap_ns", ranks.nap_ns)
             self._step.count("rank_stride", ranks.memory.rank_bytes)
         # Whether buffers were replaced since the program was bound to them.
         self._unbound = False

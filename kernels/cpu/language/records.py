@@ -119,6 +119,7 @@ STEP = RecordLayout(
         "num_used_places",
         "phase",  # the step's waits for other ranks have the numbers phase + 1 and so on
         "rank_naps",  # how often this rank sleeps in one of them before it ends all ranks
+        "rank_nap_ns",
         "rank_stride",  # bytes between the partials of two ranks
     ),
 )

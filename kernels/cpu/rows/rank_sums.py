@@ -8,9 +8,9 @@ operation's ``number``. Every rank adds up all partials for itself, so that ther
 has the same bits in each rank and whenever a rank arrives. Two buffers of partials take turns: where a rank writes its
 partials of a phase, all have arrived at the phase before, and so nobody reads those of two phases before any more.
 
-A rank that waits polls for a while, then sleeps in the operating system, because ranks may share a core. It sleeps for
-``NAP_NS`` at most, then looks whether the ranks shall end (ABORT). A rank that has napped often enough in one wait says
-so itself. From then on no wait lasts, and what the step computes is worth nothing.
+A rank that waits polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival
+wakes it; after a nap it also looks whether the ranks shall end (ABORT). A rank that has napped often enough in one wait
+says so itself. From then on no wait lasts, and what the step computes is worth nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ RANK_LINE_BYTES = 128
 ABORT = 0
 # Words in the line of a rank: the last phase that it has arrived at, and how many others sleep until it arrives.
 ARRIVED, SLEEPERS = 0, 8
-# How long a rank sleeps before it looks whether the ranks shall end.
-NAP_NS = 20_000_000
 # How often a rank polls before it sleeps, some 40 us: a phase is about as long, and another rank may need this core.
 POLLS = 1_500
 # Vectors of a row in a work item: a step has often fewer rows than there are threads, so rows are cut.
@@ -109,11 +107,12 @@ def _meet(call: KernelCall, ranks: int) -> None:
     k, args = call.k, call.args
     words, phase = call.step.pointer("rank_words"), call.step.number("phase") + args.number("number")
     with k.when(k.holds(words, words_bytes(ranks))):
-        values = words, args.number("rank"), k.int(ranks), phase, call.step.number("rank_naps")
+        limits = call.step.number("rank_naps"), call.step.number("rank_nap_ns")
+        values = words, args.number("rank"), k.int(ranks), phase, *limits
         k.call_subroutine("meet_ranks_words", values, _arrive_and_wait)
 
 
-def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, naps: Int) -> None:
+def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, naps: Int, nap_ns: Int) -> None:
     mine = words + (rank * RANK_LINE_BYTES + RANK_LINE_BYTES)
     with k.when(atomic_load(k, mine + ARRIVED) < phase):
         atomic_raise(k, mine + ARRIVED, phase)
@@ -131,7 +130,7 @@ def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, n
                     pause(k)
                 with late:
                     atomic_add(k, line + SLEEPERS, 1)
-                    futex(k, line + ARRIVED, FUTEX_WAIT, arrived.ir, k.int(NAP_NS))
+                    futex(k, line + ARRIVED, FUTEX_WAIT, arrived.ir, nap_ns)
                     atomic_add(k, line + SLEEPERS, -1)
                     with k.when(atomic_load(k, line + ARRIVED).equals(arrived)):
                         napped.value = napped.value + 1

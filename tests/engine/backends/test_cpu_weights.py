@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
 import pytest
 import torch
 
-from pillion.config import ComputeFlags, DecodeFlags, ModelFlags
-from pillion.cores import parse_cores
+from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
+from pillion.cores import parse_cores, shared_cores
 from pillion.engine.backends.cpu import cpu_weights
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.loading import choose_kernels, load_model, make_ready
+from pillion.engine.backends.loading import check_ranks, choose_kernels, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
@@ -174,12 +175,58 @@ def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch
 @needs_kernels
 def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     folder, lines = save_model(tmp_path / "model"), []
-    flags = ComputeFlags(model=str(folder), dtype="bfloat16")
+    flags = PrepareFlags(model=str(folder), dtype="bfloat16")
     make_ready(flags, lines.append)
     assert any("compiling CPU kernels" in line for line in lines)
     lines.clear()
-    make_ready(flags, lines.append)
-    assert not any("compiling" in line or "packing" in line for line in lines)
+    make_ready(replace(flags, tensor_parallel_size=2), lines.append)
+    assert [line for line in lines if "packing" in line] == [
+        f"packing weights for the CPU kernels (rank {rank} of 2)" for rank in range(2)
+    ]
+    for size in (1, 2):
+        lines.clear()
+        make_ready(replace(flags, tensor_parallel_size=size), lines.append)
+        assert not any("compiling" in line or "packing" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "words"),
+    [
+        ({"tensor_parallel_size": 2, "cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
+        ({"tensor_parallel_size": 3}, "cpu", "3 does not fit 4 heads over 2 KV heads"),
+        ({"tensor_parallel_size": 2}, "cuda", "2 needs --device cpu"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, flags, device, words):
+    named = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", **flags)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
+        check_ranks(named, device, prepare(named))
+    if device == "cpu":
+        with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
+            make_ready(named, print)
+
+
+def test_ranks_need_linux(tmp_path, monkeypatch):
+    flags = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", tensor_parallel_size=2)
+    monkeypatch.setattr("pillion.engine.backends.loading.sys.platform", "win32")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs Linux"):
+        check_ranks(flags, "cpu", prepare(flags))
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "shares"),
+    [
+        (4, 2, [(2, (4, 5)), (2, (6, 7))]),
+        (3, 2, [(1, (4,)), (2, (5, 6))]),
+        (1, 2, [(1, (4,)), (1, (4,))]),
+        (2, 4, [(1, (4,)), (1, (5,)), (1, (4,)), (1, (5,))]),
+        (2, 1, [(2, (4, 5))]),
+    ],
+)
+def test_ranks_share_the_cores_of_their_worker(threads, ranks, shares):
+    cores = tuple(range(4, 4 + threads))
+    assert [shared_cores(threads, cores, rank, ranks) for rank in range(ranks)] == shares
+    assert [shared_cores(threads, (), rank, ranks) for rank in range(ranks)] == [(count, ()) for count, _ in shares]
 
 
 @needs_kernels

@@ -92,6 +92,17 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, bo
     wait_for("everything to be given back", lambda: held(board) == ([], []))
 
 
+def test_a_worker_of_several_processes_keeps_its_cores_and_borrows_none(kernels):
+    """One of them keeps the cores of all, whose number is not that of its own threads."""
+    board = CoreBoard.create([0, 0, 2])
+    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0, borrows=False))
+    assert pool.threads == 1
+    assert len(threads_of_runs(kernels, pool)) == 1
+    assert held(board)[0] == [0], "the line of the owner stands for all its cores"
+    pool.close()
+    board.close()
+
+
 def test_nobody_borrows_the_core_of_a_busy_worker(kernels, board, pool_of):
     pool = pool_of(0)
     own(board, 1, FOREVER_NS)

@@ -102,6 +102,25 @@ def test_workers_get_cores_of_their_own(
     assert f"--cpu-affinity={decode}" in by_name["decode-0"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [
+        ({}, 1, 1),
+        ({"tensor_parallel_size": 2}, 2, 2),
+        ({"tensor_parallel_size": 2, "prefill_tensor_parallel_size": 4}, 4, 2),
+        ({"prefill_tensor_parallel_size": 2}, 2, 1),
+    ],
+)
+def test_prefill_and_decode_workers_may_differ_in_ranks(flags: dict[str, Any], prefill: int, decode: int) -> None:
+    settled = on_cpu(model="m", **flags)
+    by_name = {spec.component_id: spec.argv for spec in process_specs(settled, pathlib.Path("/run/x"), None)}
+    assert f"--tensor-parallel-size={prefill}" in by_name["prefill-0"]
+    assert f"--tensor-parallel-size={decode}" in by_name["decode-0"]
+    assert cluster.ranks_of(settled) == {"prefill": prefill, "decode": decode}
+    alone = on_cpu(model="m", prefill_workers=0, split_policy="colocated", **flags)
+    assert cluster.ranks_of(alone) == {"decode": decode}
+
+
 def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
