@@ -36,7 +36,7 @@ CHOSEN = {
     "w3.weight": ("int4", 32),
 }
 MODELS = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 1},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_hidden_layers": 1, "intermediate_size": 96},
 }
 PACKED = {
