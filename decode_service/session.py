@@ -250,23 +250,24 @@ class DecodeSession:
             holding, tail_hash = await tickets.adopt(
                 submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
             )
-            if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
-                if submit.adapter:
-                    epoch.preload(submit.adapter)
-                holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
-            if self._streams.get(submit.key) is not stream:
-                tickets.let_go(holding)
-                return
-            stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
-            if submit.awaited_blocks:
-                try:
-                    self._check_room(1 + len(stream.forks))
-                except Overloaded:
+            with tickets.watched(holding):
+                if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
+                    if submit.adapter:
+                        epoch.preload(submit.adapter)
+                    holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
+                if self._streams.get(submit.key) is not stream:
                     tickets.let_go(holding)
-                    raise
-            sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
-            stream.progress = sequence.progress
-            epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
+                    return
+                stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
+                if submit.awaited_blocks:
+                    try:
+                        self._check_room(1 + len(stream.forks))
+                    except Overloaded:
+                        tickets.let_go(holding)
+                        raise
+                sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
+                stream.progress = sequence.progress
+                epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except Exception as error:  # noqa: BLE001  (a stream must not stay without an end, whatever has failed)
             if self._drop(submit.key) is not None:
                 self._fail(submit.key, as_pillion_error(error, "Decode"))

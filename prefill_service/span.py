@@ -85,25 +85,26 @@ class SpanRun:
         split_tokens = span.start_tokens + len(span.token_ids)
         start, end = span.start_tokens // worker.block_size, split_tokens // worker.block_size
         holding, tail_hash = await epoch.tickets.adopt(span.ticket_id, end, start_block=start, guess_blocks=end - start)
-        tokens = np.zeros(split_tokens, dtype=np.int32)
-        tokens[span.start_tokens :] = span.token_ids
-        ends = tuple(accumulate(span.chunk_tokens, initial=span.start_tokens))[1:]
-        spec = SequenceSpec(
-            seq_id=self._seq_id,
-            token_ids=tokens,
-            parent_hash=span.parent_hash,
-            start_tokens=span.start_tokens,
-            chunk_ends=ends,
-            priority=bounded(span.priority),
-            rope_shift=self._worker.model.prepared.rope_shift(span.text_tokens),
-            adapter=span.adapter,
-        )
-        sequence = epoch.make(spec, holding, tail_hash)
-        if self._over:
-            epoch.tickets.let_go(holding)
-            return
-        self._before_s = sequence.progress.arrived_s
-        epoch.add(sequence, self)
+        with epoch.tickets.watched(holding):
+            tokens = np.zeros(split_tokens, dtype=np.int32)
+            tokens[span.start_tokens :] = span.token_ids
+            ends = tuple(accumulate(span.chunk_tokens, initial=span.start_tokens))[1:]
+            spec = SequenceSpec(
+                seq_id=self._seq_id,
+                token_ids=tokens,
+                parent_hash=span.parent_hash,
+                start_tokens=span.start_tokens,
+                chunk_ends=ends,
+                priority=bounded(span.priority),
+                rope_shift=self._worker.model.prepared.rope_shift(span.text_tokens),
+                adapter=span.adapter,
+            )
+            sequence = epoch.make(spec, holding, tail_hash)
+            if self._over:
+                epoch.tickets.let_go(holding)
+                return
+            self._before_s = sequence.progress.arrived_s
+            epoch.add(sequence, self)
 
     def on_update(self, update: Update) -> None:
         if update.ending is not None:

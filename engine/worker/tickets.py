@@ -11,7 +11,8 @@ the node frees everything when the worker has drained, or is gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,17 @@ class Tickets:
         waiting = self._awaiting.get(ticket_id)
         if waiting is not None:
             waiting.cancel()
+
+    @contextlib.contextmanager
+    def watched(self, holding: Holding) -> Iterator[None]:
+        """Lets go of an adopted ticket where a defect ends the block. Whoever raises a PillionError has done so."""
+        try:
+            yield
+        except PillionError:
+            raise
+        except BaseException:
+            self.let_go(holding)
+            raise
 
     def let_go(self, holding: Holding) -> None:
         """Give up an adopted ticket."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ from collections.abc import Iterator
 import pytest
 
 from pillion import Client, Delta
+from pillion.adapter_folders import ADAPTERS, cache_root
 from testbed.conditions import wait_for
 from testbed.tiny_model import save_model
+from tests.support.adapters import adapted_model, make_adapter
+from tests.support.oracle import Oracle, first_difference
 from tests.support.two_nodes import Hosts, hosts
 
 TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
@@ -90,6 +94,59 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
             fetched += last.usage.cached_tokens // 16
         assert cluster.node_status("kv-a").fetched_blocks == fetched
         all_idle(cluster, "kv-a", "kv-b")
+
+
+@pytest.mark.cluster
+def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kv-a and the gateway share a machine, kv-b and its worker another one, whose copies are lost."""
+    here, there = (model_cache(folder / name) for name in ("here", "there"))
+    monkeypatch.setenv("PILLION_CACHE", str(here))
+    model, ids = save_model(folder / "tiny"), [2 + n * 7919 % 256 for n in range(40)]
+    names = ("red", "green")
+    for seed, name in enumerate(names):
+        make_adapter(model, folder / name, seed=seed, r=4)
+    lora = ("--enable-lora", "--max-loras", "1")
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
+        cluster.caches["kv-b"] = there
+        for node_id in ("kv-a", "kv-b"):
+            cluster.node(node_id, "--kv-pool-bytes", "16MiB")
+        decode = cluster.worker("decode", "kv-b", *lora)
+        modules = [word for name in names for word in ("--lora-modules", f"{name}={folder / name}")]
+        target = cluster.gateway("--chunk-size", "64", *lora, *modules)
+        cluster.sees(target, decode)
+        with Client(target) as client:
+            digests = {info.name: info.adapter for info in client.models() if info.parent}
+
+            def check(name: str, salt: str) -> None:
+                stream = client.generate(
+                    ids, model=name, temperature=0.0, max_tokens=8, ignore_eos=True, cache_salt=salt
+                )
+                found = [token for delta in stream for token in delta.token_ids]
+                expected = Oracle(adapted_model(model, folder / name)).greedy(ids, 8)
+                assert first_difference(expected, found, 1e-3) == "", name
+
+            # The gateway brings its adapters to all machines, and the worker has room for one of them.
+            check("red", "first")
+            wait_for("both adapters on the other machine", lambda: kept(there) == set(digests.values()))
+            check("green", "first")
+            shutil.rmtree(there / ADAPTERS / digests["red"])
+            check("red", "again")
+            assert kept(there) == set(digests.values())
+            assert "came from another machine" in cluster.logs()
+        all_idle(cluster, "kv-a", "kv-b")
+
+
+def model_cache(folder: pathlib.Path) -> pathlib.Path:
+    """A machine's model cache with the machine code that all tests share."""
+    compiled = cache_root() / "kernels"
+    compiled.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    (folder / "kernels").symlink_to(compiled)
+    return folder
+
+
+def kept(cache: pathlib.Path) -> set[str]:
+    return {path.name for path in (cache / ADAPTERS).glob("*") if path.suffix != ".tmp"}
 
 
 @pytest.mark.cluster

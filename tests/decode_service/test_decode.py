@@ -13,6 +13,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
+from pillion.errors import Internal
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
@@ -71,6 +72,30 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
         await over(answer)
         assert answer.token_ids == greedy(prompt(1, 9), 8)
         await workers.quiet()
+
+
+async def test_a_defect_behind_an_adopted_ticket_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(21))
+
+    def fail(*args: object, **more: object) -> None:
+        raise RuntimeError("a defect")
+
+    async with running_workers() as workers, connected(workers) as connection:
+        for role in ("decode", "prefill"):
+            ticket = await workers.ticket(prompt, hits=False)
+            with monkeypatch.context() as patch:
+                patch.setattr(WorkerEpoch, "make", fail)
+                if role == "decode":
+                    answer = await connection.submit(submit_of(1, ticket, prompt, 6))
+                    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+                    assert answer.last is not None
+                    assert answer.last.error.code == Internal.code
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        async for _ in workers.prefill_stub.RunSpan(workers.span(ticket, prompt, [20])):
+                            pass
+            await workers.release(ticket)
+            await workers.quiet()
 
 
 async def test_many_streams_over_two_connections_share_steps() -> None:

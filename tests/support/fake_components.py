@@ -132,6 +132,9 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
             raise NotFound("no such ticket")
         return kvnode_pb2.PrefetchReply(blocks=outcome, fetched_blocks=outcome)
 
+    async def FindAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return kvnode_pb2.FindAdaptersReply()
+
     def _drop(self, epoch: int) -> None:
         self.held = {ticket: holder for ticket, holder in self.held.items() if holder != epoch}
 

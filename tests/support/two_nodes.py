@@ -22,25 +22,30 @@ from testbed.redis import running_redis
 
 
 class Hosts:
-    """Real processes by name. Files and logs lie under ``folder``, which must be short: Unix sockets are in it."""
+    """Real processes by name. Files and logs lie under ``folder``, which must be short: Unix sockets are in it.
+
+    ``caches``: the model cache of a node's machine, by the node's name, where it is not that of this process. Its
+    workers share it.
+    """
 
     def __init__(self, folder: pathlib.Path, redis_url: str, model: tuple[str, ...]) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.caches: dict[str, pathlib.Path] = {}
         self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
         self._model = model
 
     def node(self, node_id: str, *flags: str) -> None:
         """Start a KV node; it answers when this returns."""
         listen = ("--node-listen", self._address(node_id), "--attach-socket", self._attach(node_id))
-        self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags)
+        self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
         wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
 
     def worker(self, role: str, node_id: str, *flags: str) -> str:
         """Begin to start a worker of ``role`` at a node; returns its name."""
         name = f"{role}-{node_id}"
         place = ("--component-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
-        self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags)
+        self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags, machine=node_id)
         return name
 
     def gateway(self, *flags: str) -> str:
@@ -95,8 +100,10 @@ class Hosts:
         """The ends of all processes' logs."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
-    def _start(self, name: str, *command: str) -> None:
+    def _start(self, name: str, *command: str, machine: str = "") -> None:
         environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
+        if machine in self.caches:
+            environment["PILLION_CACHE"] = str(self.caches[machine])
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "pillion", *command, *self._common],

@@ -22,6 +22,7 @@ from pillion.gateway.adapters import adapter_names
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
 from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.batches import batch_runner
 from pillion.gateway.gateway_server import start_gateway
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.index.shared_names import SharedNames
@@ -29,6 +30,7 @@ from pillion.net import rpc
 from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2_grpc
 from testbed.conditions import until
+from tests.gateway.http_api.test_batches import begun, client_of, ended, lines, said
 from tests.support.adapters import make_adapter
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
 from tests.support.families import FAMILIES, make_model
@@ -155,6 +157,24 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         await fakes.client.unload_adapter("sql")
         with pytest.raises(NotFound):
             await fakes.client.unload_adapter("sql")
+        await fakes.settled()
+
+
+async def test_batches_name_adapters(made, flags, folder, tmp_path, monkeypatch):
+    """What an adapter's name means is found when its line's turn comes."""
+    monkeypatch.setattr(batch_runner, "LOOK_MS", 20)
+    async with running(made, lora_modules=(f"sql={made[1][0]}",), batch_path=str(tmp_path / "b"), **flags) as fakes:
+        async with client_of(fakes.gateway.http_address) as client:
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            batch = await begun(client, lines(*(chat | {"model": name} for name in ("sql", "toy", "gone"))))
+            batch = await ended(client, batch)
+            answers, errors = await said(client, batch.output_file_id), await said(client, batch.error_file_id)
+        bodies = [answers[name]["response"]["body"] for name in ("c0", "c1")]
+        assert [body["model"] for body in bodies] == ["sql", "toy"]
+        digest = digest_of(made, 0)
+        assert [body["system_fingerprint"].endswith(digest[:10]) for body in bodies] == [True, False]
+        assert errors["c2"]["response"]["status_code"] == 404
+        assert sorted(submit.adapter for submit in fakes.decode.submits) == ["", digest]
         await fakes.settled()
 
 
