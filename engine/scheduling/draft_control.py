@@ -30,6 +30,9 @@ from pillion.speculative_config import SpeculativeConfig
 # Numbers of rows between which the cost of steps is taken for linear, and how far a step moves the two beside it.
 KNOTS = 2.0 ** np.arange(13)
 LEARNING_RATE = 0.2
+# How far each step moves all of them back to what the linear model of steps expects, so that one which was measured
+# while the machine was slow, and is shunned since, is tried again.
+RETURN_RATE = 0.002
 # Guesses are made where they should make decoding faster by this factor, at least: estimates err.
 LEAST_SPEEDUP = 1.05
 # Guesses are made for the streams that look best, so fewer are right than it seems. The chances are therefore corrected
@@ -50,10 +53,10 @@ class RowCosts:
         self._known = False
 
     def expect(self, rows: int, seconds: float, row_s: float) -> None:
-        """Begin with a step of ``rows`` rows that takes ``seconds``, and ``row_s`` for each row more, if nothing was
-        measured before."""
-        if not self._known and seconds > 0:
-            self._seconds = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
+        """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more."""
+        if seconds > 0:
+            expected = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
+            self._seconds += (RETURN_RATE if self._known else 1.0) * (expected - self._seconds)
             self._known = True
 
     def observe(self, rows: int, seconds: float) -> None:

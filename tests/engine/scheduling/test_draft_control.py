@@ -3,11 +3,12 @@ guesses are never much slower than without, and as fast as they can be where gue
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.acceptance import STREAM_FADING, Acceptance
-from pillion.engine.scheduling.draft_control import DraftControl
+from pillion.engine.scheduling.draft_control import DraftControl, RowCosts
 from pillion.engine.scheduling.drafts import Drafter, speculate
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
@@ -73,6 +74,21 @@ def test_free_rows_are_taken_and_dear_ones_left() -> None:
     seconds(dear, 8)
     assert free.guessed > 200
     assert dear.guessed < 40
+
+
+def test_a_cost_that_is_not_measured_any_more_is_doubted() -> None:
+    costs = RowCosts()
+    costs.expect(1, 0.010, 0.001)
+    for _ in range(20):
+        costs.observe(16, 0.500)
+        costs.observe(1, 0.010)
+    slow, plain = costs.seconds(np.array([16, 1]))
+    assert slow > 0.4
+    assert plain == pytest.approx(0.010, rel=0.01)
+    for _ in range(2000):
+        costs.expect(1, 0.010, 0.001)
+        costs.observe(1, 0.010)
+    assert costs.seconds(np.array([16]))[0] < 0.04
 
 
 def test_steps_of_more_decodes_than_configured_guess_nothing() -> None:
