@@ -4,11 +4,13 @@ Triton's own functions are compiled or interpreted as the environment says when 
 transformers imports it: so where kernels run is decided before any test module is read.
 
 Files whose tests start whole clusters, compile or interpret take minutes. They go first, so that no process of several
-is left alone with one of them in the end.
+is left alone with one of them in the end. Clusters and computations take turns: two clusters at once wait a lot, for
+each other too, and so leave cores idle.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -26,17 +28,37 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loaded")
 
-LONG = (
+CLUSTERS = (
     "tests/cluster/",
-    "tests/gpu/test_b",
     "tests/gpu/test_cluster.py",
     "tests/benchmarks/test_gpu.py",
-    "tests/engine/models/test_demo_model.py",
     "tests/deploy/test_compose.py",
+)
+# The longest one first.
+COMPUTATIONS = (
+    "tests/engine/models/test_families.py",
+    "tests/gpu/test_backend.py",
+    "tests/kernels/cpu/test_attention.py",
+    "tests/engine/models/test_demo_model.py",
+    "tests/engine/checkpoints/test_quantized.py",
+    "tests/engine/backends/",
+    "tests/gpu/test_q",
+    "tests/gpu/test_b",
+    "tests/kernels/cpu/",
+    "tests/gpu/",
     "tests/gateway/tokens/test_demo_tokenizer.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Stable: within both parts the order stays."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    """Stable: within a file, and among files of equal place, the order stays."""
+    files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
+    clusters = [file for file in files if file.startswith(CLUSTERS)]
+    places = {
+        file: next((place for place, name in enumerate(COMPUTATIONS) if file.startswith(name)), len(COMPUTATIONS))
+        for file in files
+    }
+    others = sorted((file for file in files if file not in clusters), key=places.__getitem__)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(clusters, others))
+    order = {file: number for number, file in enumerate(turns) if file}
+    items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])

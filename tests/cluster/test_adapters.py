@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion import Client
-from pillion.adapter_folders import ADAPTERS, cache_root
+from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
 from testbed.cluster import ServedCluster, served
@@ -33,6 +33,7 @@ from testbed.tiny_model import save_model
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference
+from tests.support.own_cache import model_cache
 
 pytestmark = pytest.mark.cluster
 
@@ -51,12 +52,7 @@ def folder() -> Iterator[pathlib.Path]:
     """A model, adapters for it, and a model cache of the test's own."""
     with tempfile.TemporaryDirectory(prefix="pil-") as name, pytest.MonkeyPatch.context() as patch:
         folder = pathlib.Path(name)
-        # Machine code is made once for all tests.
-        compiled = cache_root() / "kernels"
-        compiled.mkdir(parents=True, exist_ok=True)
-        (folder / "cache").mkdir()
-        (folder / "cache" / "kernels").symlink_to(compiled)
-        patch.setenv("PILLION_CACHE", str(folder / "cache"))
+        patch.setenv("PILLION_CACHE", model_cache(folder / "cache"))
         save_model(folder / "tiny")
         for seed, adapter in enumerate((*NAMES, "x", "y", "z")):
             make_adapter(folder / "tiny", folder / "adapters" / adapter, seed=seed, r=4 + seed % 2, lora_alpha=8)

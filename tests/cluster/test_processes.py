@@ -9,6 +9,7 @@ import pathlib
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pillion import Client, Delta
 from pillion.config import ModelFlags
+from pillion.core_board import CoreBoard
+from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound
 from pillion.types import TokenLogprob
@@ -97,6 +100,40 @@ def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:
     assert last.usage.cached_tokens == 144
     assert other.usage is not None
     assert other.usage.cached_tokens == 0
+
+
+@needs_kernels
+def test_no_core_idles_while_either_worker_has_work(cluster: ServedCluster) -> None:
+    """Disaggregated workers have a core each or more; what the other one leaves idle is lent, in both directions."""
+    worker = cluster.component("decode")
+    assert worker is not None
+    if usable_cores() < 2:
+        pytest.skip("there is one core, and nothing to lend")
+    path = next((word.partition("=")[2] for word in worker.cmdline() if word.startswith("--core-board=")), "")
+    assert path, "workers of one host share a board of cores"
+    board, lent, over = CoreBoard.open(path), set(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            now = time.monotonic_ns()
+            lent.update(core for core, (_, until) in enumerate(board._times()) if until > now)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    salts = itertools.count()
+    try:
+        with Client(cluster.target) as client:
+
+            def all_lent() -> bool:
+                answer(client, prompt(3, 900), 60, f"lent {next(salts)}")
+                return lent == set(range(board.cores))
+
+            wait_for("all cores to have been lent", all_lent)
+        wait_for("everything to be given back", lambda: all(until == 0 for _, until in board._times()))
+    finally:
+        over.set()
+        watcher.join()
+        board.close()
 
 
 def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:

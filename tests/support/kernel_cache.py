@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pillion.adapter_folders import cache_root
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
+from tests.support.own_cache import KERNEL_CACHE
 
-# The code cache that components of this user share, too. Tests that have a model cache of their own set it later.
-KERNEL_CACHE = cache_root() / "kernels"
 _loaded: dict[tuple[Isa, bool, tuple[str, ...]], CompiledKernels] = {}
 
 

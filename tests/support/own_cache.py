@@ -1,15 +1,29 @@
-"""A model cache for the tests of one file; pytest loads this module as a plugin."""
+"""Model caches of tests; pytest loads this module as a plugin."""
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator
 
 import pytest
 
+from pillion.adapter_folders import cache_root
+
+# The compiled kernels of all tests, and of the components that this user runs. Tests name other model caches later.
+KERNEL_CACHE = cache_root() / "kernels"
+
+
+def model_cache(folder: pathlib.Path) -> str:
+    """Make a model cache that has nothing but these kernels, for PILLION_CACHE."""
+    KERNEL_CACHE.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    (folder / "kernels").symlink_to(KERNEL_CACHE)
+    return str(folder)
+
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """PILLION_CACHE names an empty folder for as long as a file's tests run. Fixtures that prepare a model need it."""
+    """PILLION_CACHE names a folder without models as long as a file's tests run. Fixtures that prepare one need it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PILLION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PILLION_CACHE", model_cache(tmp_path_factory.mktemp("cache") / "models"))
         yield

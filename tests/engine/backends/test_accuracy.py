@@ -14,13 +14,14 @@ from pillion.engine.backends.accuracy import Accuracy, TextScorer, compare, wind
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from testbed.tiny_model import save_model
+from tests.support.own_cache import model_cache
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
     return save_model(tmp_path / "model")
 
 
