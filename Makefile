@@ -86,7 +86,7 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, split, structured or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
-bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, mps, e2e, --time-s 560)
+bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 

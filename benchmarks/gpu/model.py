@@ -18,7 +18,9 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.models.model_config import parse_config
+from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.sampling.sampling_rows import SamplingRows
 
 BLOCK_SIZE = 16
@@ -38,17 +40,27 @@ class TensorPool:
 class RandomModel:
     """Random weights with buffers; backends over them are made and closed one after the other."""
 
-    def __init__(self, bench: Bench, *, max_tokens: int, max_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_model_len: int,
+        ranks: GpuRankGroup | None = None,
+    ) -> None:
+        """``ranks``: the other ranks, where this is the share of one."""
         self.bench, self.shape = bench, shape_of(bench.smoke)
         self.config = parse_config(self.shape.config())
-        plan = plan_weights(self.config, torch.bfloat16, separate_head=True)
+        split = RankSplit.of(self.config, 0, 1) if ranks is None else ranks.split
+        plan = plan_weights(self.config, torch.bfloat16, split, separate_head=True)
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
         self.weights = GpuWeights(self.config, plan, memory, torch.bfloat16)
         self.weights.fill_dummy()
         self.limits = GpuLimits(
             max_tokens=max_tokens, max_seqs=max_seqs, max_samples=max_seqs, max_model_len=max_model_len
         )
-        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs)
+        self.model = GpuModel(self.weights, max_model_len, max_tokens, max_tokens, max_samples=max_seqs, ranks=ranks)
         # A step reads all weights except for the embedding, of which it reads only some rows.
         self.step_bytes = plan.nbytes - plan.places["embedding"].nbytes
 

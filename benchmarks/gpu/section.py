@@ -21,6 +21,7 @@ SECTIONS = {
     "small": 120,
     "products": 240,
     "line": 150,
+    "ranks": 90,
     "mps": 270,
     "e2e": 580,
 }

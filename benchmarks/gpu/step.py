@@ -40,7 +40,7 @@ def run(bench: Bench) -> None:
             name = f"decode step, {batch} x {context}, {kind}"
 
             def measure(batch: int = batch, name: str = name, running: RunningBackend = running) -> None:
-                pace = running.pace(_steps(running.tables, batch, context, warm + steps))
+                pace = running.pace(decode_steps(running.tables, batch, context, warm + steps))
                 size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
                 parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
                 _report(bench, name, pace.behind(warm), size / bandwidth, parts_s)
@@ -61,7 +61,7 @@ def _kernels_s(model: RandomModel, batch: int, bandwidth: float, rate: float) ->
     return max(model.step_bytes / bandwidth, (model.flops(batch) + head) / rate)
 
 
-def _steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
+def decode_steps(tables: Tables, batch: int, context: int, count: int) -> list[StepBatch]:
     """Return ``count`` steps of the same streams, each one token further; after the first, tokens are unknown."""
     last = tables.batch(decodes(batch, context + count))
     unknown = -1 - np.arange(batch, dtype=np.int32)

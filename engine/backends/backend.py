@@ -22,6 +22,8 @@ from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 
 if TYPE_CHECKING:
+    import torch
+
     from pillion.engine.adapters.adapter_weights import AdapterWeights
 
 # Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).
@@ -294,3 +296,11 @@ class Backend(Protocol):
 
     def warm_up(self, max_tokens: int) -> None:
         """Pays one-time costs (allocation, compilation) before the first request. Touches no committed slot."""
+
+
+class ShareBackend(Backend, Protocol):
+    """A backend that can be one rank of several, and run a forward pass alone."""
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Writes the batch's KV, which has ended at the return, and returns float32 logits [R, vocab_size] of
+        ``sample_rows`` on the host; of no rows at ranks above 0."""

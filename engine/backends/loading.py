@@ -6,14 +6,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
 from pillion.core_board import CoreBoard, CoreShare
 from pillion.cores import MAX_CPU_THREADS, parse_cores, shared_cores, usable_cores
-from pillion.engine.backends.backend import Backend
-from pillion.engine.backends.devices import resolve_device
+from pillion.engine.backends.backend import Backend, ShareBackend
+from pillion.engine.backends.devices import device_count, resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -29,7 +29,6 @@ from pillion.observability.log_format import logs_json
 if TYPE_CHECKING:
     from pillion.engine.adapters.adapter_reader import AdapterReader
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
-    from pillion.engine.backends.host_backend import HostBackend
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
     from pillion.engine.ranks.rank_processes import RankProcesses
     from pillion.kvstore.client.attachment import Attachment
@@ -101,9 +100,11 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     if quantization is not None:
         log.info("weights: %s", quantization.words)
     if device == "cuda":
-        from pillion.engine.backends.gpu.gpu_loading import load_gpu_backend
+        from pillion.engine.backends.gpu.gpu_loading import limits_of, load_gpu_backend
 
-        return LoadedModel(prepared, *load_gpu_backend(flags, prepared, log.info))
+        if flags.tensor_parallel_size > 1:
+            return _load_gpu_ranks(flags, prepared)
+        return LoadedModel(prepared, *load_gpu_backend(flags, limits_of(flags, prepared), prepared, log.info))
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         # Torch that was not requested is worth a warning: the kernels are faster.
@@ -164,13 +165,7 @@ def _load_ranks(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, threads: 
     memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + longest)
     member = RankMember(RankSplit.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
     keeping = replace(share, borrows=False) if share is not None else None
-    order = {
-        "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
-        "threads": threads,
-        "size": size,
-        "log_level": logging.getLevelName(log.getEffectiveLevel()),
-        "log_format": "json" if logs_json() else "text",
-    }
+    order = {**_order(flags), "threads": threads}
     ranks = rank_processes.RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory)
     try:
         with ranks.loading(order, memory.fd):
@@ -182,17 +177,59 @@ def _load_ranks(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, threads: 
     return LoadedModel(prepared, RankedBackend(own, ranks), f"cpu/{isa.name}", ranks=ranks)
 
 
-def load_share(order: dict[str, Any], memory_fd: int) -> tuple[HostBackend, RankMemory]:
-    """What a rank above 0 runs, and the ranks' memory, by rank 0's order. Raises ConfigError."""
+def _load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
+    """A worker of several processes on one GPU, of which this one is rank 0."""
+    from pillion.engine.backends.gpu.gpu_loading import join_ranks, limits_of, load_gpu_backend
+    from pillion.engine.ranks.rank_memory import RankMemory
+    from pillion.engine.ranks.rank_processes import RankProcesses
+    from pillion.engine.ranks.ranked_backend import RankedGpuBackend
+
+    size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
+    # No step writes to it: it says whether a rank has ended.
+    memory = RankMemory.create(config, size, 1)
+    meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
+    ranks = RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory)
+    try:
+        with ranks.loading({**_order(flags), "limits": asdict(limits)}, memory.fd, meeting):
+            group = join_ranks(RankSplit.of(config, 0, size), meeting, memory)
+            own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
+    except BaseException:
+        ranks.close()
+        raise
+    finally:
+        os.close(meeting)
+    log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
+    return LoadedModel(prepared, RankedGpuBackend(own, ranks), operators, ranks=ranks)
+
+
+def _order(flags: WorkerFlags) -> dict[str, Any]:
+    """What each rank has to know of the worker."""
+    return {
+        "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
+        "size": flags.tensor_parallel_size,
+        "log_level": logging.getLevelName(log.getEffectiveLevel()),
+        "log_format": "json" if logs_json() else "text",
+    }
+
+
+def load_share(order: dict[str, Any], memory_fd: int, meeting: int = -1) -> tuple[ShareBackend, RankMemory]:
+    """What a rank above 0 runs, and the ranks' memory, by rank 0's order. ``meeting``: on GPUs, a descriptor by which
+    the ranks find each other. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
     flags = WorkerFlags(**order["flags"])
-    prepared = prepare(flags, log.info)
+    device, prepared = resolve_device(flags), prepare(flags, log.info)
+    memory = RankMemory.open(os.dup(memory_fd))
+    split = RankSplit.of(load_config(prepared.folder), order["rank"], order["size"])
+    if device == "cuda":
+        from pillion.engine.backends.gpu.gpu_backend import GpuLimits
+        from pillion.engine.backends.gpu.gpu_loading import join_ranks, load_gpu_backend
+
+        group = join_ranks(split, meeting, memory)
+        return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         raise ConfigError(reason)
-    memory = RankMemory.open(os.dup(memory_fd))
-    split = RankSplit.of(load_config(prepared.folder), order["rank"], order["size"])
     return _cpu_backend(flags, prepared, isa, order["threads"], member=RankMember(split, memory)), memory
 
 
@@ -206,7 +243,12 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
     if sys.platform != "linux":
         raise ConfigError(f"{needs} Linux")
     if device == "cuda":
-        raise ConfigError(f"{needs} --device cpu; on GPUs, start more workers")
+        if (count := device_count()) > 1:
+            raise ConfigError(
+                f"{needs} a part of the KV pool on each of the {count} GPUs, and a pool is on one; choose a GPU by"
+                " CUDA_VISIBLE_DEVICES, on which all ranks compute"
+            )
+        return
     _, reason = choose_kernels(flags, prepared)
     if reason:
         raise ConfigError(f"{needs} the CPU kernels: {reason}")

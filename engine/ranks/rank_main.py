@@ -16,11 +16,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from pillion.cores import give_way
-from pillion.engine.backends.backend import BackendLost, PackedAdapter
-from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.backend import BackendLost, PackedAdapter, ShareBackend
 from pillion.engine.backends.loading import load_share
 from pillion.engine.ranks.rank_messages import (
     RankLink,
@@ -39,9 +37,9 @@ from pillion.supervisor.lifeline import tie_to_parent
 log = logging.getLogger("pillion.worker")
 
 
-# Loads a share of the model by the JSON of LOAD and the descriptor of the ranks' memory; returns that memory, too.
-# Raises ConfigError.
-LoadShare = Callable[[dict[str, Any], int], tuple[HostBackend, AbortableMemory]]
+# Loads a share of the model by the JSON of LOAD and its descriptors, the first of which is the ranks' memory; returns
+# that memory, too. Raises ConfigError.
+LoadShare = Callable[..., tuple[ShareBackend, AbortableMemory]]
 
 
 class Rank:
@@ -49,7 +47,7 @@ class Rank:
 
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
-        self._loaded: tuple[HostBackend, AbortableMemory] | None = None
+        self._loaded: tuple[ShareBackend, AbortableMemory] | None = None
         # Keeps the mapping and the duplicate of the connection to the node.
         self._attachment: Attachment | None = None
         self._packed: dict[int, PackedAdapter] = {}
@@ -98,7 +96,7 @@ class Rank:
             close_all(descriptors)
 
     @property
-    def _backend(self) -> HostBackend:
+    def _backend(self) -> ShareBackend:
         if self._loaded is None:
             raise Internal("a rank has to load before all else")
         return self._loaded[0]
@@ -106,7 +104,7 @@ class Rank:
     def _on_load(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
         set_up_logging(about["log_level"], about["log_format"], about["name"])
-        self._loaded = self._load(about, descriptors[0])
+        self._loaded = self._load(about, *descriptors)
         return b""
 
     def _on_pool(self, payload: bytearray, descriptors: list[int]) -> bytes:

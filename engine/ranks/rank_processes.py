@@ -161,11 +161,11 @@ class RankProcesses:
             self.waited_s += time.monotonic() - began_s
 
     @contextmanager
-    def loading(self, order: dict[str, Any], memory_fd: int) -> Iterator[None]:
-        """The other ranks load their shares, by ``order`` and the memory of the ranks, while this one loads its own in
-        the body of the ``with``. Raises ConfigError."""
+    def loading(self, order: dict[str, Any], *descriptors: int) -> Iterator[None]:
+        """The other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory of the
+        ranks, while this one loads its own in the body of the ``with``. Raises ConfigError."""
         orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
-        with self.together(RankMessage.LOAD, *orders, descriptors=[memory_fd], limit_ms=LOAD_SILENCE_MS):
+        with self.together(RankMessage.LOAD, *orders, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
             yield
 
     def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:

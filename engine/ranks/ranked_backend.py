@@ -6,18 +6,24 @@ import itertools
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pillion.engine.adapters.adapter_forms import Bytes, PlainForm
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm
 from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
-from pillion.engine.backends.backend import DevicePool, PackedAdapter, check_place
+from pillion.engine.backends.backend import DevicePool, PackedAdapter, ShareBackend, check_place
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
+from pillion.engine.sampling.sampling_rows import SamplingRows
+
+if TYPE_CHECKING:
+    # A worker on a CPU loads no kernels for GPUs.
+    from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -32,17 +38,13 @@ class RankedAdapter:
     nbytes: int
 
 
-class RankedBackend(HostBackend):
-    """A :class:`HostBackend` whose steps all ranks run together.
+class _RankedCalls:
+    """The calls that go to all ranks, but for steps. ``own`` is rank 0's share."""
 
-    ``own`` is rank 0's share; it gives the logits, and ends a step when every rank has. Whole slots are copied here
-    alone, before the others begin. A rank that dies or hangs makes the call that waits for it raise BackendLost.
-    """
-
-    def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
+    def __init__(self, own: ShareBackend, ranks: RankProcesses) -> None:
         """Owns both from now on."""
-        super().__init__(own.layout, own.vocab_size)
         self.own, self.ranks = own, ranks
+        self.layout, self.vocab_size = own.layout, own.vocab_size
         self._numbers = itertools.count(1)
         # Numbers of adapters that nobody holds any more. Whoever drops one may be anywhere, so it only leaves a note.
         self._dropped: deque[int] = deque()
@@ -50,11 +52,6 @@ class RankedBackend(HostBackend):
     @property
     def max_adapters(self) -> int:
         return self.own.max_adapters
-
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
-        self.own.bind_pool(memory, num_slots)
-        super().bind_pool(memory, num_slots)
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes empty places in all ranks."""
@@ -100,13 +97,67 @@ class RankedBackend(HostBackend):
         """Returns when the other ranks' processes are gone. Idempotent."""
         self.ranks.close()
         self.own.close()
-        super().close()
 
     def check_integrity(self) -> None:
         self.ranks.check_integrity()
+
+
+class RankedBackend(_RankedCalls, HostBackend):
+    """A :class:`HostBackend` whose steps all ranks run together.
+
+    ``own`` is rank 0's share; it gives the logits, and ends a step when every rank has. Whole slots are copied here
+    alone, before the others begin. A rank that dies or hangs makes the call that waits for it raise BackendLost.
+    """
+
+    own: HostBackend
+
+    def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
+        """Owns both from now on."""
+        HostBackend.__init__(self, own.layout, own.vocab_size)
+        _RankedCalls.__init__(self, own, ranks)
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
+        self.own.bind_pool(memory, num_slots)
+        HostBackend.bind_pool(self, memory, num_slots)
+
+    def close(self) -> None:
+        """Returns when the other ranks' processes are gone. Idempotent."""
+        _RankedCalls.close(self)
+        HostBackend.close(self)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         # What no rank could run fails alone, and no rank hears of it.
         self.own.check_step(pool, batch)
         with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
             return self.own.forward(batch)
+
+
+class RankedGpuBackend(_RankedCalls):
+    """A GPU's :class:`pillion.engine.backends.backend.Backend` whose steps all ranks launch together.
+
+    Tokens of the step before, which only rank 0's device may know yet, go from there to the others. Sums over ranks
+    that share a GPU wait for all of them, so a launch returns when all have run their forward pass.
+    """
+
+    runs_ahead = True
+    own: GpuBackend
+
+    def __init__(self, own: GpuBackend, ranks: RankProcesses) -> None:
+        """Owns both from now on."""
+        super().__init__(own, ranks)
+
+    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+        """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
+        self.own.bind_pool(memory, num_slots)
+
+    def adapter_form(self) -> AdapterForm:
+        """The plain form: each rank lays its share out."""
+        return PlainForm()
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
+        """Begins a step in all ranks; copies and choices are rank 0's."""
+        # What no rank could run fails alone, and no rank hears of it.
+        self.own.check_step(batch)
+        with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
+            return self.own.launch(batch, copies, rows)

@@ -69,7 +69,9 @@ def run(bare: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("sections", [("attention", "small", "products"), ("step", "prefill", "line"), ("mps", "e2e")])
+@pytest.mark.parametrize(
+    "sections", [("attention", "small", "products"), ("step", "prefill", "line", "ranks"), ("mps", "e2e")]
+)
 def test_every_section_runs_where_only_torch_and_triton_are(sections, bare, tmp_path):
     done = run(bare, "benchmarks.gpu", *sections, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

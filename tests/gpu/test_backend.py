@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
-from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, sizes_for
+from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs, sizes_for
 from pillion.engine.backends.gpu.gpu_loading import limits_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampler import sample
@@ -271,3 +271,18 @@ def test_sizes_of_graphs():
     assert sizes_for(6) == (1, 2, 4, 6)
     assert sizes_for(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 100)
     assert sizes_for(8192)[-3:] == (384, 448, MAX_GRAPH_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kept"), [([True] * 40, 6), ([True, True, True, False], 1), ([True, True, False], 1)]
+)
+def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
+    """A graph is kept where every rank may begin it and has it; what one rank lacks, or has no time for, ends it."""
+    asked, lines = iter(answers), []
+    graphs = StepGraphs(
+        lambda shape: torch.empty(0), 4, 4, torch.device("cuda"), eager=False, agree=lambda fine: fine and next(asked)
+    )
+    monkeypatch.setattr(graphs, "_captured", lambda shape, pool: (None, None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs.capture(lines.append)
+    assert list(graphs._graphs) == list(graphs.shapes())[:kept]

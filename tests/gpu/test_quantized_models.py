@@ -13,6 +13,7 @@ from pillion.engine.backends.gpu.gpu_weights import WeightMemory, load_gpu_weigh
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from testbed.tiny_model import save_model
 from tests.gpu.test_backend import TOLERANCE
@@ -55,7 +56,8 @@ def made(request, tmp_path, monkeypatch):
 
 def load(folder, memory, dtype="float32"):
     config = load_config(folder)
-    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, memory=memory)
+    split = RankSplit.of(config, 0, 1)
+    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, split=split, memory=memory)
 
 
 def test_matrices_in_few_bits_are_not_widened(made):

@@ -16,6 +16,7 @@ from pillion.engine.backends.gpu.gpu_weights import (
 )
 from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
 from testbed.tiny_model import save_model
 from tests.support.gpu import DEVICE
 from tests.support.gpu_model import own_memory
@@ -39,8 +40,12 @@ def folder(request, tmp_path):
     return made
 
 
+def whole(config):
+    return RankSplit.of(config, 0, 1)
+
+
 def load(folder, config, memory, dtype="float32"):
-    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, memory=memory)
+    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, split=whole(config), memory=memory)
 
 
 def test_tensors_are_those_of_the_loader(folder):
@@ -66,7 +71,7 @@ def test_tensors_are_those_of_the_loader(folder):
 def test_a_second_worker_reads_nothing_and_has_the_same(folder):
     """The plan depends on the config and on names alone, and a worker that finds the region filled copies nothing."""
     config, events = load_config(folder), []
-    plan = plan_folder(folder, config, torch.bfloat16)
+    plan = plan_folder(folder, config, torch.bfloat16, whole(config))
     region = torch.full((plan.nbytes,), 0xAA, dtype=torch.uint8, device=DEVICE)
 
     def first(key, size):
@@ -80,7 +85,7 @@ def test_a_second_worker_reads_nothing_and_has_the_same(folder):
     one = load(folder, config, first, "bfloat16")
     before = region.clone()
     two = load(folder, config, second, "bfloat16")
-    assert events == [(weights_key("f" * 64, "bfloat16", plan), plan.nbytes), "filled", events[0]]
+    assert events == [(weights_key("f" * 64, "bfloat16", plan, whole(config)), plan.nbytes), "filled", events[0]]
     assert torch.equal(region, before)
     for name, place in plan.places.items():
         assert place.offset % ALIGN_BYTES == 0
@@ -90,10 +95,15 @@ def test_a_second_worker_reads_nothing_and_has_the_same(folder):
 
 
 def test_other_weights_have_another_key(folder):
-    plan = plan_folder(folder, load_config(folder), torch.bfloat16)
-    other = plan_folder(folder, load_config(folder), torch.float32)
-    keys = {weights_key("a" * 64, "bfloat16", plan), weights_key("b" * 64, "bfloat16", plan)}
-    assert len(keys | {weights_key("a" * 64, "bfloat16", other)}) == 3
+    config = load_config(folder)
+    split = whole(config)
+    plan = plan_folder(folder, config, torch.bfloat16, split)
+    other = plan_folder(folder, config, torch.float32, split)
+    keys = {weights_key("a" * 64, "bfloat16", plan, split), weights_key("b" * 64, "bfloat16", plan, split)}
+    keys |= {weights_key("a" * 64, "bfloat16", other, split)}
+    # Ranks whose shares are of one size have other weights in them.
+    keys |= {weights_key("a" * 64, "bfloat16", plan, RankSplit.of(config, rank, 2)) for rank in range(2)}
+    assert len(keys) == 5
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path):
@@ -101,7 +111,13 @@ def test_dummy_weights_need_no_checkpoint(tmp_path):
     config = load_config(folder)
     (folder / "model.safetensors").unlink()
     weights = load_gpu_weights(
-        folder, config, fingerprint="0" * 64, dtype="bfloat16", memory=own_memory(DEVICE), dummy=True
+        folder,
+        config,
+        fingerprint="0" * 64,
+        dtype="bfloat16",
+        split=whole(config),
+        memory=own_memory(DEVICE),
+        dummy=True,
     )
     values = weights["layers.1.qkv.weight"].float()
     assert 0.01 < float(values.std()) < 0.03

@@ -11,8 +11,10 @@ from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
 from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
@@ -35,13 +37,22 @@ class FakeDevicePool:
         self.address, self.size_bytes = self.tensor.data_ptr(), size_bytes
 
 
-def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = False, eager: bool = False) -> GpuBackend:
+def gpu_backend(
+    prepared: PreparedModel,
+    block_size: int = 16,
+    *,
+    fp8: bool = False,
+    eager: bool = False,
+    ranks: GpuRankGroup | None = None,
+) -> GpuBackend:
     """Makes a backend with weights of its own."""
+    config = load_config(prepared.folder)
     weights = load_gpu_weights(
         prepared.folder,
-        load_config(prepared.folder),
+        config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
+        split=RankSplit.of(config, 0, 1) if ranks is None else ranks.split,
         memory=own_memory(DEVICE),
     )
     inside, kv = (FP8_LAYOUT_VERSION, "fp8") if fp8 else (LAYOUT_VERSION, "auto")
@@ -49,7 +60,7 @@ def gpu_backend(prepared: PreparedModel, block_size: int = 16, *, fp8: bool = Fa
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )
-    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED, max_samples=MAX_SEQS)
+    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED, max_samples=MAX_SEQS, ranks=ranks)
     return GpuBackend(model, layout, limits, enforce_eager=eager)
 
 

@@ -7,6 +7,8 @@
     gpu_adapters.py    places for adapters in fixed memory, and a step's rows that have one
     gpu_step.py        a step's arrays as one record on the device
     gpu_graphs.py      CUDA graphs of whole steps
+    rank_group.py      sums, gathers and broadcasts among the ranks of a worker
+    rank_logits.py     the logits of all ranks' tokens, at rank 0
     gpu_sampler.py     chooses tokens on the device, and fetches them
     device_memory.py   mapped GPU memory as a torch tensor
 

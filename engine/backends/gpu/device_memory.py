@@ -40,3 +40,10 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Copies a few numbers to the device without waiting: torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def event_on(device: torch.device) -> Any:
+    """Returns a CUDA event that stands for the end of all that was queued on the current stream so far."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

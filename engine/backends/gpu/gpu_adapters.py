@@ -55,7 +55,7 @@ class GpuAdapters:
     def __init__(self, model: AdaptedModel, max_adapters: int, max_rank: int, max_tokens: int) -> None:
         """Raises ConfigError for a model whose fused layers the kernels cannot cut into their projections."""
         config, device = model.config, model.device
-        self.max_adapters, self._max_rank = max_adapters, max_rank
+        self.max_adapters, self.max_rank = max_adapters, max_rank
         self._shapes = adapter_shapes(config)
         self._layers: dict[str, LayerPlace] = {}
         rank, end = padded_rank(max_rank), 0
@@ -86,7 +86,7 @@ class GpuAdapters:
 
     def pack(self, weights: AdapterWeights) -> GpuAdapter:
         """Lays an adapter out as a place and copies it to the device; touches nothing that steps use."""
-        check_adapter(weights, self._shapes, self._max_rank)
+        check_adapter(weights, self._shapes, self.max_rank)
         flat = torch.zeros(self.places.shape[1], dtype=self.places.dtype)
         for name, pairs in weights.layers.items():
             self._lay_out(flat, name, pairs)

@@ -8,6 +8,10 @@ their copy to the host, all without waiting; a launch without rows leaves the ch
 ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
 embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
+One rank of several (:mod:`pillion.engine.backends.gpu.rank_group`) launches the same steps over its own share, and ends
+in the same order: where rank 0's step has ended, no rank writes its KV any more. Rank 0 alone copies blocks, chooses
+tokens, and gives those that only its device knows to the others before the step that embeds them.
+
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
 
@@ -30,19 +34,23 @@ from pillion.engine.backends.backend import (
     DevicePool,
     KVLayout,
     PackedAdapter,
+    adapter_shapes,
+    check_adapter,
     check_place,
     checked_copies,
     checked_memory,
     distinct_rows,
     warm_up_batches,
 )
-from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.gpu.device_memory import tensor_at, to_device
+from pillion.engine.backends.batch import StepBatch, row_places
+from pillion.engine.backends.gpu.device_memory import event_on, tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_adapters import GpuAdapter, GpuAdapters
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
+from pillion.engine.backends.gpu.rank_group import STEP_TIMEOUT_S
+from pillion.engine.ranks.rank_weights import split_adapter
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
@@ -98,6 +106,7 @@ class _BoundPool:
             max_tokens=limits.max_tokens,
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
+            first_kv_head=model.kv_heads.start,
         )
         self.record = GpuStepRecord(
             limits.max_tokens, layout.block_size, self.attention.planner.max_record_words, model.device
@@ -110,6 +119,7 @@ class _BoundPool:
             model.device,
             eager=eager or not model.capturable,
             adapters=model.adapters is not None,
+            agree=bool if model.ranks is None else model.ranks.agree,
         )
 
 
@@ -133,7 +143,9 @@ class GpuBackend:
         self.vocab_size = model.config.vocab_size
         self._limits = limits
         self._eager = enforce_eager
-        self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs)
+        self._ranks = model.ranks
+        leads = model.ranks is None or model.ranks.split.leads
+        self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
         self._bound: _BoundPool | None = None
         # Held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
@@ -163,15 +175,24 @@ class GpuBackend:
             self._model.adapters.clear()
         with torch.inference_mode():
             bound.graphs.capture(log.info)
+        if self._ranks is not None:
+            self._ranks.agree(True)
+            self._ranks.limit_s = STEP_TIMEOUT_S
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
         """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
-            if copies:
+            # The sum of the embeddings, before which no rank writes KV, comes behind rank 0's copies.
+            if copies and self._sampler is not None:
                 self.copy_blocks(*zip(*copies, strict=True))
             step = GpuInFlightStep(self, self._forward(bound, batch))
-        except Exception:
+        except BackendLost:
+            raise
+        except Exception as error:
+            if self._ranks is not None:
+                # The others wait in the middle of this step.
+                raise self._ranks.gone(f"a step failed: {error!r}") from error
             self.settle()
             raise
         if rows is not None:
@@ -180,6 +201,8 @@ class GpuBackend:
 
     def choose(self, logits: torch.Tensor, rows: SamplingRows) -> GpuChoice:
         """Begins to choose a token for each row of a launched step's logits."""
+        if self._sampler is None:
+            raise Internal("only rank 0 chooses tokens")
         try:
             return self._sampler.launch(logits, rows)
         except Exception:
@@ -187,8 +210,10 @@ class GpuBackend:
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host."""
-        return self._forward(self._bound_or_raise(), batch).cpu()
+        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; of no rows at ranks above 0."""
+        logits = self._forward(self._bound_or_raise(), batch)
+        self.settle()
+        return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does."""
@@ -211,12 +236,17 @@ class GpuBackend:
         self._model.compile_products()
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
             blocks.copy(bound.pool, nothing)
-            self.choose(self._forward(bound, batch), _one_row(self.vocab_size, drawn=drawn)).wait()
+            logits = self._forward(bound, batch)
+            if self._sampler is not None:
+                self.choose(logits, _one_row(self.vocab_size, drawn=drawn)).wait()
         if device.type == "cuda":
             # Free memory that torch caches must not look used when the pool is made.
             del bound, scratch
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
+        if self._ranks is not None:
+            # Rank 0 attaches next, and then the pool takes what all ranks have left.
+            self._ranks.agree(True)
 
     @property
     def max_adapters(self) -> int:
@@ -228,8 +258,12 @@ class GpuBackend:
         self._model.adapters = GpuAdapters(self._model, max_adapters, max_rank, self._limits.max_tokens)
 
     def pack_adapter(self, weights: AdapterWeights) -> GpuAdapter:
-        """Copies an adapter to the device. Raises ConfigError where it does not fit."""
-        return self._adapters().pack(weights)
+        """Copies an adapter, or the rank's share of it, to the device. Raises ConfigError where it does not fit."""
+        adapters, model = self._adapters(), self._model
+        if self._ranks is not None:
+            check_adapter(weights, adapter_shapes(model.weights.config), adapters.max_rank)
+            weights = split_adapter(weights, model.weights.config, self._ranks.split, model.inner_values)
+        return adapters.pack(weights)
 
     def adapter_form(self) -> AdapterForm:
         """The plain form: :meth:`pack_adapter` lays a place out."""
@@ -261,14 +295,23 @@ class GpuBackend:
             self._bound.graphs.close()
         self._bound = self._memory = None
         self._model.weights.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def settle(self) -> None:
-        """Waits until nothing of any launch runs any more. Raises BackendLost if the device has failed."""
+        """Waits until nothing of any launch runs any more. Raises BackendLost if the device or a rank has failed."""
         if self._model.device.type == "cuda":
+            if self._ranks is not None:
+                self.await_event(event_on(self._model.device))
             try:
                 torch.cuda.synchronize(self._model.device)
             except RuntimeError as error:
                 raise BackendLost(f"the GPU failed: {error}") from error
+
+    def await_event(self, event: Any) -> None:
+        """Waits for a CUDA event; None is there already. Raises BackendLost if a rank has failed meanwhile."""
+        if self._ranks is not None and event is not None:
+            self._ranks.wait(event)
 
     def _bind(self, pool: torch.Tensor, *, eager: bool) -> _BoundPool:
         return _BoundPool(self._model, pool, self.layout, self._limits, eager=eager)
@@ -278,10 +321,16 @@ class GpuBackend:
             raise Internal("a step before bind_pool")
         return self._bound
 
-    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
-        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
+    def check_step(self, batch: StepBatch) -> None:
+        """Raises Internal for a batch that no step can run."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
+        if batch.adapters is not None:
+            row_places(batch, self.max_adapters)
+
+    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
+        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
+        self.check_step(batch)
         rows, places = distinct_rows(batch)
         plan = bound.attention.planner.plan(batch)
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks, batch.adapters is not None)
@@ -289,6 +338,9 @@ class GpuBackend:
             if batch.adapters is not None:
                 self._adapters().send(batch, rows, shape)
             bound.record.send(batch, rows, shape, plan)
+            unknown = -int(batch.token_ids.min())
+            if self._ranks is not None and unknown > 0:
+                self._ranks.spread(self._model.sampled[:unknown])
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, to_device(places, logits.device))
 
@@ -310,6 +362,7 @@ class GpuInFlightStep:
         if self._choice is None:
             self._backend.settle()
             return Sampled()
+        self._backend.await_event(self._choice.done)
         return self._choice.wait()
 
 

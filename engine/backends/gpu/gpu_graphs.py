@@ -8,6 +8,9 @@ because the grids of its attention kernels depend on the batch.
     sizes_for --> capture: each shape runs once, then is captured, largest first --> shape_of(step) --> run: replay
                      '-- out of time or memory: steps of missing sizes use the next larger graph, or none
 
+Ranks of one worker capture together, shape by shape, and all of them keep a graph or none does: steps that were padded
+differently would meet in the middle of each other.
+
 A step of more than MAX_GRAPH_TOKENS computes for so long that launching kernel by kernel costs nothing.
 """
 
@@ -54,6 +57,7 @@ class StepGraphs:
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
         eager: whether to capture nothing.
         adapters: whether steps may have rows with adapters, for which there are graphs of their own.
+        agree: told whether this rank may go on; returns whether all ranks may.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class StepGraphs:
         *,
         eager: bool,
         adapters: bool = False,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self._run = run
         self._sizes = sizes_for(max_tokens)
@@ -72,6 +77,7 @@ class StepGraphs:
         self._device = device
         self._eager = eager or device.type != "cuda"
         self._adapters = adapters
+        self._agree = agree
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False) -> StepShape:
@@ -109,26 +115,31 @@ class StepGraphs:
         began_s, pool = time.monotonic(), torch.cuda.graph_pool_handle()
         shapes = list(self.shapes())
         for number, shape in enumerate(shapes):
-            if time.monotonic() - began_s > MAX_CAPTURE_S:
+            if not self._agree(time.monotonic() - began_s <= MAX_CAPTURE_S):
                 progress(f"CUDA graphs: {number} of {len(shapes)} in {MAX_CAPTURE_S:.0f} s, the rest runs without")
                 return
             if number % 8 == 0:
                 progress(f"CUDA graphs: {number} of {len(shapes)}")
-            try:
-                self._graphs[shape] = self._captured(shape, pool)
-            except torch.OutOfMemoryError:
+            captured = self._captured(shape, pool)
+            if not self._agree(captured is not None):
                 progress(f"CUDA graphs: {number} of {len(shapes)} fit into what the pool leaves, the rest runs without")
                 return
+            assert captured is not None
+            self._graphs[shape] = captured
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
 
-    def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        # Compilation and allocation on first use happen before the capture.
-        self._run(shape)
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the device meanwhile, for example in a program that contains an LLM.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            logits = self._run(shape)
+    def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
+        """A graph of the shape and its logits; None where memory is short."""
+        try:
+            # Compilation and allocation on first use happen before the capture.
+            self._run(shape)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of this process may use the device meanwhile, for example in a program that contains an LLM.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits = self._run(shape)
+        except torch.OutOfMemoryError:
+            return None
         return graph, logits
 
     def close(self) -> None:

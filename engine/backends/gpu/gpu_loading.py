@@ -3,6 +3,8 @@
 The order matters, because the KV node makes its pool of the GPU's free memory when the first worker attaches:
 
     weights (a region that the KV node shares out, filled by the first worker) -> buffers -> workspace -> (attach)
+
+Ranks of one worker do all of that at the same time, and rank 0 attaches when all have done it.
 """
 
 from __future__ import annotations
@@ -20,9 +22,12 @@ from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_memory import RankMemory
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
@@ -35,11 +40,19 @@ MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
 
 
-def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Progress) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. Raises ConfigError for models and flags it cannot run."""
+def load_gpu_backend(
+    flags: WorkerFlags,
+    limits: GpuLimits,
+    prepared: PreparedModel,
+    progress: Progress,
+    ranks: GpuRankGroup | None = None,
+) -> tuple[GpuBackend, str]:
+    """Returns the backend and the name of its kernels. ``ranks``: the worker's other ranks, where it has any. Raises
+    ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
-    device = torch.device("cpu" if interpreted() else "cuda:0")
     config = load_config(prepared.folder)
+    split = RankSplit.of(config, 0, 1) if ranks is None else ranks.split
+    device = step_device()
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
@@ -48,27 +61,40 @@ def load_gpu_backend(flags: WorkerFlags, prepared: PreparedModel, progress: Prog
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
+        split=split,
         memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
         progress=progress,
     )
-    limits = limits_of(flags, prepared)
     model = GpuModel(
         weights,
         prepared.max_model_len,
         limits.max_tokens,
         MAX_ANSWERS * limits.max_tokens,
         max_samples=limits.max_samples + limits.max_scored,
+        ranks=ranks,
     )
     backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
     progress("compiling the GPU kernels")
     backend.take_workspace()
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    share = "" if split.whole else f"rank {split.rank} of {split.size}: "
     progress(
-        f"all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
+        f"{share}all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
         f"ready in {time.monotonic() - began_s:.1f} s"
     )
     return backend, f"gpu/{arch}"
+
+
+def step_device() -> torch.device:
+    """The device of a worker's steps, on which its KV node's pool is, too. All ranks of a worker share it."""
+    return torch.device("cpu" if interpreted() else "cuda:0")
+
+
+def join_ranks(split: RankSplit, meeting: int, memory: RankMemory) -> GpuRankGroup:
+    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended. Raises
+    ConfigError."""
+    return GpuRankGroup.join(split, meeting, step_device(), own_device=False, aborted=lambda: memory.aborted)
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
@@ -86,6 +112,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
+    """The limits of a worker's steps, by the flags of its kind."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = (
             flags.max_num_batched_tokens,

@@ -6,10 +6,13 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
+One rank of several (:mod:`pillion.engine.models.rank_split`) does the same over its share of heads, inner values and
+tokens. What embedding, o product and down product find is then summed up over the ranks, and rank 0 gathers the logits.
+
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
 few bits are our kernels'. Nothing here synchronises, and nothing but the logits is allocated, so that a step can be
-captured as a CUDA graph. The exception is a mixture of experts, whose group sizes only the device knows
-(``capturable``).
+captured as a CUDA graph. The exceptions (``capturable``) are a mixture of experts, whose group sizes only the device
+knows, and ranks that share a GPU, whose sums go through the host.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 
 from pillion.engine.backends.gpu.gpu_adapters import GpuAdapters
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
-from pillion.engine.backends.gpu.gpu_weights import GpuWeights
+from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
+from pillion.engine.backends.gpu.rank_logits import RankLogits
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
@@ -72,23 +77,46 @@ class _Layer:
 
 
 class GpuModel:
-    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most."""
+    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
+
+    Attributes:
+        config: the shape of the model, or of the rank's share of it.
+        ranks: the worker's other ranks, None where it has none.
+    """
 
     def __init__(
-        self, weights: GpuWeights, max_model_len: int, max_tokens: int, max_sampled: int, *, max_samples: int = 0
+        self,
+        weights: GpuWeights,
+        max_model_len: int,
+        max_tokens: int,
+        max_sampled: int,
+        *,
+        max_samples: int = 0,
+        ranks: GpuRankGroup | None = None,
     ) -> None:
         """``max_sampled``: most tokens that one step chooses, from where the next step may embed them.
 
         ``max_samples``: rows of the logits' buffer that all steps share; a step with more rows allocates its own.
         """
-        config = weights.config
+        config = weights.config if ranks is None else ranks.split.local(weights.config)
         table = weights["embedding"]
         device, dtype = table.device, table.dtype
         self.config, self.device, self.dtype = config, device, dtype
         self.max_tokens = max_tokens
-        self.capturable = config.moe is None
+        self.ranks = ranks
+        self.capturable = config.moe is None and (ranks is None or ranks.capturable)
         self.weights = weights
+        self.tokens = None if ranks is None else ranks.split.vocabulary(config.vocab_size)
+        # The pool's KV heads that are written and attended.
+        self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.split.kv_heads
         self.adapters: GpuAdapters | None = None
+        names = (f"layers.{index}" for index in range(config.num_layers))
+        # The inner values that the rank has, where they are not in order.
+        self.inner_values = {
+            name: weights[f"{name}.{INNER_VALUES}"].long().cpu()
+            for name in names
+            if f"{name}.{INNER_VALUES}" in weights
+        }
         self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
         # Matrices in few bits, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers for each in layer.packed()]
@@ -102,10 +130,13 @@ class GpuModel:
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         # Shared by all graphs, since logits of their own would need gigabytes. Made before the pool takes the rest.
-        self.logits = torch.zeros(max_samples, config.vocab_size, dtype=torch.float32, device=device)
+        leads = ranks is None or ranks.split.leads
+        self.logits = torch.zeros(max_samples if leads else 0, config.vocab_size, dtype=torch.float32, device=device)
         # Where a plain head writes, before its logits are widened.
         narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
-        self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow else self.logits
+        kind = dtype if narrow else torch.float32
+        self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
+        self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
         heads = config.num_heads + 2 * config.num_kv_heads
 
         def rows(width: int) -> torch.Tensor:
@@ -175,13 +206,18 @@ class GpuDecoder:
             model.weights["embedding"],
             residual,
             model.weights.embedding_scale,
+            model.tokens,
         )
+        self._sum(residual)
         first = model.layers[0]
         normed = self._normed(residual, first.attention_norm)
         for index, layer in enumerate(model.layers):
             last = index + 1 == len(model.layers)
             qkv = self._write_kv(index, layer, normed, shape)
             if last and not shape.samples:
+                if model.ranks is not None:
+                    # With logits, gathering them is what shows that all ranks have written their KV.
+                    model.ranks.meet()
                 return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
             attended = self._attend(index, qkv, shape)
             if last:
@@ -189,11 +225,18 @@ class GpuDecoder:
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             found = model.product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
             self._adapt(index, "o", attended, found, shape)
+            self._sum(found)
             normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
             found = self._mlp(index, layer, normed, shape)
+            self._sum(found)
             following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
             normed = self._add(residual, found, layer.mlp_post_norm, following)
         return self._logits(normed)
+
+    def _sum(self, values: torch.Tensor) -> None:
+        """Adds up what the ranks found, in place."""
+        if self._model.ranks is not None:
+            self._model.ranks.sum(values)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
         """Adds what adapters make of a fused layer's inputs ``x`` to its outputs, in steps that have any."""
@@ -213,7 +256,9 @@ class GpuDecoder:
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
         eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
-        if layer.q_norm is not None and layer.k_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None and model.ranks is not None:
+            self._norm_shares(qkv, layer.q_norm, layer.k_norm)
+        elif layer.q_norm is not None and layer.k_norm is not None:
             for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
                 rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
         rope = config.layer_ropes[index]
@@ -223,10 +268,27 @@ class GpuDecoder:
             record.rows[:tokens],
             index,
             heads=config.num_heads,
+            kv_heads=model.kv_heads,
             norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
             rotary=None if rope is None else Rotary(*model.ropes[rope], record.rope_rows[:tokens]),
         )
         return qkv
+
+    def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""
+        model, ranks = self._model, self._model.ranks
+        assert ranks is not None
+        config, whole, split = model.config, model.weights.config, ranks.split
+        ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
+        parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
+        sums = torch.stack([part.float().square().sum(1) for part in parts])
+        # Each of the ranks that have a KV head in common gives a part of its sum.
+        sums[1] /= max(1, split.size // whole.num_kv_heads)
+        ranks.sum(sums)
+        widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
+        for part, total, width, weight in zip(parts, sums, widths, (q_norm, k_norm), strict=True):
+            normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
+            part.copy_((normed if model.weights.norm_is_wide else normed.to(part.dtype)) * weight)
 
     def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
         """Attention of projections [T, ...] -> [T, heads * head_dim]."""
@@ -288,7 +350,9 @@ class GpuDecoder:
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         model, config, rows = self._model, self._model.config, len(normed)
         head, fits = model.weights.head, rows <= len(model.logits)
-        if isinstance(head, PackedMatrix):
+        if model.shares is not None:
+            logits = self._gathered_logits(model.shares, normed)
+        elif isinstance(head, PackedMatrix):
             logits = model.logits[:rows] if fits else torch.empty(rows, config.vocab_size, device=model.device)
             model.product(normed, head, None, logits)
         elif fits:
@@ -301,6 +365,24 @@ class GpuDecoder:
         if config.logit_divisor != 1.0:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
+
+    def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' tokens; at other ranks than the first, none."""
+        model, rows = self._model, len(normed)
+        head, found = model.weights.head, shares.room(rows)
+        if isinstance(head, PackedMatrix):
+            model.product(normed, head, None, found)
+        else:
+            torch.mm(normed, head.T, out=found)
+        every = shares.gather(rows)
+        if not every:
+            return model.logits[:0]
+        logits = (
+            model.logits[:rows] if rows <= len(model.logits) else model.logits.new_empty(rows, model.logits.shape[1])
+        )
+        for tokens, part in every:
+            logits[:, tokens.start : tokens.stop].copy_(part)
+        return logits
 
 
 class _ExpertLinear(Linear):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.backends.gpu.device_memory import to_device
+from pillion.engine.backends.gpu.device_memory import event_on, to_device
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
 from pillion.engine.sampling.sampler import whole_groups
@@ -134,11 +134,7 @@ class GpuSampler:
         return host.copy_(values, non_blocking=True)
 
     def _event(self) -> Any:
-        if not self._pinned:
-            return None
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._sampled.device))
-        return event
+        return event_on(self._sampled.device) if self._pinned else None
 
 
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:

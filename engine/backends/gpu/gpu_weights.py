@@ -7,6 +7,8 @@ The plan of a plain checkpoint depends on the config and on the names of its ten
 what a format makes of them may depend on their values: such a checkpoint is packed once into a file of the models'
 cache, whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the
 region's key, so versions of this file share nothing.
+
+A rank of several has a plan, a region and a packed file of its own, with its share of every layer and of the tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -27,11 +30,13 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import MoeWeights, RmsNorm
+from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_weights import inner_values, split_layer
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix, can_pack, pack
-from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
@@ -41,6 +46,8 @@ _KIND_NUMBERS = ("coding", "outputs", "inputs", "group")
 _NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "qk_norm", "q_norm", "k_norm")
 # Standard deviation of random weights, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
+# A layer's inner values that a rank has, where they are not in order: int32.
+INNER_VALUES = "mlp.inner_values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class GpuWeights(dict[str, torch.Tensor]):
     """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.mlp.down.bias``, ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        """``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
+        """``config``: of the whole model. ``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
         self.config, self.plan = config, plan
         # Releases the memory; to be called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
@@ -117,12 +124,16 @@ class GpuWeights(dict[str, torch.Tensor]):
                 progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
         assert not left, left
 
-    def fill_dummy(self, seed: int = 0) -> None:
-        """Fills in random numbers for measurements, with a spread that keeps activations finite."""
+    def fill_dummy(self) -> None:
+        """Fills in random numbers for measurements, with a spread that keeps activations finite.
+
+        What all ranks have whole, such as routers, has the same numbers in all of them.
+        """
         device = next(iter(self.values())).device
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device)
         with torch.inference_mode():
             for name, tensor in self.items():
+                generator.manual_seed(zlib.crc32(name.encode()))
                 if name.rpartition(".")[2].endswith("norm"):
                     tensor.fill_(1.0)
                 else:
@@ -167,10 +178,10 @@ class _ShapesOnly:
         return self.take(key, dtype)
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype, *, separate_head: bool) -> WeightPlan:
+def plan_weights(config: ModelConfig, dtype: torch.dtype, split: RankSplit, *, separate_head: bool) -> WeightPlan:
     """Plans the memory of a plain model. ``separate_head``: whether the output projection is not the embedding."""
     config = replace(config, tie_word_embeddings=not separate_head)
-    named = _named_tensors(_ShapesOnly(config), config, dtype)
+    named = _named_tensors(_ShapesOnly(config), config, dtype, split)
     return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
 
 
@@ -183,18 +194,18 @@ def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, Packe
     return WeightPlan(places, end, kinds)
 
 
-def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype) -> WeightPlan:
+def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, split: RankSplit) -> WeightPlan:
     """Plans a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
             embedding = checkpoint.take("embedding", dtype)
             separate = load_head(checkpoint, config, dtype, embedding) is not embedding
-    return plan_weights(config, dtype, separate_head=separate)
+    return plan_weights(config, dtype, split, separate_head=separate)
 
 
 def pack_folder(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, fingerprint: str, progress: Progress
+    folder: Path, config: ModelConfig, dtype: torch.dtype, split: RankSplit, fingerprint: str, progress: Progress
 ) -> GpuPackedFile:
     """Maps the packed file of a checkpoint with matrices in few bits, packed here the first time. Raises ConfigError
     for a checkpoint that does not fit."""
@@ -202,7 +213,7 @@ def pack_folder(
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            for name, value in _named_tensors(checkpoint, config, dtype):
+            for name, value in _named_tensors(checkpoint, config, dtype, split):
                 if isinstance(value, torch.Tensor):
                     writer.tensor(name, value)
                     continue
@@ -214,33 +225,41 @@ def pack_folder(
                     writer.number(f"{name}.{key}", number)
 
     cache = ModelCache()
-    path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}")
+    share = "" if split.whole else f"_rank{split.rank}of{split.size}"
+    path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}{share}")
     return packed_once(path, GpuPackedFile, write, cache, progress)
 
 
-def weights_key(fingerprint: str, dtype: str, plan: WeightPlan) -> str:
+def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, split: RankSplit) -> str:
     """Returns the hexadecimal key of a region with these weights: workers with equal keys share the region."""
-    layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()}"
+    layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {split.rank} {split.size}"
     return hashlib.sha256(layout.encode()).hexdigest()
 
 
 def _named_tensors(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, split: RankSplit
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
     """Yields names and weights layer by layer, so that little memory is held at a time."""
+    tokens = split.vocabulary(config.vocab_size)
+    mine = slice(tokens.start, tokens.stop)
     embedding = checkpoint.take("embedding", dtype)
-    yield "embedding", embedding
+    yield "embedding", embedding[mine]
     head = load_head(checkpoint, config, dtype, embedding)
     for index in range(config.num_layers):
         layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
-        for name, tensor in _layer_tensors(layer, dtype):
+        for name, tensor in _layer_tensors(layer, config, dtype, split):
             yield f"layers.{index}.{name}", tensor
     yield "final_norm", load_final_norm(checkpoint, config, dtype).weight
     if head is not embedding:
-        yield "lm_head", _stored(head, dtype)
+        yield "lm_head", _stored(select_rows(head, mine), dtype)
 
 
-def _layer_tensors(layer: LayerWeights, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
+def _layer_tensors(
+    layer: LayerWeights, config: ModelConfig, dtype: torch.dtype, split: RankSplit
+) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
+    if not split.whole and isinstance(layer.mlp, GatedMLP) and _in_own_order(layer.mlp.down.weight):
+        yield INNER_VALUES, inner_values(layer.mlp, split).int()
+    layer = split_layer(layer, config, split)
     for name in _NORMS:
         norm: RmsNorm | None = getattr(layer, name)
         if norm is not None:
@@ -257,6 +276,11 @@ def _layer_tensors(layer: LayerWeights, dtype: torch.dtype) -> Iterator[tuple[st
         yield (f"{name}.weight" if isinstance(weight, torch.Tensor) else name), weight
         if linear.bias is not None:
             yield f"{name}.bias", linear.bias
+
+
+def _in_own_order(matrix: Matrix) -> bool:
+    """Whether the columns of a matrix are not in the order of the inputs."""
+    return isinstance(matrix, QuantizedMatrix) and matrix.order is not None
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
@@ -300,22 +324,23 @@ def load_gpu_weights(
     *,
     fingerprint: str,
     dtype: str,
+    split: RankSplit,
     memory: GetMemory,
     dummy: bool = False,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Loads the weights of a prepared folder, or random ones (``dummy``), into memory from ``memory``. Raises
-    ConfigError for a checkpoint that does not fit its config."""
+    """Loads a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
+    ``memory``. Raises ConfigError for a checkpoint that does not fit its config."""
     kind = DTYPES[dtype]
     packed = None
     if dummy:
-        plan = plan_weights(config, kind, separate_head=not config.tie_word_embeddings)
+        plan = plan_weights(config, kind, split, separate_head=not config.tie_word_embeddings)
     elif config.quantization:
-        packed = pack_folder(folder, config, kind, fingerprint, progress)
+        packed = pack_folder(folder, config, kind, split, fingerprint, progress)
         plan = packed.plan
     else:
-        plan = plan_folder(folder, config, kind)
-    given = memory(weights_key(fingerprint, dtype, plan), plan.nbytes)
+        plan = plan_folder(folder, config, kind, split)
+    given = memory(weights_key(fingerprint, dtype, plan, split), plan.nbytes)
     weights = GpuWeights(config, plan, given.memory, kind)
     weights.close = given.close
     if given.must_fill:
@@ -325,7 +350,7 @@ def load_gpu_weights(
             weights.fill(packed.tensors.items(), progress)
         else:
             with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-                named = _named_tensors(checkpoint, config, kind)
+                named = _named_tensors(checkpoint, config, kind, split)
                 weights.fill(((name, each) for name, each in named if isinstance(each, torch.Tensor)), progress)
         if given.memory.is_cuda:
             # Another process may read the weights as soon as they are reported as filled.

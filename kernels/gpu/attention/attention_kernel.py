@@ -43,7 +43,7 @@ def _capped(scores, softcap):
 def _tiles(
     acc, top, total, query, positions, pool, scales, table, begin, end, last, slot_stride, piece_offset,
     scale_slot_stride, scale_offset, score_scale, softcap,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    POOL_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -86,11 +86,11 @@ def _tiles(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
-        cells += KV_HEADS * piece
+        cells += POOL_HEADS * piece
         values = tl.load(cells) if BLOCK_D == HEAD_DIM else tl.load(cells, mask=columns[None, :] < HEAD_DIM, other=0)
         if FP8:
             values = decode_e4m3(values, query.dtype, NATIVE_FP8)
-            weights *= (tl.load(factors + KV_HEADS * piece // 4) * folded)[None, :]
+            weights *= (tl.load(factors + POOL_HEADS * piece // 4) * folded)[None, :]
         acc = dot(weights.to(query.dtype), values, acc)
         top = new_top
     return acc, top, total
@@ -136,12 +136,16 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
 def _attend(
     queries, pool, scales, record, starts_at, out, partials, partial_logs, query_stride, slot_stride, layer_offset,
     scale_slot_stride, scale_layer_offset, score_scale, softcap,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
 ):
     # fmt: on
-    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
+    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
+
+    A slot of the pool has POOL_HEADS heads; the queries attend KV_HEADS of them, of which the first begins at
+    ``layer_offset``.
+    """
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     mine = record + starts_at + tl.program_id(0)
     columns = tl.arange(0, BLOCK_D)
@@ -180,17 +184,17 @@ def _attend(
                 acc, top, total = _tiles(
                     acc, top, total, query, positions, pool, scales, table, begin, tl.minimum(whole_begin, end), last,
                     slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
-                    KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
+                    POOL_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
                 )  # fmt: skip
             acc, top, total = _tiles(
                 acc, top, total, query, positions, pool, scales, table, whole_begin, whole_end, last,
                 slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
-                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, False,
+                POOL_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, False,
             )  # fmt: skip
         acc, top, total = _tiles(
             acc, top, total, query, positions, pool, scales, table, whole_end, end, last,
             slot_stride, piece_offset, scale_slot_stride, scale_offset, score_scale, softcap,
-            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
+            POOL_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, FP8, NATIVE_FP8, True,
         )  # fmt: skip
 
         _store(

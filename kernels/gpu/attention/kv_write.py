@@ -87,6 +87,8 @@ def _kv_write(
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    POOL_HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LAYERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -124,8 +126,11 @@ def _kv_write(
     row = tl.load(rows + token)
     if row >= 0:
         stored = (head >= HEADS) & (head < TOTAL)
-        # Heads of values follow those of keys, in the pool as in qkv.
-        piece = ((row // BLOCK_SIZE).to(tl.int64) * LAYERS + layer) * (2 * KV_HEADS) + (head - HEADS)
+        # Heads of values follow those of keys, in the pool as in qkv, which may have some of the pool's heads.
+        place = FIRST_HEAD + head - HEADS
+        if POOL_HEADS != KV_HEADS:
+            place += tl.where(head < HEADS + KV_HEADS, 0, POOL_HEADS - KV_HEADS)
+        piece = ((row // BLOCK_SIZE).to(tl.int64) * LAYERS + layer) * (2 * POOL_HEADS) + place
         offset = row % BLOCK_SIZE
         inside = inside & stored
         if FP8:
@@ -143,13 +148,15 @@ def kv_write(
     layer: int,
     *,
     heads: int,
+    kv_heads: range | None = None,
     norm: HeadNorm | None = None,
     rotary: Rotary | None = None,
 ) -> None:
     """Norms and rotates queries in place, and writes normed and rotated keys, and values, into rows of ``pool``.
 
     Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim], queries, keys, values; its keys and values do not change.
+        qkv: [T, (heads + 2 * len(kv_heads)) * head_dim], queries, keys, values; its keys and values do not change.
+        kv_heads: the pool's heads whose keys and values ``qkv`` has; None: all of them. The others are not touched.
         pool: as the module's docstring describes, of 16 or 32 bits, or, for "fp8-rows-1", uint8
             [slots, layers, 2, kv_heads, block_size * (head_dim + 4)].
         rows: int32 [T], slot * block_size + row in the block, each at most once; -1 writes nothing to the pool.
@@ -160,8 +167,10 @@ def kv_write(
     tokens, width = qkv.shape
     is_fp8 = pool.dtype == torch.uint8
     check_tensor("pool", pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*DTYPES, torch.uint8), qkv.device)
-    layers, kv_heads = pool.shape[1], pool.shape[3]
-    head_dim, rest = divmod(width, heads + 2 * kv_heads)
+    layers, pool_heads = pool.shape[1], pool.shape[3]
+    mine = range(pool_heads) if kv_heads is None else kv_heads
+    check(0 <= mine.start < mine.stop <= pool_heads, f"heads {mine.start} to {mine.stop} of {pool_heads}")
+    head_dim, rest = divmod(width, heads + 2 * len(mine))
     check(rest == 0 and head_dim % 2 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"{width} columns are no {heads} heads")
     block_size, rest = divmod(pool.shape[4], head_dim + SCALE_BYTES.value) if is_fp8 else (pool.shape[4], 0)
     check(rest == 0 and block_size * head_dim % 4 == 0, f"{pool.shape[4]} bytes are no piece of {head_dim} values")
@@ -169,14 +178,14 @@ def kv_write(
     check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)
     check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
     if norm is not None:
-        check_tensor("norm", norm.weight, (heads + kv_heads, head_dim), (qkv.dtype, torch.float32), qkv.device)
+        check_tensor("norm", norm.weight, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
     if rotary is not None:
         check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
-    constants = _constants(heads, kv_heads, head_dim, layers, block_size, arch_of(qkv.device))
-    visited = 2 * kv_heads if norm is None and rotary is None else heads + 2 * kv_heads
+    constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
+    visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
     weight, eps = norm or (qkv, 0.0)
     scales = pool.view(torch.float32) if is_fp8 else pool
     _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
@@ -184,11 +193,14 @@ def kv_write(
     )
 
 
-def _constants(heads: int, kv_heads: int, head_dim: int, layers: int, block_size: int, arch: int) -> dict[str, int]:
+def _constants(
+    heads: int, kv_heads: range, pool_heads: int, head_dim: int, layers: int, block_size: int, arch: int
+) -> dict[str, int]:
     """Constants whose tiles have a value for every thread: no query, written in place, may be read by two threads."""
     use = tuned("kv_write", arch)
     block = triton.next_power_of_2(head_dim // 2)
-    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
+    shape = {"HEADS": heads, "KV_HEADS": len(kv_heads), "POOL_HEADS": pool_heads, "FIRST_HEAD": kv_heads.start}
+    shape |= {"HEAD_DIM": head_dim, "LAYERS": layers, "BLOCK_SIZE": block_size}
     return {**shape, "TILE": use["tile_values"] // block, "BLOCK": block, "num_warps": use["num_warps"]}
 
 
@@ -206,17 +218,36 @@ def build_specs() -> list[BuildSpec]:
         _spec("head96-bf16", 32, 32, 96, "bf16", "bf16"),
         _spec("head256-bf16", 8, 4, 256, "bf16", "bf16", norm=True),
         _spec("head128-fp32", 32, 8, 128, "fp32", "fp32", norm=True),
+        _spec("rank-bf16", 16, 4, 128, "bf16", "bf16", norm=True, pool_heads=8),
+        _spec("rank-fp8", 16, 4, 128, "bf16", "u8", pool_heads=8),
     ]
 
 
 def _spec(
-    name: str, heads: int, kv_heads: int, head_dim: int, dtype: str, kv: str, *, norm: bool = False, rope: bool = True
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    kv: str,
+    *,
+    norm: bool = False,
+    rope: bool = True,
+    pool_heads: int = 0,
 ) -> BuildSpec:
+    """``pool_heads``: heads of a pool of which the kernel writes the last ones; 0: as many as it writes."""
+    pool_heads = pool_heads or kv_heads
+    mine = range(pool_heads - kv_heads, pool_heads)
     scales = "*fp32" if kv == "u8" else f"*{kv}"
     return BuildSpec(
         name=f"kv_write-{name}",
         kernel=_kv_write,
         signature=f"*{dtype}:16, *{dtype}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
-        constants={"NORM": norm, "ROPE": rope, "FP8": kv == "u8", **_constants(heads, kv_heads, head_dim, 32, 16, 90)},
+        constants={
+            "NORM": norm,
+            "ROPE": rope,
+            "FP8": kv == "u8",
+            **_constants(heads, mine, pool_heads, head_dim, 32, 16, 90),
+        },
         max_registers=96,
     )

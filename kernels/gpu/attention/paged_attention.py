@@ -76,12 +76,13 @@ class PagedAttention:
         softcap: float = 0.0,
         windows: tuple[int, ...] = (0,),
         decode_rows: int = 1,
+        first_kv_head: int = 0,
     ) -> None:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
 
         Args:
-            pool: contiguous [slots, num_layers, 2, num_kv_heads, block_size, head_dim] of ``dtype``, or, for float8,
-                uint8 [slots, num_layers, 2, num_kv_heads, block_size * (head_dim + 4)]: a piece's e4m3 rows, then a
+            pool: contiguous [slots, num_layers, 2, pool_heads, block_size, head_dim] of ``dtype``, or, for float8,
+                uint8 [slots, num_layers, 2, pool_heads, block_size * (head_dim + 4)]: a piece's e4m3 rows, then a
                 float32 scale for each.
             dtype: of queries and results.
             scale: factor of the scores; positive.
@@ -89,21 +90,21 @@ class PagedAttention:
             windows: the distinct sliding windows of the layers; 0: full attention.
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
+            first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
         """
         check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
         check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
-        check(scale > 0, f"scores are scaled by {scale}")
-        check(dtype in DTYPES, f"queries are of {dtype}")
-        piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
-        slots = (None, num_layers, 2, num_kv_heads, *piece)
-        check_tensor("pool", pool, slots, dtype if kv == "plain" else torch.uint8)
+        check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+        mine = range(first_kv_head, first_kv_head + num_kv_heads)
+        _check_pool(pool, dtype, num_layers, mine, block_size, head_dim, kv)
         self._pool, self._dtype, self._device = pool, dtype, pool.device
         self._heads, self._head_dim, self._layers = num_heads, head_dim, num_layers
+        self._first_head_at = first_kv_head * pool.stride(3)
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
         self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
         heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
-        shape = {**heads, "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
+        shape = {**heads, "POOL_HEADS": pool.shape[3], "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
 
         def constants_of(kernel: str) -> tuple[dict[str, int], Tiling]:
             return _attend_constants(kernel, arch, shape, kv, dtype.itemsize, decode_rows, processors)
@@ -150,7 +151,7 @@ class PagedAttention:
         """
         self._check(layer, queries, out, record, window)
         planner = self.planner
-        strides = self._pool.stride(0), layer * self._pool.stride(1)
+        strides = self._pool.stride(0), layer * self._pool.stride(1) + self._first_head_at
         scale_strides = (stride // SCALE_BYTES for stride in strides)
         places = (queries.stride(0), *strides, *scale_strides, self._score_scale, self._softcap)
         inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
@@ -169,6 +170,22 @@ class PagedAttention:
         check(queries.dtype == self._dtype and queries.device == self._device, f"queries are of {queries.dtype}")
         check_tensor("out", out, (shape[0], heads * width), self._dtype, self._device)
         check_tensor("record", record, (None,), torch.int32, self._device)
+
+
+def _check_pool(
+    pool: torch.Tensor,
+    dtype: torch.dtype,
+    num_layers: int,
+    kv_heads: range,
+    block_size: int,
+    head_dim: int,
+    kv: PlainOrFloat8,
+) -> None:
+    """Raises Internal for a pool of another shape or type, or without these heads."""
+    piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
+    check_tensor("pool", pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8)
+    fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]
+    check(fits, f"KV heads {kv_heads.start} to {kv_heads.stop} of {pool.shape[3]}")
 
 
 def _attend_constants(
@@ -206,20 +223,30 @@ def _merge_constants(arch: int, heads: dict[str, int], decode_rows: int, chunk_r
 
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time: Llama 3 8B, and what differs in other models."""
-    llama = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False}
+    llama = {
+        "KV_HEADS": 8,
+        "POOL_HEADS": 8,
+        "GROUP": 4,
+        "HEAD_DIM": 128,
+        "BLOCK_SIZE": 16,
+        "WINDOW": 0,
+        "SOFTCAP": False,
+    }
     cases: list[tuple[str, str, PlainOrFloat8, dict[str, Any]]] = [
         ("", "bf16", "plain", {}),
         ("_fp16", "fp16", "plain", {}),
         ("_fp8", "bf16", "fp8_e4m3", {}),
         ("_fp8_fp16", "fp16", "fp8_e4m3", {}),
         ("_fp32", "fp32", "plain", {}),
-        ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "BLOCK_SIZE": 64}),
+        ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
         ("_64", "bf16", "plain", {"HEAD_DIM": 64}),
         ("_64_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64}),
-        ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32}),
+        ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32, "POOL_HEADS": 32}),
         ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
         ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
-        ("_wide_group", "bf16", "plain", {"GROUP": 28, "KV_HEADS": 2}),
+        ("_wide_group", "bf16", "plain", {"GROUP": 28, "KV_HEADS": 2, "POOL_HEADS": 2}),
+        ("_rank", "bf16", "plain", {"KV_HEADS": 4}),
+        ("_rank_fp8", "bf16", "fp8_e4m3", {"KV_HEADS": 4}),
         ("_window_softcap", "bf16", "plain", {"WINDOW": 4096, "SOFTCAP": True}),
         ("_256_window_softcap", "bf16", "plain", {"HEAD_DIM": 256, "GROUP": 2, "WINDOW": 4096, "SOFTCAP": True}),
     ]

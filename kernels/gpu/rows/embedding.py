@@ -3,6 +3,9 @@
 A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
 the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or for
 token 0 where that row chose none.
+
+A table may have the rows of some tokens only, as one rank of a worker has; rows of the others are then zeros, and the
+sum over the ranks is the embedding.
 """
 
 from __future__ import annotations
@@ -17,7 +20,18 @@ from pillion.kernels.gpu.tuned import tuned
 
 
 @triton.jit
-def _embed(ids, sampled, table, out, hidden, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(
+    ids,
+    sampled,
+    table,
+    out,
+    hidden,
+    scale,
+    FIRST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     token = tl.load(ids + row)
     if token < 0:
@@ -25,27 +39,46 @@ def _embed(ids, sampled, table, out, hidden, scale, SCALED: tl.constexpr, BLOCK:
         token = tl.maximum(tl.load(sampled + (-1 - token)), 0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    values = tl.load(table + token.to(tl.int64) * hidden + columns, mask=inside, other=0.0)
+    stored = inside
+    if TOKENS:
+        token -= FIRST
+        stored = inside & (token >= 0) & (token < TOKENS)
+    values = tl.load(table + token.to(tl.int64) * hidden + columns, mask=stored, other=0.0)
     if SCALED:
         values = (values.to(tl.float32) * scale).to(values.dtype)
     tl.store(out + row.to(tl.int64) * hidden + columns, values, mask=inside)
 
 
-def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-    """Writes rows of ``table`` [vocab, hidden] into ``out`` [T, hidden], times ``scale``.
+def embed(
+    ids: torch.Tensor,
+    sampled: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    tokens: range | None = None,
+) -> None:
+    """Writes rows of ``table`` into ``out`` [T, hidden], times ``scale``.
 
     ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.
+    table: [vocab, hidden], or [len(tokens), hidden], where only rows with these tokens are not zeros.
     Raises Internal for misshapen tensors.
     """
     check_tensor("ids", ids, (None,), torch.int32)
     check_tensor("sampled", sampled, (None,), torch.int32, ids.device)
-    check_tensor("table", table, (None, None), (torch.bfloat16, torch.float16, torch.float32), ids.device)
+    check_tensor(
+        "table",
+        table,
+        (None if tokens is None else len(tokens), None),
+        (torch.bfloat16, torch.float16, torch.float32),
+        ids.device,
+    )
     check_tensor("out", out, (len(ids), table.shape[1]), table.dtype, ids.device)
     check(len(ids) > 0, "no tokens to embed")
     tile = _tile(arch_of(ids.device))
     hidden = table.shape[1]
     grid = (len(ids), triton.cdiv(hidden, tile["BLOCK"]))
-    _embed[grid](ids, sampled, table, out, hidden, scale, SCALED=scale != 1.0, **tile)
+    share = {"FIRST": 0, "TOKENS": 0} if tokens is None else {"FIRST": tokens.start, "TOKENS": len(tokens)}
+    _embed[grid](ids, sampled, table, out, hidden, scale, **share, SCALED=scale != 1.0, **tile)
 
 
 def _tile(arch: int) -> dict[str, int]:
@@ -56,5 +89,13 @@ def _tile(arch: int) -> dict[str, int]:
 def build_specs() -> list[BuildSpec]:
     """Lists what is built ahead of time."""
     signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
-    constants = {"SCALED": False, **_tile(90)}
-    return [BuildSpec(name="embed", kernel=_embed, signature=signature, constants=constants, max_registers=64)]
+    return [
+        BuildSpec(
+            name=name,
+            kernel=_embed,
+            signature=signature,
+            constants={**share, "SCALED": False, **_tile(90)},
+            max_registers=64,
+        )
+        for name, share in (("embed", {"FIRST": 0, "TOKENS": 0}), ("embed_rank", {"FIRST": 64128, "TOKENS": 64128}))
+    ]

@@ -1,0 +1,232 @@
+"""The calls by which the ranks of one worker share a step: sums, gathers and broadcasts, by torch.distributed.
+
+    NCCL    every rank has a GPU of its own: calls are queued on its stream, CUDA graphs capture them
+    gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call waits
+
+All ranks make the same calls in the same order. The groups are objects of their own and not torch's global one. Their
+members find each other by a file in memory, whose descriptor rank 0 hands out, and gloo's sockets are bound to the
+loopback; only tensors pass between them.
+
+Rank 0 gives the others up after a limit, or when it is told that one has ended; BackendLost then ends the worker with
+all of its ranks. The limit counts the time that this process slept, so that a worker that was paused goes on when it
+wakes. The other ranks wait as long as rank 0 lives, because they end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.gpu.device_memory import event_on
+from pillion.engine.models.rank_split import RankSplit
+from pillion.errors import ConfigError
+
+# Longest time in which all ranks must have found each other.
+MEETING_TIMEOUT_S = 120.0
+# Longest time that rank 0 waits in one call: until the first pool is bound, while others still load weights and compile
+# kernels, and in steps.
+START_TIMEOUT_S = 600.0
+STEP_TIMEOUT_S = 60.0
+# Length of one wait for gloo, after which limits are looked at.
+HOST_WAIT_S = 0.1
+# Length of one sleep while a device computes.
+DEVICE_WAIT_S = 50e-6
+# Torch's own limit, which counts the time of a pause: never met.
+TORCH_TIMEOUT = timedelta(days=30)
+LOOPBACK = "127.0.0.1"
+# Its stubs lack the classes of groups.
+_DIST: Any = torch.distributed
+
+
+class GpuRankGroup:
+    """One rank's side of the group. Called from the thread that runs steps. Made by :meth:`join`.
+
+    Attributes:
+        split: the rank, and what of the model it has.
+        capturable: whether CUDA graphs may contain the calls.
+        limit_s: longest time of one wait of rank 0.
+    """
+
+    def __init__(
+        self, split: RankSplit, group: Any, meeting: int, device: torch.device, aborted: Callable[[], bool]
+    ) -> None:
+        self.split = split
+        self.limit_s = START_TIMEOUT_S
+        self.capturable = not isinstance(group, _DIST.ProcessGroupGloo)
+        self._group, self._meeting = group, meeting
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aborted = aborted
+        self._lost = False
+
+    @classmethod
+    def join(
+        cls,
+        split: RankSplit,
+        meeting: int,
+        device: torch.device,
+        *,
+        own_device: bool,
+        aborted: Callable[[], bool] = lambda: False,
+    ) -> GpuRankGroup:
+        """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S.
+
+        Args:
+            meeting: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
+            device: where the rank's tensors are.
+            own_device: whether no two ranks have the same GPU.
+            aborted: asked in every wait: whether a rank has ended.
+        """
+        # The store opens the file by this path whenever it reads or writes, and once more when the group ends.
+        meeting = os.dup(meeting)
+        try:
+            store = _DIST.FileStore(f"/proc/self/fd/{meeting}", split.size)
+            store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+            group = (_nccl if own_device else _gloo)(store, split)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"rank {split.rank} of {split.size} did not find the others: {_first_line(error)}"
+            ) from None
+        return cls(split, group, meeting, device, aborted)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
+        host = self._reachable(values)
+        self._run(self._group.allreduce, [host])
+        if host is not values:
+            values.copy_(host)
+
+    def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
+        """Brings the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
+        rank; the other ranks give none."""
+        options = _DIST.GatherOptions()
+        options.rootRank = 0
+        host = self._reachable(mine)
+        hosts = every if host is mine else [torch.empty_like(host) for _ in every]
+        self._run(self._group.gather, [hosts] if hosts else [], [host], options)
+        if hosts is not every:
+            for target, found in zip(every, hosts, strict=True):
+                target.copy_(found)
+
+    def spread(self, values: torch.Tensor) -> None:
+        """Brings rank 0's contiguous ``values`` to the other ranks, into theirs."""
+        options = _DIST.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        host = self._reachable(values)
+        self._run(self._group.broadcast, [host], options)
+        if host is not values and not self.split.leads:
+            values.copy_(host)
+
+    def meet(self) -> None:
+        """Queues a call behind which every rank has ended what it queued before."""
+        self.sum(self._flag)
+
+    def agree(self, fine: bool) -> bool:
+        """Waits for all ranks; returns whether all of them say ``fine``."""
+        self._flag.fill_(0 if fine else 1)
+        self.sum(self._flag)
+        if self._flag.is_cuda:
+            # Reading the flag would wait without a limit.
+            self.wait(event_on(self._flag.device))
+        refused = bool(self._flag.item())
+        self._flag.zero_()
+        return not refused
+
+    def wait(self, event: Any) -> None:
+        """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
+        self._check_lost()
+        waited_s = 0.0
+        try:
+            while not event.query():
+                time.sleep(DEVICE_WAIT_S)
+                waited_s += DEVICE_WAIT_S
+                self._check(waited_s)
+        except RuntimeError as error:
+            raise self.gone(f"the GPU failed: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the group, without waiting for others. Idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if not self._lost:
+            del group
+            os.close(self._meeting)
+        elif self.capturable:
+            # Kernels that wait for a rank that is gone would keep the device busy for ever.
+            group.abort()
+
+    def _reachable(self, values: torch.Tensor) -> torch.Tensor:
+        """The values themselves, or a copy in host memory if only that can be sent."""
+        return values if self.capturable else values.cpu()
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        self._check_lost()
+        try:
+            work = call(*args)
+            if self.capturable:
+                # The stream waits, and not this thread.
+                work.wait()
+                return
+        except RuntimeError as error:
+            raise self.gone(_first_line(error)) from error
+        waited_s = 0.0
+        while not self._ended(work):
+            waited_s += HOST_WAIT_S
+            self._check(waited_s)
+
+    def _ended(self, work: Any) -> bool:
+        """Waits for HOST_WAIT_S at most; returns whether the call has ended."""
+        ended = work.is_completed()
+        try:
+            work.wait(timedelta(seconds=HOST_WAIT_S))
+        except RuntimeError as error:
+            if ended:
+                raise self.gone(_first_line(error)) from error
+            return False
+        return True
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise self.gone("a call before this one failed")
+
+    def _check(self, waited_s: float) -> None:
+        if self._aborted():
+            raise self.gone("another rank has ended")
+        if self.split.leads and waited_s > self.limit_s:
+            raise self.gone(f"no answer from the others in {self.limit_s:.0f} s")
+
+    def gone(self, reason: str) -> BackendLost:
+        """Gives the group up, for ``reason``; returns the error to raise."""
+        if not self._lost:
+            self._lost = True
+            # The end of a gloo group waits for calls under way, which may wait for a rank that hangs. So this one stays
+            # until the process ends, even when Python lets go of everything.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        return BackendLost(f"rank {self.split.rank} of {self.split.size}: {reason}")
+
+
+def _gloo(store: Any, split: RankSplit) -> Any:
+    options = _DIST.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    group = _DIST.ProcessGroupGloo(store, split.rank, split.size, options)
+    group.set_timeout(TORCH_TIMEOUT)
+    return group
+
+
+def _nccl(store: Any, split: RankSplit) -> Any:
+    options = _DIST.ProcessGroupNCCL.Options()
+    options._timeout = TORCH_TIMEOUT
+    return _DIST.ProcessGroupNCCL(store, split.rank, split.size, options)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,187 @@
+"""GPU backends of several ranks: rank 0 in the test's process, each other one in a process of its own.
+
+Without a GPU, Triton's interpreter computes in each process; with one, all ranks are on it. Sums go by gloo.
+"""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import FakeDevicePool, gpu_backend  # isort: skip  (before the kernels)
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.multiprocessing
+
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
+from pillion.engine.backends.gpu.rank_group import GpuRankGroup
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.model_config import load_config
+from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.sampling.sampling_rows import SamplingRows
+from tests.support.gpu import DEVICE
+
+# The interpreter takes a second or two for a step, on a loaded machine many.
+ANSWER_S = 120.0
+
+
+def joined(prepared: PreparedModel, rank: int, size: int, meeting: int) -> GpuRankGroup:
+    split = RankSplit.of(load_config(prepared.folder), rank, size)
+    return GpuRankGroup.join(split, meeting, DEVICE, own_device=False)
+
+
+class _Rank:
+    """What a process of another rank does: calls of its backend, as they come."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self.backend: GpuBackend
+        self._pool: Any = None
+        self._packed: dict[int, PackedAdapter] = {}
+
+    def make(self, prepared: PreparedModel, meeting: str, options: dict[str, Any]) -> None:
+        descriptor = os.open(meeting, os.O_RDWR)
+        self.backend = gpu_backend(prepared, ranks=joined(prepared, self._rank, self._size, descriptor), **options)
+        os.close(descriptor)
+
+    def bind_pool(self, tensor: torch.Tensor, num_slots: int) -> None:
+        self._pool = FakeDevicePool(0)
+        self._pool.tensor, self._pool.address, self._pool.size_bytes = tensor, tensor.data_ptr(), len(tensor)
+        self.backend.bind_pool(self._pool, num_slots)
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]]) -> None:
+        assert self.backend.launch(batch, copies, None).wait().token_ids == ()
+
+    def forward(self, batch: StepBatch) -> None:
+        assert self.backend.forward(batch).shape == (0, self.backend.vocab_size)
+
+    def warm_up(self, max_tokens: int) -> None:
+        self.backend.warm_up(max_tokens)
+
+    def take_workspace(self) -> None:
+        self.backend.take_workspace()
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        self.backend.bind_adapters(max_adapters, max_rank)
+
+    def place_adapter(self, place: int, weights: AdapterWeights) -> None:
+        self.backend.place_adapter(place, self.backend.pack_adapter(weights))
+
+    def close(self) -> None:
+        self.backend.close()
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+def _serve(rank: int, size: int, calls: Any) -> None:
+    torch.set_num_threads(1)
+    mine = _Rank(rank, size)
+    while True:
+        name, args = calls.recv()
+        try:
+            getattr(mine, name)(*args)
+            calls.send("")
+        except BaseException as error:  # (the test shows it)
+            calls.send(f"rank {rank}: {error!r}")
+
+
+class RankTeam:
+    """The processes of ranks 1 and above, one backend at a time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = torch.multiprocessing.get_context("spawn")
+        self._calls = []
+        self.processes = []
+        for rank in range(1, size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._calls.append(mine)
+            self.processes.append(process)
+
+    @contextlib.contextmanager
+    def others(self, name: str, *args: Any) -> Iterator[None]:
+        """Has the other ranks do what the block does here; fails with what failed there."""
+        for calls in self._calls:
+            calls.send((name, args))
+        yield
+        for calls in self._calls:
+            assert calls.poll(ANSWER_S), f"no answer to {name}"
+            failed = calls.recv()
+            assert not failed, failed
+
+    def tell(self, name: str, *args: Any) -> None:
+        """Calls the other ranks, and waits for nothing."""
+        for calls in self._calls:
+            calls.send((name, args))
+
+    def backend(self, prepared: PreparedModel, **options: Any) -> TeamBackend:
+        """Makes a backend in all ranks."""
+        meeting = os.memfd_create("meeting")
+        try:
+            with self.others("make", prepared, f"/proc/{os.getpid()}/fd/{meeting}", options):
+                own = gpu_backend(prepared, ranks=joined(prepared, 0, self.size, meeting), **options)
+        finally:
+            os.close(meeting)
+        return TeamBackend(self, own)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+class TeamBackend:
+    """Rank 0's backend; what is called here is called in all ranks."""
+
+    def __init__(self, team: RankTeam, own: GpuBackend) -> None:
+        self.team, self.own = team, own
+        self.layout, self.vocab_size = own.layout, own.vocab_size
+        self.runs_ahead = own.runs_ahead
+        self.copy_blocks = own.copy_blocks
+
+    def bind_pool(self, memory: FakeDevicePool, num_slots: int) -> None:
+        """Puts the pool into memory that all ranks map."""
+        memory.tensor.share_memory_()
+        memory.address = memory.tensor.data_ptr()
+        self._all("bind_pool", memory.tensor, num_slots, own=partial(self.own.bind_pool, memory, num_slots))
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        return self._all("forward", batch, own=partial(self.own.forward, batch))
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
+        return self._all("launch", batch, copies, own=partial(self.own.launch, batch, copies, rows))
+
+    def warm_up(self, max_tokens: int) -> None:
+        self._all("warm_up", max_tokens, own=partial(self.own.warm_up, max_tokens))
+
+    def take_workspace(self) -> None:
+        self._all("take_workspace", own=self.own.take_workspace)
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        self._all("bind_adapters", max_adapters, max_rank, own=partial(self.own.bind_adapters, max_adapters, max_rank))
+
+    def pack_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+        return weights
+
+    def place_adapter(self, place: int, weights: AdapterWeights) -> None:
+        def own() -> None:
+            self.own.place_adapter(place, self.own.pack_adapter(weights))
+
+        self._all("place_adapter", place, weights, own=own)
+
+    def close(self) -> None:
+        self._all("close", own=self.own.close)
+
+    def _all(self, name: str, *args: Any, own: Callable[[], Any]) -> Any:
+        with self.team.others(name, *args):
+            return own()
