@@ -24,6 +24,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -153,7 +154,8 @@ def step_from_bytes(payload: bytearray) -> StepBatch:
     if len(payload) != _STEP.size + 4 * sum(sizes):
         raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
     words = np.frombuffer(payload, np.int32, offset=_STEP.size)
-    parts = np.split(words, np.cumsum(sizes[:-1]))
+    ends = [*accumulate(sizes)]
+    parts = [words[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     return StepBatch(
         token_ids=parts[0],
         positions=parts[1],

@@ -37,6 +37,9 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
     notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
+    sizes = flags.prefill_tensor_parallel_size or flags.tensor_parallel_size, flags.tensor_parallel_size
+    if max(sizes) > 1:
+        workers += f", of {sizes[0]} and {sizes[1]} processes"
     if flags.device == "cuda":
         notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
         weights_bytes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,6 +68,18 @@ def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
     notices = RecordedNotices()
     tell_model(notices, flags, prepare(flags), None, 1)
     assert notices.lines[0].endswith("parsers of tool calls: hermes, of reasoning: qwen3")
+
+
+def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> None:
+    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", prefill_workers=1)
+    for more, words in (
+        ({}, "prefill workers: 1, decode workers: 1, threads"),
+        ({"tensor_parallel_size": 2}, "decode workers: 1, of 2 and 2 processes, threads"),
+        ({"prefill_tensor_parallel_size": 2}, "decode workers: 1, of 2 and 1 processes, threads"),
+    ):
+        notices = RecordedNotices()
+        tell_model(notices, replace(flags, **more), prepare(flags), None, 1)
+        assert words in " ".join(notices.lines)
 
 
 def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
