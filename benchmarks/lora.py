@@ -9,15 +9,13 @@ packed as a worker does it. Then a whole service is measured (:mod:`benchmarks.l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pathlib
-import queue
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +72,7 @@ class Loads:
     def __init__(self, model: LoadedModel, folders: list[pathlib.Path], rank: int) -> None:
         self._process = PackingProcess(model.adapter_reader(rank), model.backend)
         self._files = [(folder, AdapterFiles(folder).digest()) for folder in folders]
-        self._done: queue.SimpleQueue[PackedAdapter] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1)
         self.seconds: list[float] = []
         self._process.start()
 
@@ -85,19 +83,14 @@ class Loads:
         self.seconds.append(time.perf_counter() - begin)
         return packed
 
-    def begin(self) -> None:
-        """Load the next adapter on a thread, for :meth:`loaded`."""
-        threading.Thread(target=lambda: self._done.put(self.one())).start()
-
-    def loaded(self) -> PackedAdapter | None:
-        """Return the adapter that was begun, or None while it is not there."""
-        with contextlib.suppress(queue.Empty):
-            return self._done.get_nowait()
-        return None
+    def begin(self) -> Future[PackedAdapter]:
+        """Load the next adapter on a thread."""
+        return self._thread.submit(self.one)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and the thread."""
         self._process.close()
+        self._thread.shutdown()
 
 
 def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[str, float]:
@@ -111,13 +104,13 @@ def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[s
             begin = time.perf_counter()
             backend.forward(batch)
             alone.append(time.perf_counter() - begin)
-        loads.begin()
-        while (packed := loads.loaded()) is None:
+        load = loads.begin()
+        while not load.done():
             begin = time.perf_counter()
             backend.forward(batch)
             beside.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        backend.place_adapter(ADAPTERS - 1, packed)
+        backend.place_adapter(ADAPTERS - 1, load.result())
         placing.append(time.perf_counter() - begin)
         # The first step with an adapter is one beside its load, too.
         backend.forward(batch)

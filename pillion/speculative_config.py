@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+
+F = TypeVar("F")
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "draft_model")
@@ -43,7 +45,7 @@ class SpeculativeConfig:
         suffix_decoding_min_token_prob: share of the places with the same beginning that a guess stands behind, at
             least.
         model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one.
-        draft_tensor_parallel_size: ranks of the draft model.
+        draft_tensor_parallel_size: ranks of the draft model: 1, which runs beside the worker's first rank.
     """
 
     method: str = _key("")
@@ -58,7 +60,7 @@ class SpeculativeConfig:
     model: str = _key("", "draft_model")
     revision: str = _key("main", "draft_model")
     quantization: str = _key("none", "draft_model")
-    draft_tensor_parallel_size: int = _key(1, "draft_model")
+    draft_tensor_parallel_size: int = _key(1, "draft_model", most=1)
 
     def __str__(self) -> str:
         if not self.method:
@@ -68,6 +70,21 @@ class SpeculativeConfig:
         if not self.disable_by_batch_size:
             del said["disable_by_batch_size"]
         return json.dumps(said)
+
+    def model_flags(self, flags: F) -> F:
+        """The flags by which the draft model is loaded: those of its model, but for what names one."""
+        own: Any = flags
+        found: F = replace(
+            own,
+            model=self.model,
+            revision=self.revision,
+            quantization=self.quantization,
+            quantization_group_size="auto",
+            served_model_name="",
+            max_model_len=0,
+            tensor_parallel_size=self.draft_tensor_parallel_size,
+        )
+        return found
 
 
 NO_SPECULATION = SpeculativeConfig()

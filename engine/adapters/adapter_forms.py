@@ -54,6 +54,7 @@ class PlainForm:
     """All matrices, one behind the other, for backends that take them as tensors."""
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
+        """Returns the bytes of a number and the shapes of all pairs, and the matrices."""
         about = [
             [name, pair.first_output, *pair.a.shape, len(pair.b)] for name, pairs in layers.items() for pair in pairs
         ]

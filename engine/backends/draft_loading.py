@@ -52,7 +52,7 @@ def _load(
     most_tokens: int,
     load: BackendFactory,
 ) -> tuple[DraftShape, DraftModel]:
-    flags = draft_flags(flags, config)
+    flags = replace(config.model_flags(flags), enable_lora=False)
     prepared = prepare(flags, log.info)
     check_tokenizer(main.prepared.folder, prepared.folder)
     longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
@@ -74,21 +74,6 @@ def _load(
         rope_shift=loaded.prepared.rope_shift,
     )
     return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
-
-
-def draft_flags(flags: WorkerFlags, config: SpeculativeConfig) -> WorkerFlags:
-    """The flags by which a worker's draft model is loaded: its own, but for what names a model."""
-    return replace(
-        flags,
-        model=config.model,
-        revision=config.revision,
-        quantization=config.quantization,
-        quantization_group_size="auto",
-        served_model_name="",
-        max_model_len=0,
-        enable_lora=False,
-        tensor_parallel_size=1,
-    )
 
 
 def check_tokenizer(main: Path, draft: Path) -> None:

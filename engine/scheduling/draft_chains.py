@@ -72,8 +72,9 @@ class DraftChain(BlockChain):
         root = request_root(shape.namespace, cache_salt=spec.parent_hash.hex(), short_text=self.rope_shift > 0)
         tokens = sequence.tokens(0, sequence.most_tokens)
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
-        # Whether the node has answered with its ticket, and whether the chain is needed no longer.
-        self.opened = self.closed = False
+        # Whether the node has answered with its ticket, whether the chain is needed no longer, and whether it has
+        # caught up with its sequence once.
+        self.opened = self.closed = self.has_guessed = False
         # What stands behind the first ``num_computed`` tokens, and whose KV is there but for the last one's.
         self.guesses: Int32 = NO_GUESSES
 
@@ -92,6 +93,7 @@ class DraftChain(BlockChain):
         """The tokens before ``end`` are computed, and behind all of them the draft model expects ``guesses``."""
         self.num_computed = end
         self.guesses = guesses
+        self.has_guessed = self.has_guessed or len(guesses) > 0
 
     def open(self, holding: Holding) -> None:
         """The ticket is there."""
@@ -169,6 +171,11 @@ class DraftChains:
         """Slots that the last plan would have liked to have."""
         return self._lacking_blocks if self._of else 0
 
+    def catches_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence's chain has a ticket, and has guessed nothing yet: it needs steps that know its tokens."""
+        chain = self._of.get(sequence.seq_id)
+        return chain is not None and chain.opened and not chain.has_guessed and self._now >= self._paused_until_s
+
     # A step.
 
     def begin_step(self, spare_tokens: int, now: float) -> None:
@@ -181,7 +188,7 @@ class DraftChains:
         plan = self._plan(wanted)
         if plan.pieces:
             guesses = self._passes.run(plan)
-            self.took_s = self._passes.took_s
+            self.took_s += self._passes.took_s
             for place, piece in enumerate(plan.pieces):
                 self._take(piece, None if guesses is None else guesses[place])
         return [self._guesses_of(sequence)[:most] for sequence, most in wanted]

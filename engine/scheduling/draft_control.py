@@ -143,9 +143,9 @@ class DraftControl:
         speedups: Float64 = (1 + brought / self._decodes) * plain_s / seconds
         return speedups
 
-    def may_guess(self, streams: Iterable[Sequence]) -> bool:
-        """Whether the step behind the one just planned would guess something for these streams."""
-        likely = [stream for stream in streams if stream.guesses.found]
+    def may_guess(self, likely: Seq[Sequence]) -> bool:
+        """Whether the step behind the one just planned would guess something for these streams, for which the drafter
+        knows something."""
         return any(self.shares(likely, [self.most_guesses] * len(likely), self.most_guesses * len(likely)))
 
     def judged(self, stream: Sequence, made: int, right: int) -> None:

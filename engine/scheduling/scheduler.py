@@ -239,7 +239,10 @@ class Scheduler:
         are known, so it may where nothing would be guessed."""
         if self._drafter is None:
             return True
-        return not self._draft_control.may_guess([s for s in self.queues.running if s.decoding and not s.is_span])
+        drafts = self.draft_chains
+        streams = (s for s in self.queues.running if s.decoding and not s.is_span)
+        known = [s for s in streams if s.guesses.found or (drafts is not None and drafts.catches_up(s))]
+        return not self._draft_control.may_guess(known)
 
     def schedule(self, now: float) -> StepPlan:
         """The next step's work; empty when nothing can run. At most one step is in flight."""

@@ -31,7 +31,7 @@ class PackingProcess:
         self._backend = backend
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        # Against close; load and start have one thread.
+        # Any thread may call close; start and load belong to one thread.
         self._changing = threading.Lock()
 
     def start(self) -> None:

@@ -82,6 +82,10 @@ class LocalCluster:
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
             for size in sorted(set(ranks_of(self.flags).values())):
                 await prepare_in_child(subset(PrepareFlags, self.flags, tensor_parallel_size=size), step)
+        speculation = self.flags.speculative_config
+        if speculation.model:
+            with self.notices.progress(f"preparing draft model {speculation.model}") as step:
+                await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
         prepared, fit = prepared_model(self.flags)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
             # All components have to agree on the length that the pool allows.

@@ -120,6 +120,23 @@ def test_a_prompt_is_caught_up_with_within_the_budget() -> None:
     harness.check_answers()
 
 
+def test_no_step_runs_ahead_while_a_draft_catches_up() -> None:
+    harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=drafting(16))
+    harness.submit(prompt(1, 60), 30)
+    scheduler, passes = harness.scheduler, passes_of(harness)
+    for _ in range(40):
+        asked = len(passes.first_passes)
+        harness.step()
+        while harness.answer():
+            pass
+        harness.receive_flush()
+        if asked > 0 and not passes.guessed:
+            # The guess that was asked for is not there yet, and the next step asks again.
+            assert not scheduler.may_run_ahead
+    assert passes.guessed
+    run(harness)
+
+
 def test_drafts_wait_while_prompts_fill_the_steps() -> None:
     harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=3, draft=drafting(16))
     harness.submit(prompt(1, 40), 60)
