@@ -48,6 +48,9 @@ class AbortableMemory(Protocol):
     def abort(self) -> None:
         """Ends every wait for another rank, from any thread and for good."""
 
+    def close(self) -> None:
+        """Closes its descriptor; whoever has mapped it keeps the mapping. Idempotent."""
+
 
 class RankProcess:
     """One rank's process and the two connections to it. Its thread starts the process and waits for its end."""
@@ -111,7 +114,8 @@ class RankProcesses:
     """
 
     def __init__(self, size: int, label: str, memory: AbortableMemory) -> None:
-        """Starts the processes. ``memory`` is aborted when a rank is lost. Raises ConfigError."""
+        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. Raises
+        ConfigError."""
         self.size = size
         self.lost = ""
         # For how long rank 0 has waited for the others behind its own share of steps.
@@ -204,6 +208,7 @@ class RankProcesses:
             rank.thread.join(KILL_TIMEOUT_S)
             if rank.alive:
                 log.error("rank %d, process %d, does not end", rank.rank, rank.pid)
+        self._memory.close()
 
     def pids(self) -> list[int]:
         """The process ids, rank 1's first."""

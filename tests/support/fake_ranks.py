@@ -55,6 +55,11 @@ class FakeMemory:
     def abort(self) -> None:
         self._words[0] = 1
 
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
     def meet(self, rank: int, limit_s: float = float("inf")) -> None:
         """Waits for all ranks. Raises BackendLost where they are to end, or one does not come within ``limit_s``."""
         words, napped_s = self._words, 0.0

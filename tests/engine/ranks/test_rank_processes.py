@@ -43,6 +43,7 @@ def ranked(size: int) -> Iterator[RankedBackend]:
         yield backend
     finally:
         backend.close()
+        backend.close()
         backend.check_integrity()
 
 
@@ -134,6 +135,9 @@ def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.
         os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
     assert gone(backend.ranks.pids())
     assert not backend.ranks.lost
+    memory = backend.ranks._memory
+    assert isinstance(memory, fake_ranks.FakeMemory)
+    assert memory.fd < 0, "its descriptor is closed"
 
 
 def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
