@@ -88,7 +88,9 @@ class OpenTicketRequest(_message.Message):
     token.
     """
     total_blocks: _builtins.int
-    """Blocks that the prompt needs in all, including its partial last block and the first generated token's block."""
+    """Blocks that the prompt needs in all, including its partial last block and the first generated token's block. 0, for
+    workers only: what is there of the chain is pinned at once, and nothing is reserved.
+    """
     resume: _builtins.bool
     """True for a preempted stream, which is admitted before new ones."""
     nonce: _builtins.int
