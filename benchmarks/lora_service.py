@@ -31,7 +31,7 @@ from testbed.random_adapter import random_adapter_folder
 
 STREAMS_EACH = 2
 LOAD = ClosedLoad(input_tokens=64, output_tokens=128, concurrency=STREAMS_EACH, requests=STREAMS_EACH)
-# Adapters that the name which changes has in turn: more than fit beside the others, so each is read and packed again.
+# The adapters that one name has in turn. They are more than fit beside the others, so each load reads and packs again.
 VERSIONS = 4
 PAUSE_S = 0.5
 LIVE = "live"

@@ -28,7 +28,7 @@ from pillion.errors import ConfigError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-# The system reads so much in one call.
+# Most bytes that are read in one call.
 _READ_AT_ONCE_BYTES = 2**24
 
 # Types of tensors: the numbers that hold their bits, and the bits that are all 1 in NaN and infinities.
@@ -209,12 +209,12 @@ class AdapterFiles:
         return digest.hexdigest()
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of a tensor, which are exact."""
+        """The values of a tensor as float32, which holds each of them exactly."""
         tensor = self._tensors[name]
         with self.path.open("rb") as file:
             bits = np.concatenate(list(self._parts(file, tensor))).view(_TYPES[tensor.kind][0])
         if tensor.kind == "BF16":
-            # It is the first half of a float32.
+            # A bfloat16 is the upper half of a float32.
             wide = (bits.astype(np.uint32) << 16).view(np.float32)
         else:
             wide = bits.view(np.float16 if tensor.kind == "F16" else np.float32).astype(np.float32, copy=False)

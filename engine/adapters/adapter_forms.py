@@ -23,7 +23,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PairBits:
-    """What :class:`pillion.engine.adapters.adapter_weights.LowRank` is, as bits.
+    """One pair of matrices as bits, as :class:`pillion.engine.adapters.adapter_weights.LowRank` has it as tensors.
 
     Attributes:
         first_output: the first output of the fused layer that it adds to.
@@ -54,7 +54,7 @@ class PlainForm:
     """All matrices, one behind the other, for backends that take them as tensors."""
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns the bytes of a number and the shapes of all pairs, and the matrices."""
+        """Returns the size of one number in bytes with the shapes of all pairs, and the matrices' bytes."""
         about = [
             [name, pair.first_output, *pair.a.shape, len(pair.b)] for name, pairs in layers.items() for pair in pairs
         ]
@@ -76,7 +76,7 @@ def plain_layers(about: list[Any], data: Bytes) -> Layers:
 
 
 def described(thing: Any) -> Any:
-    """What JSON can say about a dataclass of JSON's types and of such dataclasses; :func:`made` makes it again."""
+    """Turns a dataclass of JSON's types and of such dataclasses into what JSON holds; :func:`made` reverts it."""
     if not is_dataclass(thing):
         return thing
     kind = type(thing)

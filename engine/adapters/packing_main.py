@@ -12,6 +12,7 @@ import os
 import signal
 import struct
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,6 +38,8 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         answers.write(ANSWER_HEAD.pack(len(words), data.nbytes) + words)
         answers.write(data.data)
         answers.flush()
+        # Until the next job they would be memory that nobody needs.
+        del about, data, words
 
 
 def _answer(reader: AdapterReader, folder: Path, digest: str) -> tuple[dict[str, Any], Bytes]:
@@ -46,15 +49,17 @@ def _answer(reader: AdapterReader, folder: Path, digest: str) -> tuple[dict[str,
     except ConfigError as error:
         return {"refused": error.message}, nothing
     except Exception as error:  # noqa: BLE001  (the worker reports it, and the next adapter may do)
+        traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"}, nothing
     return {"about": about}, data
 
 
 if __name__ == "__main__":
     os.nice(BACKGROUND_NICENESS)
-    # Ctrl-C is for the worker; this process ends with its input.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers, suppress(BrokenPipeError):
+    # Signals for the whole process group are the worker's to answer; this process ends with its input.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(BrokenPipeError), os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         # What prints by chance must not come between answers.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         serve(sys.stdin.buffer, answers)

@@ -187,8 +187,8 @@ def _load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
     size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
     # No step writes to it: it says whether a rank has ended.
     memory = RankMemory.create(config, size, 1)
-    meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
     ranks = RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory)
+    meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
     try:
         with ranks.loading({**_order(flags), "limits": asdict(limits)}, memory.fd, meeting):
             group = join_ranks(RankSplit.of(config, 0, size), meeting, memory)

@@ -75,9 +75,14 @@ class Rank:
                 return
 
     def _pack_adapters(self) -> None:
-        # Adapters are packed beside steps, which need the cores.
-        give_way()
-        self._serve(self._packing)
+        # Steps need the cores. This thread still shares the interpreter with them.
+        try:
+            give_way()
+            self._serve(self._packing)
+        except BaseException:
+            # Rank 0 would wait for answers of this thread: without it, the rank has to end.
+            log.exception("this rank's packing failed")
+            os._exit(1)
 
     def _answer(self, kind: RankMessage, payload: bytearray, descriptors: list[int]) -> tuple[RankMessage, bytes]:
         try:

@@ -100,7 +100,7 @@ class RankProcess:
     def _tend(self, command: Sequence[str], passed: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001  (whoever waits for the process raises it)
             started.set_exception(error)
             return
         started.set_result(process)

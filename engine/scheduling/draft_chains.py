@@ -231,7 +231,8 @@ class DraftChains:
         # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
         reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
-        behind = min(guesses, self._shape.max_model_len - end) if reach == end else 0
+        longest = min(self._shape.max_model_len, chain.sequence.most_tokens)
+        behind = max(0, min(guesses, longest - end)) if reach == end else 0
         if end > self._shape.max_model_len or (
             reach > start and int(chain.tokens(start, reach).max()) >= self._shape.vocab_size
         ):
@@ -252,7 +253,8 @@ class DraftChains:
     def _grow(self, chain: DraftChain, tokens: int) -> None:
         """Take slots for so many tokens and those of the next guess, as far as the stock has some that decodes do not
         need soon."""
-        wanted = -(-(tokens + self._shape.num_speculative_tokens + 1) // chain.block_size)
+        ahead = tokens + self._shape.num_speculative_tokens + 1
+        wanted = -(-min(ahead, chain.sequence.most_tokens) // chain.block_size)
         while chain.num_blocks < wanted and len(self._stock) > self._block_manager.needed_blocks:
             slot = self._stock.take()
             assert slot is not None

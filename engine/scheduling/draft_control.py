@@ -119,8 +119,7 @@ class DraftControl:
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
         """How many tokens to guess for each of these streams, at most ``room`` of each and ``left`` of all."""
         none, decodes = [0] * len(streams), self._decodes
-        crowded = 0 < self._most_decodes < decodes
-        if not (streams and decodes) or left <= 0 or crowded:
+        if not (streams and decodes) or left <= 0 or self._crowded:
             return none
         plain_s = float(self.costs.seconds(np.array([decodes]))[0])
         highest = max(stream.guesses.chances[0] for stream in streams) * self._trust
@@ -136,6 +135,11 @@ class DraftControl:
             count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
         found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
         return found
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether the next step has too many decodes for guesses."""
+        return 0 < self._most_decodes < self._decodes
 
     def _speedups(self, brought: Float64, guesses: npt.NDArray[Any], plain_s: float) -> Float64:
         """How much faster than without guesses decoding is with so many of them, which bring so many tokens."""
@@ -170,7 +174,10 @@ class DraftControl:
     # Probes.
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
-        """The streams to probe, and by how many tokens, once their last probe is judged."""
+        """The streams to probe, and by how many tokens, once their last probe is judged. ``slow`` guesses, which are
+        more than a look-up, are not made where the batch is too full for any."""
+        if slow and self._crowded:
+            return []
         every = min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
         due = []
         for stream in streams:

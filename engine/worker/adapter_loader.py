@@ -56,7 +56,7 @@ class AdapterLoader:
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
-        # One at a time; the thread only waits for the process.
+        # Adapters are packed one at a time; the thread only waits for the process.
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "pillion-adapter")
         self._thread.submit(process.start)
@@ -94,7 +94,7 @@ class AdapterLoader:
                 packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
         except TimeoutError:
             self._loads[False].add()
-            # The thread waits for it no longer.
+            # The end of the process ends the thread's wait.
             self._process.close(for_good=False)
             raise Unavailable(f"adapter {digest[:12]} was not packed within {PACK_TIMEOUT_S:.0f} s") from None
         except PillionError:

@@ -1,12 +1,13 @@
 """A worker's process that reads and packs adapters (:mod:`pillion.engine.adapters.packing_main`).
 
 Reading and packing are thousands of small operations. On a thread of the worker they would hold the interpreter's lock
-again and again while a step waits for it, and the nicer the thread, the longer. Here a thread of the worker only
-receives bytes, which it does without the lock.
+again and again while a step waits for it. Here a thread of the worker only receives bytes, and waits for them without
+the lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from pillion.engine.adapters.adapter_forms import Bytes, described, line_bytes
 from pillion.engine.adapters.adapter_reader import AdapterReader
 from pillion.engine.adapters.packing_main import ANSWER_HEAD
 from pillion.engine.backends.backend import Backend, PackedAdapter
-from pillion.errors import ConfigError, Unavailable
+from pillion.errors import ConfigError, Internal, Unavailable
 
 _PROGRAM = "pillion.engine.adapters.packing_main"
+# Longest wait for the end of a process that was killed.
+END_TIMEOUT_S = 2.0
 
 
 class PackingProcess:
@@ -42,7 +45,7 @@ class PackingProcess:
         """Reads and packs the adapter in a folder. Takes as long as steps leave it cores for; one call at a time.
 
         Raises ConfigError for an adapter that does not fit and for files of another content than that of ``digest``,
-        Unavailable where the process has ended meanwhile, OSError for files that cannot be read.
+        Unavailable where the process has ended meanwhile, Internal for a defect and for files that cannot be read.
         """
         process = self._running()
         try:
@@ -53,7 +56,7 @@ class PackingProcess:
         if "refused" in about:
             raise ConfigError(about["refused"])
         if "failed" in about:
-            raise OSError(about["failed"])
+            raise Internal(f"the process that reads adapters failed: {about['failed']}")
         return self._backend.take_adapter(digest, about["about"], data)
 
     def close(self, *, for_good: bool = True) -> None:
@@ -73,7 +76,10 @@ class PackingProcess:
                 return self._process
             command = [sys.executable, "-m", _PROGRAM]
             pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)  # noqa: S603  (our own program)
+            try:
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)  # noqa: S603  (our own program)
+            except OSError as error:
+                raise Unavailable(f"the process that reads adapters cannot be started: {error}") from None
             self._process = process
         assert process.stdin is not None
         try:
@@ -86,7 +92,9 @@ class PackingProcess:
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         # Its pipes are closed when nobody refers to them: another thread may be reading.
         process.kill()
-        process.wait()
+        # One that waits for a disk ends later; whoever starts the next one asks for its end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
 
 
 def _write(process: subprocess.Popen[bytes], line: Any) -> None:
@@ -97,7 +105,7 @@ def _write(process: subprocess.Popen[bytes], line: Any) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], job: list[str]) -> tuple[dict[str, Any], Bytes]:
-    """Sends a job. Returns what is said about the answer, and its bytes."""
+    """Sends a job. Returns the answer's JSON and its bytes."""
     _write(process, job)
     about_bytes, data_bytes = ANSWER_HEAD.unpack(_read(process, ANSWER_HEAD.size).data)
     return json.loads(_read(process, about_bytes).tobytes()), _read(process, data_bytes)

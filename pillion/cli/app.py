@@ -422,7 +422,13 @@ def keys() -> None:
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @option("--tenant", "Whose key it is; a new tenant is added, without quotas.", required=True)
 @option("--operator", "Let the tenant see the whole cluster, as pillion status and top show it.", False, is_flag=True)
-@option("--models", f"A model or adapter that the tenant may use; without it, all. {REPEAT}", (), multiple=True)
+@option(
+    "--models",
+    "A model or adapter that the tenant may use, in place of those it has. Without it nothing changes, and a new tenant"
+    f" may use all. {REPEAT}",
+    (),
+    multiple=True,
+)
 def keys_add(file: Path, tenant: str, operator: bool, models: tuple[str, ...]) -> None:
     """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
     from pillion.cli.keys import add_key

@@ -239,8 +239,10 @@ def test_secrets_are_files() -> None:
 
 def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
     modules, volume = ["sql=/adapters/sql", "b=/adapters/b"], {"persistentVolumeClaim": {"claimName": "mine"}}
-    values = {"enabled": True, "maxLoras": 4, "modules": modules, "runtimeUpdating": True, "volume": volume}
-    manifests = render({"adapters": values})
+    values = {"enabled": True, "maxLoras": 4, "modules": modules, "volume": volume}
+    assert "PILLION_LORA_PATH" not in str(render({"adapters": values})), "a gateway refuses it without runtimeUpdating"
+    keys = {"gateway": {"apiKeys": {"existingSecret": "keys"}}}
+    manifests = render({"adapters": {**values, "runtimeUpdating": True}, **keys})
     for pod in pods(manifests):
         for container in containers(pod):
             told = environment(container)
@@ -249,6 +251,7 @@ def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
     pod = pod_of(of_kind(manifests, "Deployment", "gateway"))
     told = environment(pod["containers"][0])
     assert told["PILLION_LORA_MODULES"].split() == modules
+    assert told["PILLION_LORA_PATH"] == "/adapters"
     (name,) = [one["name"] for one in pod["containers"][0]["volumeMounts"] if one["mountPath"] == "/adapters"]
     assert next(one for one in pod["volumes"] if one["name"] == name)["persistentVolumeClaim"] == {"claimName": "mine"}
     assert "LORA" not in str(render())

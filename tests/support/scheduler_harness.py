@@ -399,6 +399,18 @@ class SchedulerHarness:
         if not outcome.empty:
             self.receive(outcome)
 
+    def run_all(self) -> int:
+        """Run steps until no sequence is left, check the answers, and return how many steps computed something."""
+        steps = 0
+        while self.scheduler.sequences:
+            steps += bool(self.step().pieces)
+            while self.answer():
+                pass
+            self.receive_flush()
+        self.settle()
+        self.check_answers()
+        return steps
+
     def settle(self) -> None:
         """Everything is told; then nothing is leased, pinned or promised."""
         for _ in range(10):

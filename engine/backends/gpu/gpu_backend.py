@@ -266,7 +266,7 @@ class GpuBackend:
         return adapters.pack(weights)
 
     def adapter_form(self) -> AdapterForm:
-        """The plain form: :meth:`pack_adapter` lays a place out."""
+        """Returns the plain form, because :meth:`pack_adapter` arranges the matrices on the device."""
         return PlainForm()
 
     def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> GpuAdapter:

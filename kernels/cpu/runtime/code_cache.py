@@ -19,9 +19,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pillion import core_board
+
 _log = logging.getLogger(__name__)
 
-# A write removes the files that were not used for longest until both bounds hold. A model has some 50 files.
+# A write removes the files that were not used for longest until both bounds hold. The demo model has 28 files.
 MAX_ENTRIES = 8192
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
@@ -144,8 +146,12 @@ def key_of(*parts: str) -> str:
 
 
 def digest_sources() -> bytes:
-    """The digest of the sources of pillion.kernels.cpu on disk; empty where there are none: nothing is kept then."""
-    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    """The digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others whose
+    constants are in it. It is empty where there are none: nothing is kept then."""
+    here = Path(__file__).parents[1]
+    paths = sorted(here.rglob("*.py"))
+    others = (Path(core_board.__file__), here.parent / "torch" / "quantized_matrix.py")
+    paths += [path for path in others if paths and path.is_file()]
     files = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     return hashlib.sha256(json.dumps(files).encode()).digest() if files else b""
 

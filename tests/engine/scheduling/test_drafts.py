@@ -48,25 +48,13 @@ class OracleDrafter:
         return guess
 
 
-def steps_of(harness: SchedulerHarness) -> int:
-    steps = 0
-    while harness.scheduler.sequences:
-        steps += bool(harness.step().pieces)
-        while harness.answer():
-            pass
-        harness.receive_flush()
-    harness.settle()
-    harness.check_answers()
-    return steps
-
-
 def test_right_guesses_save_steps() -> None:
     plain, guessing = SchedulerHarness(budget=32), SchedulerHarness(budget=32, drafter=OracleDrafter())
     for harness in (plain, guessing):
         harness.submit(prompt(1, 9), 33)
-    assert steps_of(plain) == 33
+    assert plain.run_all() == 33
     # A block of four at a time: guesses do not grow the table.
-    assert steps_of(guessing) <= 12
+    assert guessing.run_all() <= 12
     assert len(guessing.records[1].token_ids) == 33
 
 
@@ -75,7 +63,7 @@ def test_wrong_guesses_change_nothing(wrong: int) -> None:
     harness = SchedulerHarness(budget=32, drafter=OracleDrafter(wrong))
     harness.submit(prompt(1, 9), 20, seed=3, fork_seeds=(4,))
     harness.submit(prompt(2, 6), 20)
-    assert steps_of(harness) <= 45
+    assert harness.run_all() <= 45
     assert harness.records[1].token_ids == answer(prompt(1, 9), 3, 20)
 
 
@@ -113,7 +101,7 @@ def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     at = next(i for i in range(3, 12) if tokens[i] not in tokens[:i])
     harness = SchedulerHarness(budget=32, drafter=OracleDrafter())
     harness.submit(prompt(1, 9), 40, stop=frozenset({tokens[at]}))
-    steps_of(harness)
+    harness.run_all()
     assert harness.records[1].token_ids == tokens[: at + 1]
 
 
