@@ -147,8 +147,6 @@ class Worker:
             # Flags that it refuses are refused before anything is held.
             make_scheduler()
             grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
-            if grammars is not None:
-                undo.callback(grammars.close)
             if flags.enable_lora:
                 # Before the node makes the pool, which on a GPU takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
@@ -164,9 +162,7 @@ class Worker:
             )
             undo.callback(attachment.close)
             worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
-            undo.push_async_callback(worker.node.aclose)
-            if worker.adapters is not None:
-                undo.callback(worker.adapters.close)
+            undo.push_async_callback(worker._abandon)
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
             undo.pop_all()
@@ -176,6 +172,13 @@ class Worker:
             model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
         worker.epoch.start()
         return worker
+
+    async def _abandon(self) -> None:
+        """End what this object has begun, where its start fails."""
+        for begun in (self.grammars, self.adapters):
+            if begun is not None:
+                begun.close()
+        await self.node.aclose()
 
     def _bind(self, max_tokens: int) -> None:
         attachment, tokens = self.attachment, min(max_tokens, MAX_WARM_UP_TOKENS)
