@@ -134,9 +134,10 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
         await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
         await workers.release(ticket)
         await workers.quiet()
+        answered_first(workers)
         before = len(draft.steps)
-        again = await finished(workers, connection, 2, prompt(2, 30), 40)
-        assert again.token_ids == greedy(prompt(2, 30), 40)
+        again = await finished(workers, connection, 2, prompt(2, 30), 300)
+        assert again.token_ids == greedy(prompt(2, 30), 300)
         assert len(draft.steps) > before
         await workers.quiet()
 
