@@ -100,7 +100,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
-    # As in vLLM, null is the same as leaving the key out, and a model without a method is a draft model.
+    # A null means, as in vLLM, that the key is left out; a model without a method is a draft model.
     said = {name: value for name, value in said.items() if value is not None}
     if "method" not in said and "model" in said:
         said["method"] = "draft_model"

@@ -107,7 +107,7 @@ def _qkv_rows(config: ModelConfig, split: RankSplit) -> torch.Tensor:
 
 
 def _both(values: torch.Tensor, width: int) -> torch.Tensor:
-    """The same values of gate and of up."""
+    """Returns the rows of both halves, gate and up, that belong to the inner values."""
     return torch.cat((values, values + width))
 
 

@@ -95,13 +95,13 @@ class DraftControl:
         self._right = self._expected = CALIBRATION_TOKENS
         self._trust = 1.0
         self.costs = RowCosts()
-        # Of the next step: its decodes, and what making a guess takes.
+        # The next step has so many decodes, and making a guess for it takes so many seconds.
         self._decodes = 0
         self._drafting_s = 0.0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftControl:
-        """As the operator configured it."""
+        """Makes the control that the operator configured."""
         return cls(config.num_speculative_tokens, config.disable_by_batch_size)
 
     def observe(self, decodes: Seq[SequencePiece], cost: StepCost, drafting_s: float) -> None:

@@ -418,7 +418,7 @@ def _projection_squares(builder: OperationBuilder, qkv: Buffer, out: Buffer) -> 
     """The operations from qkv to the squares of all ranks' queries and keys."""
     config, split = builder.config, builder.split
     partial, total = builder.sum_ranks(out, add=False)
-    # Of the ranks that share KV heads, the first one counts their keys.
+    # Several ranks may have the same KV heads: the first of them counts their keys.
     sharers = max(1, split.size // builder.layout.num_kv_heads)
     spec = ProjectionSquares(config.head_dim, config.num_heads, config.num_kv_heads, split.rank % sharers == 0)
     yield Operation(spec, {"qkv": qkv, "out": partial, "qkv_stride": qkv.stride, "out_stride": partial.stride})

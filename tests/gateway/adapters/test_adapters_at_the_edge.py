@@ -205,7 +205,7 @@ async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails
         with pytest.raises(NotFound, match="sql"):
             await go_on()
         assert len(fakes.decode.submits) == submits, "a stream went on with another adapter"
-        # The same version under its name again is what the stream began with.
+        # Once the name means the first version again, the stream can go on: it began with that one.
         await fakes.client.load_adapter("sql", "v0")
         assert await go_on() == tokens[3:]
         assert fakes.decode.submits[-1].adapter == info.adapter

@@ -38,7 +38,7 @@ def answers(folder: pathlib.Path, draft: pathlib.Path | None) -> list[list[int]]
         **options,
     ) as llm:
         outputs = llm.generate([text for text in TEXTS for _ in SETTINGS], SETTINGS * len(TEXTS), use_tqdm=False)
-        # The same again: now prompts and drafts are found.
+        # The second round finds prompts and drafts of the first one.
         again = llm.generate([text for text in TEXTS for _ in SETTINGS], SETTINGS * len(TEXTS), use_tqdm=False)
     found = [answer.token_ids for output in outputs for answer in output.outputs]
     assert found == [answer.token_ids for output in again for answer in output.outputs]
