@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,42 +39,38 @@ def load_draft(
 
     Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
     """
+    with _named(config.model):
+        flags = replace(config.model_flags(flags), enable_lora=False)
+        prepared = prepare(flags, log.info)
+        check_tokenizer(main.prepared.folder, prepared.folder)
+        longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
+        # Sizes alone: the layout's own version is the backend's.
+        layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+        most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
+        blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
+        flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
+        loaded = load(flags, threads)
+        log.info("draft model %s: %d tokens in a slot", prepared.name, flags.block_size)
+        backend = loaded.backend
+        shape = DraftShape(
+            namespace=loaded.namespace(),
+            block_size=flags.block_size,
+            vocab_size=backend.vocab_size,
+            max_model_len=longest,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_batched_tokens=most_tokens,
+            rope_shift=loaded.prepared.rope_shift,
+        )
+        return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+
+
+@contextlib.contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Has a ConfigError of the block name the draft model."""
     try:
-        return _load(flags, config, main, threads, most_tokens, load)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"--speculative-config: draft model {config.model}: {error.message}") from None
-
-
-def _load(
-    flags: WorkerFlags,
-    config: SpeculativeConfig,
-    main: LoadedModel,
-    threads: int,
-    most_tokens: int,
-    load: BackendFactory,
-) -> tuple[DraftShape, DraftModel]:
-    flags = replace(config.model_flags(flags), enable_lora=False)
-    prepared = prepare(flags, log.info)
-    check_tokenizer(main.prepared.folder, prepared.folder)
-    longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
-    # Sizes alone: the layout's own version is the backend's.
-    layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-    most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
-    blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
-    flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
-    loaded = load(flags, threads)
-    log.info("draft model %s: %d tokens in a slot", prepared.name, flags.block_size)
-    backend = loaded.backend
-    shape = DraftShape(
-        namespace=loaded.namespace(),
-        block_size=flags.block_size,
-        vocab_size=backend.vocab_size,
-        max_model_len=longest,
-        num_speculative_tokens=config.num_speculative_tokens,
-        max_num_batched_tokens=most_tokens,
-        rope_shift=loaded.prepared.rope_shift,
-    )
-    return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+        raise ConfigError(f"--speculative-config: draft model {model}: {error.message}") from None
 
 
 def check_tokenizer(main: Path, draft: Path) -> None:
