@@ -108,7 +108,8 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, any thread the rest.
+    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and :meth:`ended`,
+    any thread the rest.
 
     ``lost`` says why the ranks cannot go on; "" while they can.
     """
@@ -121,6 +122,8 @@ class RankProcesses:
         # For how long rank 0 has waited for the others behind its own share of steps.
         self.waited_s = 0.0
         self._memory = memory
+        # Messages that each rank has got, and those to which the answers of all were taken.
+        self._sent = self._answered = 0
         self._closing = False
         self._lock = threading.Lock()
         self._packing = threading.Lock()
@@ -156,13 +159,22 @@ class RankProcesses:
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
         with self._losing_none():
-            for rank in self._ranks:
-                payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
-                rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+            number = self._send(kind, payloads, descriptors, limit_ms)
             yield
-            began_s = time.monotonic()
-            self._take_answers(limit_ms)
-            self.waited_s += time.monotonic() - began_s
+            self._take_answers(number, limit_ms)
+
+    @contextmanager
+    def beginning(self, step: bytes) -> Iterator[int]:
+        """All ranks begin a step, this one in the body of the ``with``. Yields the step's number for :meth:`ended`; the
+        errors are those of :meth:`together`."""
+        with self._losing_none():
+            yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
+
+    def ended(self, number: int) -> None:
+        """Returns when the other ranks have answered all that was sent up to the step of that number. Raises
+        BackendLost."""
+        with self._losing_none():
+            self._take_answers(number, STEP_SILENCE_MS)
 
     @contextmanager
     def loading(self, order: dict[str, Any], *descriptors: int) -> Iterator[None]:
@@ -236,13 +248,26 @@ class RankProcesses:
             self._lose(f"the ranks are out of step: {error}")
             raise
 
-    def _take_answers(self, limit_ms: int) -> None:
+    def _send(self, kind: RankMessage, payloads: Sequence[bytes], descriptors: Sequence[int], limit_ms: int) -> int:
+        """Sends a message to all ranks; returns how many messages each of them has got."""
         for rank in self._ranks:
-            kind, text, _ = rank.link.receive(limit_ms)
-            if kind is RankMessage.REFUSED:
-                raise ConfigError(error_text(text))
-            if kind is not RankMessage.OK:
-                raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+            payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
+            rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+        self._sent += 1
+        return self._sent
+
+    def _take_answers(self, number: int, limit_ms: int) -> None:
+        """Takes the answers to the first ``number`` messages, as far as nobody took them before."""
+        began_s = time.monotonic()
+        while self._answered < number:
+            for rank in self._ranks:
+                kind, text, _ = rank.link.receive(limit_ms)
+                if kind is RankMessage.REFUSED:
+                    raise ConfigError(error_text(text))
+                if kind is not RankMessage.OK:
+                    raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+            self._answered += 1
+        self.waited_s += time.monotonic() - began_s
 
     def _ended(self, rank: int, status: int) -> None:
         self._lose(f"rank {rank} ended with status {status}")
