@@ -58,6 +58,8 @@ class LoadedModel:
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
         if self.ranks is not None:
+            if attachment.device_memory is not None:
+                attachment.name_processes(self.ranks.pids())
             self.ranks.map_pool(*attachment.handed_over())
         self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
 

@@ -10,7 +10,8 @@ Nobody goes on without a rank. A worker that lost one ends with all its ranks, a
 Why no rank outlives the worker: a thread for each rank starts its process and waits for its end, so the system kills
 the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the process
 group of all. Why no rank writes to a pool whose slots were given to others (I4): each has a duplicate of the worker's
-connection to its KV node, and the node sees the connection's end when the last of them is gone.
+connection to its KV node, and the node sees the connection's end when the last of them is gone. For a GPU's memory the
+node awaits the exit of every rank, whose processes rank 0 has named to it.
 """
 
 from __future__ import annotations
