@@ -86,7 +86,7 @@ class AccessDesc(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 
 
-class Rows(ctypes.Structure):
+class PitchedCopy(ctypes.Structure):
     """CUDA_MEMCPY2D: ``height`` rows of ``width`` bytes, on each side at a pitch of its own."""
 
     _fields_ = (
@@ -139,7 +139,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
-    "cuMemcpy2DAsync_v2": (POINTER(Rows), c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(PitchedCopy), c_void_p),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
@@ -347,7 +347,7 @@ class CudaStream:
     ) -> None:
         """Copies ``rows`` rows of ``width`` bytes, each a pitch behind the one before."""
         self._copy_rows(
-            Rows(
+            PitchedCopy(
                 source_type=MEMORY_DEVICE,
                 source_device=source,
                 source_pitch=source_pitch,
@@ -364,7 +364,7 @@ class CudaStream:
     ) -> None:
         """Copies as :meth:`rows_to_host` does, the other way."""
         self._copy_rows(
-            Rows(
+            PitchedCopy(
                 source_type=MEMORY_HOST,
                 source_host=source,
                 source_pitch=source_pitch,
@@ -392,6 +392,6 @@ class CudaStream:
         with self._device.current():
             self._device.driver.call(name, target, source, size_bytes, self._stream)
 
-    def _copy_rows(self, rows: Rows) -> None:
+    def _copy_rows(self, rows: PitchedCopy) -> None:
         with self._device.current():
             self._device.driver.call("cuMemcpy2DAsync_v2", byref(rows), self._stream)

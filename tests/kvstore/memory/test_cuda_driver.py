@@ -23,7 +23,7 @@ from pillion.kvstore.memory.cuda_driver import (
     CudaError,
     CudaStream,
     Location,
-    Rows,
+    PitchedCopy,
 )
 from pillion.kvstore.memory.cuda_segment import DeviceSegment, map_device
 from testbed import fake_cuda
@@ -73,7 +73,7 @@ def device() -> CudaDevice:
 
 def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None:
     structures = {"CUmemLocation": Location, "CUmemAllocationProp": AllocationProp, "CUmemAccessDesc": AccessDesc}
-    structures["CUDA_MEMCPY2D"] = Rows
+    structures["CUDA_MEMCPY2D"] = PitchedCopy
     offsets = {
         "offsetof(CUmemAllocationProp, requestedHandleTypes)": AllocationProp.requested_handle_types.offset,
         "offsetof(CUmemAllocationProp, location)": AllocationProp.location.offset,
@@ -91,7 +91,7 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HANDLE_FILE_DESCRIPTOR,
         "CU_MEM_ALLOC_GRANULARITY_MINIMUM": cuda_driver.GRANULARITY_MINIMUM,
         "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_driver.ACCESS_READ_WRITE,
-        **{f"offsetof(CUDA_MEMCPY2D, {theirs})": getattr(Rows, ours).offset for theirs, ours in ROWS.items()},
+        **{f"offsetof(CUDA_MEMCPY2D, {theirs})": getattr(PitchedCopy, ours).offset for theirs, ours in ROWS.items()},
         "CU_MEMORYTYPE_HOST": cuda_driver.MEMORY_HOST,
         "CU_MEMORYTYPE_DEVICE": cuda_driver.MEMORY_DEVICE,
         "CU_STREAM_NON_BLOCKING": cuda_driver.STREAM_NON_BLOCKING,
