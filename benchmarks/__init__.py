@@ -8,7 +8,8 @@ Each module is a program, `python -m benchmarks.NAME`, which prints a table and 
 - Engine: `step` (phases of a decode step), `memory` (peak memory by prompt length), `cpu`, `cpu_steps`, `cpu_profile`,
   `cpu_products`, `cpu_attention` and `cpu_life` (the CPU kernels), `structured` and `wide_vocabulary` (answers of a
   given shape),
-  `quantization` (the accuracy of int8 and int4, on `shuffled_model`), `cpu_service`, `peers`, `llama_stream` and
+  `quantization` (the accuracy of int8 and int4, on `shuffled_model`), `drafts` and
+  `eagle_head` (guessed tokens, and a head that is trained for it), `cpu_service`, `peers`, `llama_stream` and
   `closed_loop` (other servers beside Pillion), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane`, `kv_disk` and `kv_eviction`.
 - Stability: `load_test` (a bounded load that must not fail) and `soak` (a long load under which nothing may grow).

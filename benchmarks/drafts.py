@@ -113,17 +113,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--draft-model", default="", help="also guess with this model (method draft_model)")
-    parser.add_argument("--methods", nargs="+", choices=[name for name in CONFIGS if name != OFF])
+    parser.add_argument("--eagle-head", default="", help="also guess with this EAGLE-3 head (method eagle3)")
+    parser.add_argument("--num-speculative-tokens", type=int, default=5, help="of the draft model and the head")
+    parser.add_argument("--methods", nargs="*", choices=[name for name in CONFIGS if name != OFF])
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=TEXTS)
     parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    wanted = {name: CONFIGS[name] for name in (OFF, *(args.methods or [one for one in CONFIGS if one != OFF]))}
-    if args.draft_model:
-        model = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 5}
-        wanted["draft_model"] = model
+    wanted = {name: CONFIGS[name] for name in (OFF, *(CONFIGS if args.methods is None else args.methods))}
+    for method, model in (("draft_model", args.draft_model), ("eagle3", args.eagle_head)):
+        if model:
+            wanted[method] = {"method": method, "model": model, "num_speculative_tokens": args.num_speculative_tokens}
     options = {"max_num_seqs": max(args.streams), "cpu_threads": args.threads, "max_model_len": 2048}
     engines: dict[str, LLM] = {}
     rows: dict[str, dict[str, Any]] = {}

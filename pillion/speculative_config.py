@@ -19,9 +19,9 @@ from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 F = TypeVar("F")
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3")
 # Methods that vLLM has, and that are refused with a word of their own.
-NOT_SERVED = ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
+NOT_SERVED = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
 
 
 def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
@@ -44,7 +44,8 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: tokens that are guessed for each token of the match.
         suffix_decoding_min_token_prob: share of the places with the same beginning that a guess stands behind, at
             least.
-        model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one.
+        model, revision, quantization: the draft model, as ``--model``, ``--revision`` and ``--quantization`` name one;
+            with "eagle3" the head's folder or hub id.
         draft_tensor_parallel_size: ranks of the draft model: 1, which runs beside the worker's first rank.
     """
 
@@ -57,10 +58,10 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = _key(10_000, "suffix", least=0)
     suffix_decoding_max_spec_factor: float = _key(1.0, "suffix", least=0)
     suffix_decoding_min_token_prob: float = _key(0.1, "suffix", least=0, most=1)
-    model: str = _key("", "draft_model")
-    revision: str = _key("main", "draft_model")
+    model: str = _key("", "draft_model", "eagle3")
+    revision: str = _key("main", "draft_model", "eagle3")
     quantization: str = _key("none", "draft_model")
-    draft_tensor_parallel_size: int = _key(1, "draft_model", most=1)
+    draft_tensor_parallel_size: int = _key(1, "draft_model", "eagle3", most=1)
 
     def __str__(self) -> str:
         if not self.method:
@@ -147,8 +148,8 @@ def _check_together(config: SpeculativeConfig, said: Mapping[str, Any]) -> None:
     """Raises ConfigError for keys that are missing, or that contradict each other."""
     if not config.num_speculative_tokens:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing")
-    if config.method == "draft_model" and not config.model:
-        raise ConfigError(f"{FLAG}: method 'draft_model' needs a model")
+    if config.method in ("draft_model", "eagle3") and not config.model:
+        raise ConfigError(f"{FLAG}: method {config.method!r} needs a model")
     if config.prompt_lookup_min > config.prompt_lookup_max:
         lookups = (f"{name} {getattr(config, name)}" for name in ("prompt_lookup_min", "prompt_lookup_max"))
         raise ConfigError(f"{FLAG}: {' is above '.join(lookups)}")

@@ -14,11 +14,19 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.backends.draft_model import DraftModel, draft_blocks
+from pillion.engine.backends.eagle_head import EagleBackend, EagleModel, eagle_layout
+from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import BackendFactory, LoadedModel
+from pillion.engine.checkpoints.checkpoint import open_checkpoint
+from pillion.engine.checkpoints.eagle_weights import load_eagle_weights
+from pillion.engine.checkpoints.model_files import head_folder
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.checkpoints.weights import DTYPES
+from pillion.engine.models.eagle_config import load_eagle_config
 from pillion.engine.models.model_config import load_config
 from pillion.engine.scheduling.draft_chains import DraftShape
 from pillion.errors import ConfigError
+from pillion.kvstore.hashing import HASH_BYTES
 from pillion.speculative_config import SpeculativeConfig
 
 log = logging.getLogger("pillion.worker")
@@ -35,10 +43,13 @@ def load_draft(
     most_tokens: int,
     load: BackendFactory,
 ) -> tuple[DraftShape, DraftModel]:
-    """Loads ``config.model`` with the flags of the worker of ``main``; the passes have at most ``most_tokens`` tokens.
+    """Loads ``config.model``, a model with the flags of the worker of ``main``, or an EAGLE-3 head; the passes have at
+    most ``most_tokens`` tokens.
 
     Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
     """
+    if config.method == "eagle3":
+        return load_eagle_head(flags, config, main, most_tokens)
     with _named(config.model):
         flags = replace(config.model_flags(flags), enable_lora=False)
         prepared = prepare(flags, log.info)
@@ -62,6 +73,43 @@ def load_draft(
             rope_shift=loaded.prepared.rope_shift,
         )
         return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+
+
+def load_eagle_head(
+    flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, most_tokens: int
+) -> tuple[DraftShape, EagleModel]:
+    """Loads the EAGLE-3 head ``config.model``, and has the backend of ``main`` give the states that it reads. The
+    passes have at most ``most_tokens`` tokens.
+
+    Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
+    """
+    with _named(config.model):
+        prepared, backend = main.prepared, main.backend
+        if not isinstance(backend, HostBackend) or main.ranks is not None:
+            raise ConfigError("EAGLE-3 heads run on CPUs, in workers of one process (--tensor-parallel-size 1)")
+        folder = head_folder(config.model, config.revision)
+        main_config = load_config(prepared.folder)
+        head = load_eagle_config(folder, main_config)
+        dtype = DTYPES[prepared.dtype]
+        with open_checkpoint(prepared.folder, main_config) as checkpoint:
+            weights = load_eagle_weights(folder, head, checkpoint.take("embedding", dtype))
+        layout = eagle_layout(head, flags.block_size, prepared.dtype)
+        layout = replace(layout, block_size=flags.block_size * draft_blocks(backend.layout, layout))
+        backend.keep_states(head.state_layers)
+        log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.state_layers])
+        shape = DraftShape(
+            namespace=bytes(HASH_BYTES),
+            block_size=layout.block_size,
+            vocab_size=backend.vocab_size,
+            max_model_len=prepared.max_model_len,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_batched_tokens=most_tokens,
+            reads_states=True,
+        )
+        model = EagleModel(
+            EagleBackend(head, weights, layout, prepared.max_model_len), backend.layout.block_bytes, backend.vocab_size
+        )
+        return shape, model
 
 
 @contextlib.contextmanager

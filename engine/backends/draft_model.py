@@ -106,7 +106,7 @@ class DraftModel:
             guessing, seqs = [guessing[at] for at in kept], [seqs[at] for at in kept]
             if guessing:
                 began_s = time.perf_counter()
-                batch = _next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
+                batch = self._next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
                 tokens, seqs = self._pass(batch), [*range(len(kept))]
                 self._learn(len(kept), time.perf_counter() - began_s)
         return [np.array(found, dtype=np.int32) if found else NO_GUESSES for found in guesses]
@@ -122,6 +122,22 @@ class DraftModel:
             row[: chain.num_blocks] = chain.table()
         places = -(-tables * self._slot_bytes // layout.block_bytes)
         return replace(batch, block_tables=places.astype(np.int32))
+
+    def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
+        """One token more behind each of the ``kept`` sampled rows of ``batch``, which belong to its sequences
+        ``seqs``."""
+        rows, count = batch.sample_rows[kept], len(tokens)
+        positions = batch.positions[rows] + np.int32(1)
+        places = np.arange(count + 1, dtype=np.int32)
+        return StepBatch(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=positions,
+            query_starts=places,
+            context_lens=positions + np.int32(1),
+            block_tables=batch.block_tables[seqs],
+            sample_rows=places[:count],
+            rope_rows=None if batch.rope_rows is None else batch.rope_rows[rows] + np.int32(1),
+        )
 
     def _learn(self, sequences: int, seconds: float) -> None:
         bits = sequences.bit_length()
@@ -141,19 +157,3 @@ class DraftModel:
             logprobs=zeros - 1,
         )
         return self.backend.launch(batch, (), rows).wait().token_ids
-
-
-def _next_pass(batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
-    """One token more behind each of the ``kept`` sampled rows of ``batch``, which belong to its sequences ``seqs``."""
-    rows, count = batch.sample_rows[kept], len(tokens)
-    positions = batch.positions[rows] + np.int32(1)
-    places = np.arange(count + 1, dtype=np.int32)
-    return StepBatch(
-        token_ids=np.array(tokens, dtype=np.int32),
-        positions=positions,
-        query_starts=places,
-        context_lens=positions + np.int32(1),
-        block_tables=batch.block_tables[seqs],
-        sample_rows=places[:count],
-        rope_rows=None if batch.rope_rows is None else batch.rope_rows[rows] + np.int32(1),
-    )

@@ -22,7 +22,7 @@ from pillion.engine.backends.backend import (
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
 
@@ -68,9 +68,20 @@ class HostBackend(ABC):
         # How much longer the last forward pass would have taken without cores of other workers.
         self.borrowed_s = 0.0
         self._pool: torch.Tensor | None = None
+        # The layers whose inputs a step keeps, in the order of the columns of ``Sampled.states``.
+        self.state_layers: tuple[int, ...] = ()
         # The adapter in each place, kept alive by it.
         self._adapters: list[PackedAdapter | None] = []
         self._max_rank = 0
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Has each step give the inputs of these layers for all its rows (``Sampled.states``). At most once, before
+        ``bind_adapters`` and ``bind_pool``."""
+        self.state_layers = tuple(layers)
+
+    def _read_states(self, num_tokens: int) -> States:
+        """The states of the forward pass that has just run, a copy."""
+        raise Internal("this backend keeps no states")
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -102,6 +113,8 @@ class HostBackend(ABC):
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         sampled = sample_and_score(self.forward(batch), rows)
+        if self.state_layers:
+            sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     @property

@@ -138,7 +138,7 @@ def _cpu_backend(
 
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
-    # Torch only passes arrays on, so that its own threads have nothing to do.
+    # Torch only passes arrays on, and runs an EAGLE head where there is one: its own threads would be in the way.
     torch.set_num_threads(1)
     cores: Sequence[int] = parse_cores(flags.cpu_affinity)
     split = RankSplit.of(load_config(prepared.folder), 0, 1) if member is None else member.split

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.decoder import run_decoder
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rope import make_ropes
+from pillion.engine.sampling.sampling_rows import States
 from pillion.kernels.torch.torch_attention import StepAttention
 
 
@@ -34,6 +35,16 @@ class TorchBackend(HostBackend):
         self._dtype = DTYPES[prepared.dtype]
         self._ropes = make_ropes(self._config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self._config, self._dtype)
+        # Inputs of layers in the last step, where they are kept.
+        self._states: dict[int, torch.Tensor] = {}
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Keeps references; nothing is computed for them."""
+        super().keep_states(layers)
+        self._states = dict.fromkeys(layers, torch.empty(0))
+
+    def _read_states(self, num_tokens: int) -> States:
+        return rows_to_numpy(torch.cat([self._states[layer] for layer in self.state_layers], 1))
 
     def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
         return adapter_shapes(self._config)
@@ -66,8 +77,14 @@ class TorchBackend(HostBackend):
                 _indices(batch.table_rows),
                 _indices(rows),
                 adapters=self._step_adapters(batch),
+                states=self._states,
             )
             return logits if places is None else logits[_indices(places)]
+
+
+def rows_to_numpy(rows: torch.Tensor) -> States:
+    """float32 stays; bfloat16 becomes uint16 with the same bits."""
+    return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
 def _indices(values: npt.NDArray[np.integer[Any]]) -> torch.Tensor:

@@ -9,6 +9,7 @@
     checkpoint.py    names and shapes of tensors in safetensors files
     weight_format.py the contract of a format of matrices in few bits;  formats/ has all of them
     weights.py       checkpoint tensors -> the decoder's weights
+    eagle_weights.py the tensors of an EAGLE-3 head -> its weights
     packed_file.py   the mapped file in which the CPU kernels keep packed weights
 
 Read prepare.py first. Never in here: the forward pass (engine/models), and layouts of weights for one device

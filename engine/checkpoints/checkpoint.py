@@ -193,7 +193,7 @@ class Checkpoint:
             with self._named_folder():
                 return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
         tensor = self._tensor(wanted.name, wanted.part).to(dtype)
-        if not _finite(tensor):
+        if not finite(tensor):
             kind = str(dtype).removeprefix("torch.")
             name = self._handles[wanted.name][1]
             raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
@@ -225,7 +225,7 @@ class Checkpoint:
         }
         missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
         if missing:
-            raise ConfigError(f"{self._folder} lacks {_names(missing)}, which a {self._family} model needs")
+            raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
         return chosen
 
     def _has(self, wanted: CheckpointTensor) -> bool:
@@ -249,7 +249,9 @@ class Checkpoint:
         left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
         unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
-            raise ConfigError(f"{self._folder} holds {_names(unknown)}, which a {self._family} model does not have")
+            raise ConfigError(
+                f"{self._folder} holds {names_in_words(unknown)}, which a {self._family} model does not have"
+            )
 
     def _is_idle_bias(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all layers."""
@@ -290,7 +292,7 @@ def _header(handle: Any, name: str) -> TensorHeader:
     return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def finite(tensor: torch.Tensor) -> bool:
     """Whether all numbers are finite. A sum shows it at the speed of memory; huge ones may overflow it."""
     return bool(tensor.sum().isfinite()) or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
@@ -302,6 +304,6 @@ def _plain(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _names(names: list[str]) -> str:
+def names_in_words(names: list[str]) -> str:
     shown = ", ".join(names[:_LISTED_NAMES])
     return shown if len(names) <= _LISTED_NAMES else f"{shown} and {len(names) - _LISTED_NAMES} more tensors"

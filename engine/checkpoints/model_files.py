@@ -69,6 +69,17 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
     raise ConfigError(f"{model} is no file or folder here, and no hub id (owner/name) either")
 
 
+def head_folder(model: str, revision: str) -> Path:
+    """Turns the model of ``--speculative-config`` into the folder of an EAGLE head, which has no config of a model.
+    Raises ConfigError, in one line, if there is none."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if not is_hub_id(model):
+        raise ConfigError(f"{model} is no folder here, and no hub id (owner/name) either")
+    return Path(download(model, revision))
+
+
 def check_named(model: str) -> None:
     """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
     if not is_hub_id(model) or Path(model).expanduser().exists():

@@ -2,6 +2,7 @@
 
     families.py       the table of model families: where a new family goes
     model_config.py   ``config.json`` -> ModelConfig, the options of the decoder; rope_config.py its rotary embeddings
+    eagle_config.py   ``config.json`` of an EAGLE-3 head -> EagleConfig
     quantization.py   how a config says that matrices in few bits are stored;  quantization_methods.py: the table of
                       producers, of which compressed_tensors_config.py is one
     rank_split.py     what each rank of a worker computes under tensor parallelism

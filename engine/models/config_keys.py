@@ -82,6 +82,20 @@ _ROPE_READ = _words(
 _ROPE_BOOKKEEPING = frozenset({"finetuned"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
+# Keys of an EAGLE-3 head that are read, and those that are about its training or its origin.
+_OF_EAGLE = _words(
+    """
+    speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
+    norm_before_residual target_hidden_size eagle_aux_hidden_state_layer_ids use_aux_hidden_state embed_requires_grad
+    has_no_defaults_at_init tie_word_embeddings
+    """
+)
+
+
+def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first key of an EAGLE-3 head that nobody here obeys."""
+    _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {})
+
 
 def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first key that the family ``name`` does not understand."""

@@ -74,8 +74,10 @@ def run_decoder(
     rope_rows: torch.Tensor,
     sample_rows: torch.Tensor,
     adapters: RowAdapters | None = None,
+    states: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Runs T tokens, with their adapters where any has one, and writes their KV.
+    """Runs T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
+    of the layers that are its keys.
 
     Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
     float32 logits [R, vocab]. The last layer computes only what is needed: sampled rows, or nothing but its KV where no
@@ -88,7 +90,9 @@ def run_decoder(
     last = len(weights.layers) - 1
     for index, layer in enumerate(weights.layers):
         rope = config.layer_ropes[index]
-        queries, keys, values = _project(config, index, layer, hidden, None if rope is None else tables[rope], adapters)
+        if states is not None and index in states:
+            states[index] = hidden
+        queries, keys, values = project(config, index, layer, hidden, None if rope is None else tables[rope], adapters)
         attention.write(index, keys, values)
         if index == last and not len(sample_rows):
             return torch.empty((0, config.vocab_size), dtype=torch.float32)
@@ -121,7 +125,7 @@ def _mlp(mlp: GatedMLP | MoeWeights, index: int, rows: torch.Tensor, adapters: R
     return _linear(mlp.down, f"layers.{index}.down", inner, adapters)
 
 
-def _project(
+def project(
     config: ModelConfig,
     index: int,
     layer: LayerWeights,

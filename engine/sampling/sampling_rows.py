@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 Ids = Int32 | Int64
+# Inputs of some layers, one beside the other, for each row [T]: float32, or uint16 that holds bfloat16.
+States = npt.NDArray[Any]
 
 # Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
 # The number is exactly a float32, as temperatures are, so that comparisons in float32 and float64 agree.
@@ -134,10 +136,12 @@ class Sampled:
     if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that is
     only scored; its log probability is NaN where the logits are no numbers.
 
-    ``borrowed_s``: how much longer the step would have taken without the cores that other workers lent.
+    ``borrowed_s``: how much longer the step would have taken without the cores that other workers lent. ``states``: of
+    every row of the step, those that ``HostBackend.keep_states`` asked for; None where nobody did.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     scored: tuple[TokenLogprob, ...] = ()
     borrowed_s: float = 0.0
+    states: States | None = field(default=None, compare=False)

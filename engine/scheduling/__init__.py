@@ -17,6 +17,7 @@ Open first: scheduler.py, the one class that the step loop calls.
     acceptance.py     how often guesses are right
     recent_answers.py where suffix decoding looks up what followed in earlier answers
     draft_chains.py   a draft model's KV: its slots, what it catches up with, its guesses
+    eagle_chains.py   the same of an EAGLE-3 head, and the states that it reads
     lookup_drafters.py guesses from the text itself, and from earlier answers
 
 Everything here is sans-IO (I9): pillion.engine.worker has the event loop and the RPCs, pillion.engine.backends the

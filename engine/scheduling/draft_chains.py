@@ -28,10 +28,11 @@ from typing import Protocol
 import numpy as np
 
 from pillion.engine.backends.batch import Int32
+from pillion.engine.sampling.sampling_rows import States
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_plan import DraftOrder
+from pillion.engine.scheduling.step_plan import DraftOrder, SequencePiece
 from pillion.kvstore.hashing import request_root
 
 # After drafts had to give up slots, or got none, they ask for none for so long.
@@ -51,6 +52,7 @@ class DraftShape:
         num_speculative_tokens: most guesses for a sequence in a step.
         max_num_batched_tokens: tokens of the longest pass.
         rope_shift: where in its rotary tables a text of at most so many tokens begins.
+        reads_states: whether it is an EAGLE-3 head (:mod:`pillion.engine.scheduling.eagle_chains`).
     """
 
     namespace: bytes
@@ -60,6 +62,7 @@ class DraftShape:
     num_speculative_tokens: int
     max_num_batched_tokens: int
     rope_shift: Callable[[int], int] = lambda text_tokens: 0
+    reads_states: bool = False
 
 
 class DraftChain(BlockChain):
@@ -77,6 +80,11 @@ class DraftChain(BlockChain):
         self.opened = self.closed = self.has_guessed = False
         # What stands behind the first ``num_computed`` tokens, and whose KV is there but for the last one's.
         self.guesses: Int32 = NO_GUESSES
+
+    @property
+    def end(self) -> int:
+        """What ``num_computed`` is once it has caught up with its sequence."""
+        return self.sequence.num_tokens
 
     def settle(self) -> None:
         """Keep the KV of guesses that the sequence has taken, and forget the others; the last token's is computed
@@ -178,6 +186,9 @@ class DraftChains:
 
     # A step.
 
+    def landed(self, pieces: Seq[SequencePiece], states: States) -> None:
+        """A step has brought states of the model for its rows; a draft model reads tokens alone."""
+
     def begin_step(self, spare_tokens: int, now: float) -> None:
         """A step is planned, whose budget leaves so many tokens that nobody else needs."""
         self._spare_tokens, self._now = max(spare_tokens, 0), now
@@ -225,7 +236,7 @@ class DraftChains:
 
     def _piece(self, chain: DraftChain, guesses: int, left: int) -> DraftPiece | None:
         """The next piece of a chain, of at most ``left`` tokens; None where it has nothing to do, or no slot for it."""
-        start, end = chain.num_computed, chain.sequence.num_tokens
+        start, end = chain.num_computed, chain.end
         if start == end:
             return None
         # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
@@ -271,12 +282,15 @@ class DraftChains:
             self.refuse(chain.sequence)
             return
         chain.advance(piece.start + piece.count, guesses)
+        self._commit(chain)
+
+    def _commit(self, chain: DraftChain) -> None:
         chain.extend_hashes(chain.full_blocks * chain.block_size)
         self._block_manager.order_commit(chain, self._now)
 
     def _guesses_of(self, sequence: Sequence) -> Int32:
         chain = self._of.get(sequence.seq_id)
-        return NO_GUESSES if chain is None or chain.num_computed != sequence.num_tokens else chain.guesses
+        return NO_GUESSES if chain is None or chain.num_computed != chain.end else chain.guesses
 
     # The end of chains.
 

@@ -41,6 +41,7 @@ from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.drafts import Drafter, speculate
+from pillion.engine.scheduling.eagle_chains import EagleChains
 from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
@@ -121,7 +122,10 @@ class Scheduler:
         self._block_manager = BlockManager(block_size, self._in_flight)
         self.stock = self._block_manager.stock
         self._forks = Forks(self.queues, self._block_manager)
-        self.draft_chains = DraftChains(*draft_model, self._block_manager) if draft_model is not None else None
+        self.draft_chains: DraftChains | None = None
+        if draft_model is not None:
+            kind = EagleChains if draft_model[0].reads_states else DraftChains
+            self.draft_chains = kind(*draft_model, self._block_manager)
         self._drafter = self.draft_chains or drafter
         self._starved = False
 
@@ -278,6 +282,7 @@ class Scheduler:
         seconds = self.budget.end(now, sampled.borrowed_s)
         if self._drafter is not None:
             self._draft_control.stepped(plan, seconds)
+        states = sampled.states
         pieces, sampled = self._in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(sampled.token_ids), iter(sampled.logprobs), iter(sampled.scored)
         for piece in pieces:
@@ -297,6 +302,8 @@ class Scheduler:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
                 self._block_manager.order_commit(sequence, now)
+        if states is not None and self.draft_chains is not None:
+            self.draft_chains.landed(plan.pieces, states)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:

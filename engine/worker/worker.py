@@ -139,7 +139,7 @@ class Worker:
             # Threads, and the processes of other ranks, end where the start fails.
             undo.callback(model.backend.close)
             draft = None
-            if speculative_config.method == "draft_model":
+            if speculative_config.model:
                 load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
                 draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
                 undo.callback(draft[1].backend.close)

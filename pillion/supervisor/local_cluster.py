@@ -71,6 +71,7 @@ class LocalCluster:
         check_flags(self.flags)
         require_server_packages()
         from pillion.engine.backends.devices import resolved
+        from pillion.engine.checkpoints.model_files import head_folder
 
         settled = resolved(self.flags)
         check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
@@ -83,7 +84,10 @@ class LocalCluster:
             for size in sorted(set(ranks_of(self.flags).values())):
                 await prepare_in_child(subset(PrepareFlags, self.flags, tensor_parallel_size=size), step)
         speculation = self.flags.speculative_config
-        if speculation.model:
+        if speculation.method == "eagle3":
+            with self.notices.progress(f"looking for EAGLE-3 head {speculation.model}"):
+                await asyncio.to_thread(head_folder, speculation.model, speculation.revision)
+        elif speculation.model:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
         prepared, fit = prepared_model(self.flags)

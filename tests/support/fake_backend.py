@@ -24,6 +24,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.sampling.sampling_rows import States
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97
@@ -113,6 +114,8 @@ class FakeBackend(HostBackend):
         self.packing.set()
         self.packed: list[str] = []
         self.packers: list[tuple[int, int]] = []
+        # The KV of the last step's rows, which are their states, too.
+        self._last_kv = np.empty(0, np.int64)
 
     def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
         assert self.packing.wait(60)
@@ -135,6 +138,7 @@ class FakeBackend(HostBackend):
         self.before_step(batch)
         self.steps.append(batch.num_tokens)
         logits = run(pool.numpy().view(np.int64), batch)
+        self._last_kv = kv_of(batch.token_ids, batch.positions)
         if batch.adapters is not None:
             owners = np.repeat(batch.adapters, np.diff(batch.query_starts))
             for row, place in enumerate(owners[batch.sample_rows].tolist()):
@@ -142,6 +146,9 @@ class FakeBackend(HostBackend):
                 logits[row] = np.roll(logits[row], adapter.shift if isinstance(adapter, ShiftAdapter) else 0)
         logits[batch.token_ids[batch.sample_rows] == self.broken] = np.nan
         return torch.from_numpy(logits)
+
+    def _read_states(self, num_tokens: int) -> States:
+        return self._last_kv[:num_tokens, None]
 
     def warm_up(self, max_tokens: int) -> None:
         pass

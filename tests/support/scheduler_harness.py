@@ -93,6 +93,8 @@ class SchedulerHarness:
     ) -> None:
         """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size."""
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
+        draft_model = None if draft is None else draft(self.pool)
+        self._keeps_states = draft_model is not None and draft_model[0].reads_states
         self.scheduler = Scheduler(
             block_size=BLOCK,
             max_num_batched_tokens=budget,
@@ -100,7 +102,7 @@ class SchedulerHarness:
             drafter=drafter,
             max_whole_tokens=max_whole_tokens,
             max_loras=max_loras,
-            draft_model=None if draft is None else draft(self.pool),
+            draft_model=draft_model,
         )
         # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
         self.loading: list[str] = []
@@ -230,7 +232,10 @@ class SchedulerHarness:
             return Sampled()
         batch = build_batch(plan, BLOCK)
         self.place(plan, batch)
-        return chosen(run(self.pool, batch), choices_of(plan, self.placed), scored(plan))
+        sampled = chosen(run(self.pool, batch), choices_of(plan, self.placed), scored(plan))
+        if not self._keeps_states:
+            return sampled
+        return replace(sampled, states=kv_of(batch.token_ids, batch.positions)[:, None])
 
     def place(self, plan: StepPlan, batch: StepBatch) -> None:
         """The backend takes the plan's adapters; the batch then names those of its sequences."""

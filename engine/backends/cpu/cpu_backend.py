@@ -49,6 +49,7 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.ranks.rank_memory import TURNS, Bytes, RankMember
 from pillion.engine.ranks.rank_weights import split_adapter
+from pillion.engine.sampling.sampling_rows import States
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
@@ -217,20 +218,42 @@ class CpuBackend(HostBackend):
         plan = plan_with_adapters(
             model.plan, model.config, model.weights, model.layout, model.dtype, model.split, table
         )
-        specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
-        kernels = compile_kernels(
-            specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=log.info
-        )
-        self._thread_pool.close()
-        self.model = replace(model, kernels=kernels)
-        self._program = Program(model.plan.operations, kernels, self._workspace)
+        kernels = self._replan(model.plan, plan.operations)
         self._with_adapters = _AdapterSteps(
             table,
             orders,
             AdapterRows(max_adapters, run_rows(model.isa)),
             Program(plan.operations, kernels, self._workspace),
         )
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Compiles a kernel the first time on a machine."""
+        super().keep_states(layers)
+        model = self.model
+        self._replan(
+            plan_model(model.config, model.weights, model.layout, model.dtype, model.max_model_len, model.split, layers)
+        )
+
+    def _replan(self, plan: ModelPlan, others: Sequence[Operation] = ()) -> CompiledKernels:
+        """Has steps run ``plan``. Returns its kernels and those of ``others``."""
+        model, specs = self.model, [operation.spec for operation in (*plan.operations, *others)]
+        kernels = compile_kernels(
+            specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=log.info
+        )
+        self._thread_pool.close()
+        self.model = replace(model, plan=plan, kernels=kernels)
+        self._program = Program(plan.operations, kernels, self._workspace)
         self._thread_pool = self._new_thread_pool(kernels)
+        return kernels
+
+    def _read_states(self, num_tokens: int) -> States:
+        found = []
+        for layer in self.state_layers:
+            buffer = self.model.plan.states[layer]
+            rows = self._workspace.array(buffer).view(buffer.dtype)
+            rows = rows.reshape(-1, buffer.stride // rows.itemsize)
+            found.append(rows[:num_tokens, : self.model.config.hidden_size])
+        return np.concatenate(found, axis=1)
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Writes the adapter's addresses into the table that kernels read."""

@@ -29,7 +29,7 @@ The last operation of their steps is a meeting: then all KV is written, and all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,11 +67,13 @@ MAX_PARTIAL_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The operations of a step, the buffer for the sampled rows' logits, and the tables of the rotary embeddings."""
+    """The operations of a step, the buffer for the sampled rows' logits, the tables of the rotary embeddings, and the
+    layers whose inputs a step keeps, with the buffer of each."""
 
     operations: tuple[Operation, ...]
     logits: Buffer
     ropes: tuple[CosSin, ...]
+    states: Mapping[int, Buffer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +131,8 @@ class OperationBuilder:
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
     def norm(self, name: str, out: Buffer | None = None) -> Operation:
-        """hidden -> normed, or float32 ``out``; changes only the type where the model has no norm ``name``."""
+        """hidden -> normed, or ``out``; changes only the type where the model has no norm ``name``."""
         weight = self.weights.tensors.get(name)
-        bf16 = self.bf16 and out is None
         out = out or self.normed
         values = {
             "x": self.hidden,
@@ -143,7 +144,12 @@ class OperationBuilder:
             "out_stride": out.stride,
             "eps": self.config.rms_norm_eps,
         }
-        return Operation(NormRows("none" if weight is None else "rms", bf16, self.rows_of), values, self.when)
+        spec = NormRows("none" if weight is None else "rms", out.dtype == "uint16", self.rows_of)
+        return Operation(spec, values, self.when)
+
+    def state(self, index: int) -> Buffer:
+        """The inputs of the layer ``index``, where a step keeps them."""
+        return self.buffer(f"state{index}", self.config.hidden_size, self.row_dtype)
 
     def gemm(
         self, name: str, x: Buffer, out: Buffer, epilogue: str, *, group_starts: Buffer | None = None
@@ -289,11 +295,18 @@ class OperationBuilder:
 
 
 def plan_model(
-    config: ModelConfig, weights: CpuWeights, layout: KVLayout, dtype: str, max_model_len: int, split: RankSplit
+    config: ModelConfig,
+    weights: CpuWeights,
+    layout: KVLayout,
+    dtype: str,
+    max_model_len: int,
+    split: RankSplit,
+    state_layers: Sequence[int] = (),
 ) -> ModelPlan:
-    """A rank's program of the model of ``config``."""
+    """A rank's program of the model of ``config``, which keeps the inputs of ``state_layers``."""
     ropes = rope_tables(config, max_model_len)
-    return _plan(OperationBuilder(split.local(config), weights, layout, dtype, ropes, split, config.num_heads))
+    builder = OperationBuilder(split.local(config), weights, layout, dtype, ropes, split, config.num_heads)
+    return _plan(builder, state_layers)
 
 
 def plan_with_adapters(
@@ -307,15 +320,18 @@ def plan_with_adapters(
 ) -> ModelPlan:
     """The model of ``plan`` for steps with adapters."""
     local, heads = split.local(config), config.num_heads
-    return _plan(OperationBuilder(local, weights, layout, dtype, plan.ropes, split, heads, adapters=adapters))
+    builder = OperationBuilder(local, weights, layout, dtype, plan.ropes, split, heads, adapters=adapters)
+    return _plan(builder, tuple(plan.states))
 
 
-def _plan(builder: OperationBuilder) -> ModelPlan:
+def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     config, weights, split = builder.config, builder.weights, builder.split
     sampled = replace(builder, rows_of="samples")
     operations = [*_embed(builder)]
     for index in range(config.num_layers):
         last = index == config.num_layers - 1
+        if index in state_layers:
+            operations.append(builder.norm("", builder.state(index)))
         operations += _attention(builder, index, "num_samples" if last else "")
         if last:
             operations.append(_gather(builder, sampled))
@@ -338,7 +354,8 @@ def _plan(builder: OperationBuilder) -> ModelPlan:
         operations.append(Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples"))
     if not split.whole:
         operations.append(sampled.meet_ranks())
-    return ModelPlan(tuple(operations), logits, builder.ropes)
+    states = {index: builder.state(index) for index in state_layers}
+    return ModelPlan(tuple(operations), logits, builder.ropes, states)
 
 
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:

@@ -1,0 +1,235 @@
+"""A small EAGLE-3 head, trained in minutes on a model's own answers; and what its guesses lose without context.
+
+    python -m benchmarks.eagle_head FOLDER && python -m benchmarks.drafts --eagle-head FOLDER
+
+The head gets the model's embedding and the most frequent rows of its LM head, and learns what the model expects behind
+each token of its answers: by the model's states, and, as where it guesses on, by its own. Right guesses are counted on
+texts that it has not seen, by how many entries are behind a guess: a head whose chain begins with a prompt's tail has
+only those of the tail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from transformers import AutoModelForCausalLM
+
+from benchmarks.drafts import prompt_of
+from benchmarks.report import save, show_table
+from pillion import LLM, SamplingParams
+from testbed.eagle_heads import head_config, write_head
+from testbed.plain_model import plain_folder
+
+CONTEXTS = (1, 4, 16, 64, 256)
+FIRST_STREAM, HELD_OUT = 100, 8
+# Those of each pass, [heads, entries, head_dim].
+KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Answered:
+    """A text [T], the states [T, 3 * hidden] that a head reads, and the last layer's normed output [T, hidden]."""
+
+    tokens: torch.Tensor
+    states: torch.Tensor
+    outputs: torch.Tensor
+
+
+class TrainedHead(nn.Module):
+    """A head in float32. Its parameters have the names of ``speculators``."""
+
+    def __init__(self, config: dict[str, Any], embedding: torch.Tensor, lm_head: torch.Tensor) -> None:
+        super().__init__()
+        layer = config["transformer_layer_config"]
+        hidden, inner = layer["hidden_size"], layer["intermediate_size"]
+        self.head_dim, self.eps = layer["head_dim"], layer["rms_norm_eps"]
+        heads, keys = layer["num_attention_heads"] * self.head_dim, layer["num_key_value_heads"] * self.head_dim
+        self.theta, self.embedding = layer["rope_theta"], embedding
+        shapes = {
+            "fc": (hidden, 3 * hidden),
+            "layers.0.self_attn.q_proj": (heads, 2 * hidden),
+            "layers.0.self_attn.k_proj": (keys, 2 * hidden),
+            "layers.0.self_attn.v_proj": (keys, 2 * hidden),
+            "layers.0.self_attn.o_proj": (hidden, heads),
+            "layers.0.mlp.gate_proj": (inner, hidden),
+            "layers.0.mlp.up_proj": (inner, hidden),
+            "layers.0.mlp.down_proj": (hidden, inner),
+        }
+        norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
+        weights = {name: torch.randn(rows, columns) / columns**0.5 for name, (rows, columns) in shapes.items()}
+        weights |= {name: torch.ones(hidden) for name in norms} | {"lm_head": lm_head.clone()}
+        self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(one) for name, one in weights.items()})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The trained weights by their names in files."""
+        return {f"{name.replace('/', '.')}.weight": one.detach().bfloat16() for name, one in self.weights.items()}
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        return self._times(states, "fc")
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        cache: KeysAndValues,
+        mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Entries of ``states`` and ``tokens``: the states of the next pass, and logits. ``cache`` has the keys and
+        values of the passes before, ``mask`` [entries, passes * entries] what each entry sees."""
+        embedded = self._norm(self.embedding[tokens], "layers.0.input_layernorm")
+        rows = torch.cat((embedded, self._norm(states, "layers.0.hidden_norm")), -1)
+        q, k, v = (
+            self._times(rows, f"layers.0.self_attn.{name}_proj").view(len(rows), -1, self.head_dim).transpose(0, 1)
+            for name in "qkv"
+        )
+        # Pass p runs entry i for position i + p.
+        places = torch.arange(len(rows)) + len(cache)
+        cache.append((self._rotated(k, places), v))
+        keys, values = (torch.cat(both, 1)[None] for both in zip(*cache, strict=True))
+        found = scaled_dot_product_attention(self._rotated(q, places)[None], keys, values, mask, enable_gqa=True)
+        hidden = states + self._times(found[0].transpose(0, 1).flatten(1), "layers.0.self_attn.o_proj")
+        inner = self._norm(hidden, "layers.0.post_attention_layernorm")
+        gated = silu(self._times(inner, "layers.0.mlp.gate_proj")) * self._times(inner, "layers.0.mlp.up_proj")
+        hidden = hidden + self._times(gated, "layers.0.mlp.down_proj")
+        return hidden, self._times(self._norm(hidden, "norm"), "lm_head")
+
+    def _times(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        found: torch.Tensor = rows @ self.weights[name.replace(".", "/")].T
+        return found
+
+    def _norm(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        scale: torch.Tensor = (
+            torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps) * self.weights[name.replace(".", "/")]
+        )
+        return rows * scale
+
+    def _rotated(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angles = positions[:, None] * self.theta ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        first, second = heads.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        found: torch.Tensor = heads * angles.cos().repeat(1, 2) + turned * angles.sin().repeat(1, 2)
+        return found
+
+
+def seen(entries: int, number: int, context: int) -> torch.Tensor:
+    """bool [entries, (number + 1) * entries]: entry i of pass ``number`` sees true entries up to i, of which the last
+    ``context``, and the one entry of each pass since that its own guess is behind."""
+    i, k = torch.arange(entries)[:, None], torch.arange(entries)
+    true = (k <= i) & (k > i - context)
+    return torch.cat((true, *(k == i for _ in range(number))), 1)
+
+
+def answered(folder: pathlib.Path, model: str, texts: int, tokens: int, threads: int) -> list[Answered]:
+    """The model's answers to ``texts`` prompts, and what it computes for them."""
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+    prompts = [prompt_of("ordinary", FIRST_STREAM + number) for number in range(texts)]
+    with LLM(model, max_num_seqs=16, cpu_threads=threads, max_model_len=2048) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        ids = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids] for output in outputs]
+    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    layers, found = main.config.num_hidden_layers, []
+    with torch.inference_mode():
+        for text in ids:
+            hidden = main.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+            states = torch.cat([hidden[layer][0] for layer in (2, layers // 2, layers - 3)], -1)
+            found.append(Answered(torch.tensor(text), states, hidden[-1][0]))
+    return found
+
+
+def right_guesses(
+    head: TrainedHead, ids: torch.Tensor, texts: list[Answered], context: int, passes: int
+) -> list[float]:
+    """The share of tokens at each place of a guess that are right, given those before them."""
+    right, tried = [0] * passes, [0] * passes
+    with torch.inference_mode():
+        for text in texts:
+            states = head.fuse(text.states[: -passes - 1].float())
+            cache: KeysAndValues = []
+            good = torch.ones(len(states), dtype=torch.bool)
+            for number in range(passes):
+                following = text.tokens[1 + number :][: len(states)]
+                states, logits = head(states, following, cache, seen(len(states), number, context))
+                tried[number] += int(good.sum())
+                good &= ids[logits.argmax(-1)] == text.tokens[2 + number :][: len(states)]
+                right[number] += int(good.sum())
+    return [mine / max(all_, 1) for mine, all_ in zip(right, tried, strict=True)]
+
+
+def train(
+    head: TrainedHead, ids: torch.Tensor, target_head: torch.Tensor, texts: list[Answered], rounds: int, passes: int
+) -> None:
+    """Has the head expect what the model does, place after place of a guess."""
+    steps = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.01)
+    pace = torch.optim.lr_scheduler.OneCycleLR(steps, 1e-3, total_steps=rounds * len(texts))
+    rows = target_head[ids]
+    for number in range(rounds):
+        total = 0.0
+        for place in torch.randperm(len(texts)).tolist():
+            text = texts[place]
+            states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())
+            cache: KeysAndValues = []
+            for at in range(passes):
+                states, logits = head(
+                    states, text.tokens[1 + at :][: len(states)], cache, seen(len(states), at, len(states))
+                )
+                # The model's output one position behind an entry's state says what it expects behind the entry's token.
+                expected = (text.outputs[1 + at :][: len(states)] @ rows.T).float().softmax(-1)
+                loss = loss + 0.8**at * cross_entropy(logits, expected)
+            steps.zero_grad()
+            torch.autograd.backward([loss])
+            nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            steps.step()
+            pace.step()
+            total += float(loss.detach())
+        print(f"round {number + 1} of {rounds}: loss {total / len(texts):.3f}", flush=True)
+
+
+def main() -> None:
+    """Train, write the head to FOLDER and the shares to results/eagle_head.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--texts", type=int, default=104)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--draft-vocab-size", type=int, default=4096)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    folder = plain_folder(args.model)
+    texts = answered(folder, args.model, args.texts, args.tokens, args.threads)
+    held_out, known = texts[:HELD_OUT], texts[HELD_OUT:]
+    counts = Counter(token for text in known for token in text.tokens.tolist())
+    ids = torch.tensor(sorted(token for token, _ in counts.most_common(args.draft_vocab_size)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    raw = json.loads((folder / "config.json").read_text())
+    raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    raw.setdefault("rope_theta", (raw.get("rope_parameters") or {}).get("rope_theta", 10_000.0))
+    config = head_config(raw, "llama", len(ids), None, before=False)
+    target_head = model.get_output_embeddings().weight.detach()
+    head = TrainedHead(config, model.get_input_embeddings().weight.detach().float(), target_head[ids].float())
+    train(head, ids, target_head, known, args.rounds, args.passes)
+    tensors = head.tensors()
+    write_head(args.folder, config, {**tensors, "d2t": ids - torch.arange(len(ids))})
+    shares = {str(context): right_guesses(head, ids, held_out, context, 3) for context in CONTEXTS}
+    table = Table("entries", "first", "second", "third", title="right guesses by entries behind them, temperature 1")
+    for context, found in shares.items():
+        table.add_row(context, *(f"{share:.0%}" for share in found))
+    show_table(table)
+    print(f"written to {args.folder} and {save('eagle_head', {'model': args.model, 'shares': shares})}")
+
+
+if __name__ == "__main__":
+    main()

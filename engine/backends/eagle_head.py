@@ -1,0 +1,121 @@
+"""An EAGLE-3 head on the CPU by torch: its forward pass, and its passes over the pool of its model.
+
+Entry p of a head's text is the state of the model at position p together with the token behind it, p + 1; from it the
+head guesses token p + 2:
+
+    state --fc--> norm --.                                           .--> norm --lm head--> guess, by d2t
+    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, where that is a guess
+
+(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.draft_model import DraftModel
+from pillion.engine.backends.host_backend import FinishedStep, HostBackend
+from pillion.engine.checkpoints.eagle_weights import EagleWeights
+from pillion.engine.models.decoder import project
+from pillion.engine.models.eagle_config import EagleConfig
+from pillion.engine.models.rope import make_ropes
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
+from pillion.engine.scheduling.draft_chains import DraftPlan
+from pillion.engine.scheduling.eagle_chains import EagleChain
+from pillion.kernels.torch.torch_attention import StepAttention
+
+
+def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
+    """The KV of a head in a slot of ``block_size`` entries."""
+    layer = config.layer
+    return KVLayout(LAYOUT_VERSION, 1, layer.num_kv_heads, layer.head_dim, block_size, dtype)
+
+
+class EagleBackend(HostBackend):
+    """Runs entries of texts. :meth:`read` or :meth:`follow` says which states the next step reads; every step keeps
+    those of the rows that it guesses behind."""
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, layout: KVLayout, max_model_len: int) -> None:
+        """``max_model_len``: entries of the longest text."""
+        super().__init__(layout, config.layer.vocab_size)
+        self._config, self._weights = config, weights
+        self._dtype = weights.embedding.dtype
+        (self._rope,) = make_ropes(config.layer, max_model_len)
+        self._inputs = self._outputs = torch.empty(0, config.layer.hidden_size, dtype=self._dtype)
+
+    def read(self, states: States) -> None:
+        """The next step's rows have these states of the model."""
+        raw = torch.from_numpy(states)
+        with torch.inference_mode():
+            self._inputs = self._weights.fuse(raw.view(torch.bfloat16) if raw.dtype == torch.uint16 else raw)
+
+    def follow(self, rows: Seq[int]) -> None:
+        """The next step's rows are behind these of the last step's ``sample_rows``."""
+        self._inputs = self._outputs[list(rows)]
+
+    def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
+        """Chooses the likeliest tokens, whatever ``rows`` say."""
+        found = self.forward(batch).argmax(-1)
+        ids = self._weights.target_ids
+        return FinishedStep(Sampled(tuple((found if ids is None else ids[found]).tolist())))
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Runs entries whose states are zeros."""
+        width = len(self._config.state_layers) * self._config.state_size
+        whole = torch.zeros(max_tokens, width, dtype=self._dtype)
+        with torch.inference_mode():
+            self._inputs = self._weights.fuse(whole)
+        super().warm_up(max_tokens)
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """The logits of the tokens that the head can guess."""
+        layer, weights, layout = self._config.layer, self._weights, self.layout
+        own = weights.layer
+        states = self._inputs[: batch.num_tokens]
+        shape = (len(pool), 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        with torch.inference_mode():
+            attention = StepAttention(
+                pool.view(self._dtype).view(shape),
+                batch,
+                num_heads=layer.num_heads,
+                scale=layer.attention_scale,
+                windows=layer.sliding_windows,
+            )
+            tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
+            normed = weights.state_norm(states)
+            rows = torch.cat((weights.embedding_norm(weights.embedding[tokens]), normed), -1)
+            table = self._rope.tables(torch.from_numpy(batch.table_rows.astype(np.int64)), self._dtype)
+            queries, keys, values = project(layer, 0, own, rows, table, None)
+            attention.write(0, keys, values)
+            sampled = torch.from_numpy(batch.sample_rows.astype(np.int64))
+            if not len(sampled):
+                return torch.empty(0, self._config.draft_vocab_size)
+            attended = attention.attend(0, queries, layer.sliding_windows[0])[sampled]
+            hidden = (normed if self._config.norm_before_residual else states)[sampled] + own.o(attended)
+            assert own.mlp_norm is not None
+            self._outputs = hidden + own.mlp(own.mlp_norm(hidden))
+            return weights.lm_head(weights.final_norm(self._outputs))
+
+
+class EagleModel(DraftModel):
+    """The passes of an EAGLE-3 head, on the step thread. The first one reads states of the model, and each of the
+    others the head's own."""
+
+    backend: EagleBackend
+
+    def _first_pass(self, plan: DraftPlan) -> StepBatch:
+        states = []
+        for piece in plan.pieces:
+            assert isinstance(piece.chain, EagleChain)
+            states.append(piece.chain.states(piece.count))
+        self.backend.read(np.concatenate(states))
+        return super()._first_pass(plan)
+
+    def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
+        self.backend.follow(kept)
+        return super()._next_pass(batch, seqs, kept, tokens)

@@ -1,0 +1,132 @@
+"""The KV of an EAGLE-3 head: a draft's chain whose entries are made of states of the model, not of tokens alone.
+
+Entry p of a head is made of the model's state at position p and of the token behind it. The states come with the steps
+of this worker, so a chain begins with the first of them, at ``begin``: those of a cached prefix, or of a part of the
+prompt that a prefill worker has computed, are not there, and the head guesses without them. Its entries count from 0
+on, which rotary embeddings do not notice.
+
+    text       [ cached, or computed elsewhere | states: entries with KV | states: kept for the next pass ] last token
+    position   0                           begin                                                      num_tokens - 1
+
+What a block holds depends therefore on where its chain began. So blocks of a head are never committed: a chain has no
+ticket, owns all of its slots, and gives them back when it is closed. While a stream is not guessed for, its states
+wait; where more than MAX_STATES_TOKENS do, the chain begins anew with the newest of them. All states of a text are the
+model's: the entries of guesses, whose states are the head's own, are overwritten. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from pillion.engine.backends.batch import Int32
+from pillion.engine.sampling.sampling_rows import States
+from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.draft_chains import NO_GUESSES, DraftChain, DraftChains, DraftShape
+from pillion.engine.scheduling.sequence import Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import SequencePiece
+
+# Positions of a stream whose states wait for a pass of the head; where there are more, the newer half is kept.
+MAX_STATES_TOKENS = 512
+
+
+class EagleChain(DraftChain):
+    """A head's KV of one sequence, and the states that it has not read yet."""
+
+    def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
+        super().__init__(chain_id, sequence, shape)
+        self.rope_shift = 0
+        self.open(Holding(0, (), ()))
+        self.begin = 0
+        # Of the positions behind the computed entries.
+        self._states: list[States] = []
+        self._num_states = 0
+
+    @property
+    def end(self) -> int:
+        """The entries of which state and token are known, once the last step has landed."""
+        return self.sequence.num_tokens - 1 - self.begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the states of all positions from ``begin`` to the last but one are there."""
+        return self.num_computed + self._num_states == self.end
+
+    def tokens(self, start: int, end: int) -> Int32:
+        """int32 [end - start], the tokens of these entries, a view."""
+        return super().tokens(self.begin + 1 + start, self.begin + 1 + end)
+
+    def keep(self, position: int, states: States) -> None:
+        """Takes the states of the positions from ``position`` on. The chain begins anew where others are missing
+        before them, and where too many wait."""
+        if position != self.begin + self.num_computed + self._num_states:
+            self._begin_at(position)
+        self._states.append(states)
+        self._num_states += len(states)
+        if self._num_states > MAX_STATES_TOKENS:
+            kept = self.states(self._num_states)[-(MAX_STATES_TOKENS // 2) :].copy()
+            self._begin_at(position + len(states) - len(kept))
+            self._states, self._num_states = [kept], len(kept)
+
+    def _begin_at(self, position: int) -> None:
+        self.begin, self.num_computed = position, 0
+        self._states, self._num_states = [], 0
+        self.guesses = NO_GUESSES
+
+    def states(self, count: int) -> States:
+        """The states [count, layers * hidden] of the entries behind the computed ones."""
+        if len(self._states) > 1:
+            self._states = [np.concatenate(self._states)]
+        found: States = self._states[0][:count]
+        return found
+
+    def settle(self) -> None:
+        """Forget the guesses once there are new tokens."""
+        if self.num_computed != self.end:
+            self.guesses = NO_GUESSES
+
+    def advance(self, end: int, guesses: Int32) -> None:
+        count = end - self.num_computed
+        self._states = [self.states(self._num_states)[count:]] if count < self._num_states else []
+        self._num_states -= count
+        super().advance(end, guesses)
+
+
+class EagleChains(DraftChains):
+    """The chains of one scheduler."""
+
+    def landed(self, pieces: Seq[SequencePiece], states: States) -> None:
+        """Keeps the states of a step's rows that belong to texts now; those behind a wrong guess do not."""
+        row = 0
+        for piece in pieces:
+            first, row = row, row + piece.count
+            sequence = piece.sequence
+            right = min(sequence.num_computed - piece.start, piece.count)
+            if right > 0 and sequence.state is SequenceState.RUNNING and self._may_draft(sequence):
+                self._begun(sequence).keep(piece.start, states[first : first + right].copy())
+
+    def _begun(self, sequence: Sequence) -> EagleChain:
+        chain = self._of.get(sequence.seq_id)
+        if chain is None:
+            chain = EagleChain(next(self._ids), sequence, self._shape)
+            self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
+        assert isinstance(chain, EagleChain)
+        return chain
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        return not (sequence.is_span or sequence.is_prompt_only or sequence.seq_id in self._refused)
+
+    def _chain_of(self, sequence: Sequence) -> EagleChain | None:
+        """The sequence's chain, if it can be used; one without slots takes none while memory is short."""
+        chain = self._of.get(sequence.seq_id)
+        if chain is None or (not chain.num_blocks and self._now < self._paused_until_s):
+            return None
+        assert isinstance(chain, EagleChain)
+        return chain if chain.is_whole else None
+
+    def _commit(self, chain: DraftChain) -> None:
+        """Blocks of a head stay its chain's own."""
+
+    def _let_go(self, chain: DraftChain) -> None:
+        del self.chains[chain.seq_id]

@@ -1,0 +1,110 @@
+"""Streams with an EAGLE head over a real node: cached prompts, forks, fences and cancels; nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from pillion.engine.scheduling.draft_chains import DraftShape
+from pillion.engine.worker import worker as worker_module
+from pillion.speculative_config import SpeculativeConfig
+from pillion.v1 import decode_pb2
+from testbed.conditions import WITHIN_S, until
+from tests.decode_service.test_draft_model import answered_first, chains_of, finished, prompt
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
+from tests.support.fake_head import FakeHead
+from tests.support.workers import (
+    BLOCK,
+    GREEDY,
+    Answer,
+    Connection,
+    Workers,
+    connected,
+    running_workers,
+    submit_of,
+)
+
+GUESSES = 3
+
+
+@contextlib.asynccontextmanager
+async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Workers, FakeHead]]:
+    """Workers whose decode worker has a head, the fake one; yields them and the head."""
+    head = FakeHead(FakeBackend(BLOCK, "head"))
+    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, GUESSES, 256, reads_states=True)
+    monkeypatch.setattr(worker_module, "load_draft", lambda *arguments, **named: (shape, head))
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=GUESSES)
+    async with running_workers(decode={"speculative_config": config}) as workers:
+        workers.decode_backend.keep_states((0,))
+        yield workers, head
+
+
+async def test_a_prompt_that_is_found_is_guessed_for_by_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        answered_first(workers)
+        answer = await finished(workers, connection, 1, prompt(1, 30), 60)
+        assert answer.token_ids == greedy(prompt(1, 30), 60)
+        assert len(workers.decode_backend.steps) < 45
+        assert head.contexts[0] >= 30
+        await workers.quiet()
+        # The prompt's blocks are found, and so are not computed here.
+        before = len(head.contexts)
+        again = await finished(workers, connection, 2, prompt(1, 30), 20)
+        assert again.token_ids == answer.token_ids[:20]
+        assert head.contexts[before] < 28
+        await workers.quiet()
+
+
+async def test_seeds_and_forks_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        plain = await answers_of(workers, connection)
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        assert await answers_of(workers, connection) == plain
+        assert head.guessed
+        await workers.quiet()
+
+
+async def answers_of(workers: Workers, connection: Connection) -> list[list[int]]:
+    sampled = replace(GREEDY, temperature=1.0, seed=7)
+    forks = [decode_pb2.Fork(key=key, seed=key) for key in (2, 3)]
+    others = [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
+    first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, forks=forks)
+    for other in others:
+        await asyncio.wait_for(other.over.wait(), WITHIN_S)
+    return [answer.token_ids for answer in (first, *others)]
+
+
+async def test_a_fenced_worker_guesses_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        worker = workers.decode.worker
+        ticket = await workers.ticket(prompt(1, 30))
+        answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
+        await until("guesses", lambda: head.guessed > 8)
+        old = worker.epoch.number
+        workers.kvnode.pool.fence(old)
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
+        await workers.release(ticket)
+        await workers.quiet()
+        guessed = head.guessed
+        again = await finished(workers, connection, 2, prompt(2, 30), 300)
+        assert again.token_ids == greedy(prompt(2, 30), 300)
+        assert head.guessed > guessed
+        await workers.quiet()
+
+
+async def test_cancelled_streams_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        for key in range(1, 4):
+            ticket = await workers.ticket(prompt(key, 30))
+            guessed = head.guessed
+            answer = await connection.submit(submit_of(key, ticket, prompt(key, 30), 900))
+            await until("guesses", lambda: head.guessed > guessed or answer.over.is_set())  # noqa: B023
+            await connection.cancel(key)
+            await workers.release(ticket)
+        await workers.quiet()
+        assert not (await chains_of(workers)).chains
