@@ -58,6 +58,8 @@ class LoadedModel:
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
         if self.ranks is not None:
+            if attachment.device_memory is not None:
+                attachment.name_processes(self.ranks.pids())
             self.ranks.map_pool(*attachment.handed_over())
         self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
 
@@ -320,6 +322,7 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None:
+<<<<<<< HEAD
         from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
         from pillion.engine.backends.cpu.cpu_weights import packed_name
 
@@ -328,6 +331,11 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
             if flags.enable_lora:
                 compile_adapter_kernels(_load_for_cpu(flags, prepared, isa, progress, split), progress)
             elif not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
+=======
+        for rank in range(size):
+            split = RankSplit.of(load_config(prepared.folder), rank, size)
+            if not ModelCache().packed_weights(prepared.fingerprint, split.cpu_name).exists():
+>>>>>>> parallel
                 _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
 

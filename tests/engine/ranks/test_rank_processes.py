@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +19,20 @@ from pillion.engine.adapters.adapter_forms import PlainForm
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, layers_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
 from pillion.engine.ranks import rank_processes
+<<<<<<< HEAD
 from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend
+=======
+from pillion.engine.ranks.ranked_backend import RankedBackend, RankedGpuBackend
+>>>>>>> parallel
 from pillion.errors import ConfigError, Internal
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.wire.attach import AttachReply, line_to_bytes
 from testbed.cluster import alive
 from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support import fake_ranks
+from tests.support.batches import Sequences
 from tests.support.fake_backend import greedy
+from tests.support.sampling import RowParameters, rows_of
 from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 95 for position in range(30)]
@@ -159,10 +168,44 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.M
         fake_ranks.fake_ranks(2)
 
 
+def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
+    """Two steps are under way while the other rank stands still; what is said to it between them keeps the order."""
+    backend = fake_ranks.fake_ranks(2, ahead=True).backend
+    assert isinstance(backend, RankedGpuBackend)
+    size_bytes, pairs = 8 * backend.layout.block_bytes, (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2)),)
+    pool, connection = Segment(size_bytes), socket.socket()
+    text, pid = TOKENS[:6], backend.ranks.pids()[0]
+    sequences = Sequences(8, fake_ranks.BLOCK)
+    (number,) = sequences.add()
+    try:
+        backend.ranks.map_pool(line_to_bytes(AttachReply(num_slots=8)), [pool.fileno(), connection.fileno()])
+        backend.bind_pool(memoryview(map_shared(pool.fileno(), size_bytes)), 8)
+        backend.bind_adapters(1, 8)
+        packed = backend.pack_adapter(AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
+        os.kill(pid, signal.SIGSTOP)
+        steps = [
+            backend.launch(sequences.step([(number, [token])]), (), rows_of([RowParameters(temperature=0.0)]))
+            for token in (text[0], text[1])
+        ]
+        os.kill(pid, signal.SIGCONT)
+        assert steps[0].wait().token_ids == (*greedy(text[:1], 1),)
+        steps.append(
+            backend.launch(sequences.step([(number, text[2:])]), (), rows_of([RowParameters(temperature=0.0)]))
+        )
+        backend.place_adapter(0, packed)
+        assert [step.wait().token_ids for step in steps[1:]] == [(*greedy(text[:2], 1),), (*greedy(text, 1),)]
+    finally:
+        backend.close()
+        pool.close()
+        connection.close()
+    backend.check_integrity()
+
+
 PARENT = """
 import time
 from pillion.engine.ranks import rank_processes
 from tests.support import fake_ranks
+from tests.support.batches import Sequences
 rank_processes.MODULE = "tests.support.fake_ranks"
 print(*fake_ranks.fake_ranks(3).backend.ranks.pids(), flush=True)
 time.sleep(600)
