@@ -322,20 +322,13 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None:
-<<<<<<< HEAD
         from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
-        from pillion.engine.backends.cpu.cpu_weights import packed_name
 
         for rank in range(size):
             split = RankSplit.of(load_config(prepared.folder), rank, size)
             if flags.enable_lora:
                 compile_adapter_kernels(_load_for_cpu(flags, prepared, isa, progress, split), progress)
-            elif not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
-=======
-        for rank in range(size):
-            split = RankSplit.of(load_config(prepared.folder), rank, size)
-            if not ModelCache().packed_weights(prepared.fingerprint, split.cpu_name).exists():
->>>>>>> parallel
+            elif not ModelCache().packed_weights(prepared.fingerprint, split.cpu_name).exists():
                 _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
 

@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm
-<<<<<<< HEAD
-from pillion.engine.backends.backend import DevicePool, PackedAdapter, ShareBackend, check_place
-=======
-from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
 from pillion.engine.backends.backend import DevicePool, InFlightStep, PackedAdapter, ShareBackend, check_place
->>>>>>> parallel
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes

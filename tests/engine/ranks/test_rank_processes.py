@@ -19,11 +19,7 @@ from pillion.engine.adapters.adapter_forms import PlainForm
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, layers_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
 from pillion.engine.ranks import rank_processes
-<<<<<<< HEAD
-from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend
-=======
-from pillion.engine.ranks.ranked_backend import RankedBackend, RankedGpuBackend
->>>>>>> parallel
+from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend, RankedGpuBackend
 from pillion.errors import ConfigError, Internal
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.wire.attach import AttachReply, line_to_bytes
