@@ -267,22 +267,25 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
     """Waits for the connection's end; returns whether the worker's last message was DETACHED.
 
     The descriptors that came with PROCESSES are in ``processes`` then, the caller's to close; everything else is
-    ignored. A connection that brings more than MAX_PROCESSES of them counts as ended.
+    ignored. Where more than MAX_PROCESSES come, or this process cannot take them all, the connection counts as ended.
     """
     last, found = b"", [] if processes is None else processes
     most = 0 if processes is None else MAX_PROCESSES
     with contextlib.suppress(ConnectionError):
-        while True:
+        while len(found) <= most and _UNSEEN not in found:
             try:
-                chunk, descriptors, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES, most)
+                chunk, descriptors, said, _ = socket.recv_fds(sock, MAX_LINE_BYTES, most)
             except BlockingIOError:
                 await _readable(sock.fileno())
                 continue
-            found += descriptors
-            if not chunk or len(found) > most:
+            if not chunk:
                 break
+            found += descriptors
+            if most and said & socket.MSG_CTRUNC:
+                log.error("processes of a worker cannot be watched, its slots stay in quarantine: too many open files")
+                found.append(_UNSEEN)
             last = (last + chunk)[-len(DETACHED) :]
-    return last == DETACHED and len(found) <= most
+    return last == DETACHED and len(found) <= most and _UNSEEN not in found
 
 
 def _listen(path: str) -> socket.socket:

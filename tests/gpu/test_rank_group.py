@@ -42,7 +42,7 @@ def test_a_meeting_ends_when_a_rank_has_ended(meeting, monkeypatch):
     with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others"):
         GpuRankGroup.join(split_of(0, 2), meeting, DEVICE, own_device=False)
     wait_for(
-        "the threads that met nobody", lambda: "pillion-meeting" not in {each.name for each in threading.enumerate()}
+        "the threads that met nobody", lambda: "pillion-rank-group" not in {each.name for each in threading.enumerate()}
     )
 
 

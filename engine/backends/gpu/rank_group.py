@@ -264,7 +264,7 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
         except BaseException as error:  # noqa: BLE001  (whoever waits for the result raises it)
             future.set_exception(error)
 
-    Thread(target=run, name="pillion-meeting", daemon=True).start()
+    Thread(target=run, name="pillion-rank-group", daemon=True).start()
     return future
 
 
