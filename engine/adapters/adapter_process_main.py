@@ -35,7 +35,7 @@ LATE_S = 0.0003
 CROWDED_BURSTS = 16
 
 
-class Pace:
+class WorkPace:
     """Computes in bursts while others need the cores; sans-IO (I9). Times are in seconds."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Pace:
 
 
 @contextmanager
-def _in_bursts(pace: Pace) -> Iterator[None]:
+def _in_bursts(pace: WorkPace) -> Iterator[None]:
     """A timer interrupts what runs here, between two of its operations."""
 
     def interrupt(*_: object) -> None:
@@ -87,7 +87,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
         with suppress(ValueError, OSError):
             # Files that are mapped do not count. Some systems know this limit and refuse to set it.
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    worker, pace = made(json.loads(jobs.readline())), Pace()
+    worker, pace = made(json.loads(jobs.readline())), WorkPace()
     for job in jobs:
         method, *arguments = json.loads(job)
         with _in_bursts(pace):

@@ -10,7 +10,7 @@ import pytest
 
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_process import AdapterProcess
-from pillion.engine.adapters.adapter_process_main import BURST_S, CROWDED_BURSTS, PAUSE_S, Pace
+from pillion.engine.adapters.adapter_process_main import BURST_S, CROWDED_BURSTS, PAUSE_S, WorkPace
 from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
 from testbed.conditions import WITHIN_S
 from tests.support.fake_adapter_jobs import FakeJobs
@@ -48,7 +48,7 @@ def test_jobs_have_limits_and_errors_pass() -> None:
 
 def test_it_pauses_while_others_need_the_cores() -> None:
     """And only then, but for once in each job, because nothing else shows that they do."""
-    pace, now, computed, pauses = Pace(), 100.0, 50.0, []
+    pace, now, computed, pauses = WorkPace(), 100.0, 50.0, []
 
     def bursts(count: int, waited_s: float) -> None:
         nonlocal now, computed

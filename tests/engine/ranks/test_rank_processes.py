@@ -121,7 +121,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         await workers.quiet()
 
 
-def take(backend: RankedBackend, weights: AdapterWeights) -> RankedAdapter:
+def take(backend: RankedBackend | RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
     """As the process that reads adapters brings them."""
     return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
 
@@ -177,7 +177,7 @@ def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
         backend.ranks.map_pool(line_to_bytes(AttachReply(num_slots=8)), [pool.fileno(), connection.fileno()])
         backend.bind_pool(memoryview(map_shared(pool.fileno(), size_bytes)), 8)
         backend.bind_adapters(1, 8)
-        packed = backend.pack_adapter(AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
+        packed = take(backend, AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
         os.kill(pid, signal.SIGSTOP)
         steps = [
             backend.launch(sequences.step([(number, [token])]), (), rows_of([RowParameters(temperature=0.0)]))
