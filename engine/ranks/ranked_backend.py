@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm
-from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
 from pillion.engine.backends.backend import DevicePool, InFlightStep, PackedAdapter, ShareBackend, check_place
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
@@ -58,10 +57,6 @@ class _RankedCalls:
         places = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
         with self.ranks.together(RankMessage.ADAPTERS, places, limit_ms=LOAD_SILENCE_MS):
             self.own.bind_adapters(max_adapters, max_rank)
-
-    def pack_adapter(self, weights: AdapterWeights) -> RankedAdapter:
-        """Has every rank pack its share. Raises ConfigError where the adapter does not fit."""
-        return self.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
 
     def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
         """Has every rank pack its share of a plain adapter, of which each gets the whole."""

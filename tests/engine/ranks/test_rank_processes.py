@@ -15,10 +15,11 @@ import psutil
 import pytest
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
+from pillion.engine.adapters.adapter_forms import PlainForm
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, layers_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
 from pillion.engine.ranks import rank_processes
-from pillion.engine.ranks.ranked_backend import RankedBackend, RankedGpuBackend
+from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend, RankedGpuBackend
 from pillion.errors import ConfigError, Internal
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.wire.attach import AttachReply, line_to_bytes
@@ -120,21 +121,26 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         await workers.quiet()
 
 
+def take(backend: RankedBackend | RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
+    """As the process that reads adapters brings them."""
+    return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
+
+
 def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
     pairs = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
     with ranked(2) as backend:
         backend.bind_adapters(2, 8)
         assert backend.max_adapters == 2
-        packed = backend.pack_adapter(AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
+        packed = take(backend, AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
         assert packed.nbytes == 2 * 8
         backend.place_adapter(1, packed)
         with pytest.raises(Internal, match="a rank could not pack"):
-            backend.pack_adapter(AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
+            take(backend, AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
         assert not backend.ranks.lost
         assert list(backend._dropped) == [packed.number + 1]
         del packed
-        backend.pack_adapter(AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
+        take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
         # Those of before are dropped in the ranks now, and this one is with the next.
         assert list(backend._dropped) == [3]
         os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
@@ -171,7 +177,7 @@ def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
         backend.ranks.map_pool(line_to_bytes(AttachReply(num_slots=8)), [pool.fileno(), connection.fileno()])
         backend.bind_pool(memoryview(map_shared(pool.fileno(), size_bytes)), 8)
         backend.bind_adapters(1, 8)
-        packed = backend.pack_adapter(AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
+        packed = take(backend, AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
         os.kill(pid, signal.SIGSTOP)
         steps = [
             backend.launch(sequences.step([(number, [token])]), (), rows_of([RowParameters(temperature=0.0)]))
