@@ -16,7 +16,7 @@ from pillion.engine.backends.backend import Backend, ShareBackend
 from pillion.engine.backends.devices import device_count, resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.checkpoints.prepare import PreparedModel, is_prepared, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.quantization import OWN_METHOD, Quantization
@@ -314,19 +314,30 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     If the weights are packed already nothing is loaded, which would take seconds at every start. Machine code that is
     missing then, for example after an update, is compiled by the first worker.
     """
-    prepared, device, size = prepare(flags, progress), resolve_device(flags), flags.tensor_parallel_size
-    check_ranks(flags, device, prepared)
-    if device == "cuda":
-        return prepared
-    isa, _ = choose_kernels(flags, prepared)
-    if isa is not None:
-        from pillion.engine.backends.cpu.cpu_weights import packed_name
-
-        for rank in range(size):
-            split = RankSplit.of(load_config(prepared.folder), rank, size)
-            if not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
-                _load_for_cpu(flags, prepared, isa, progress, split)
+    prepared = prepare(flags, progress)
+    for isa, split in _unpacked(flags, prepared):
+        _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
+
+
+def is_ready(flags: PrepareFlags) -> bool:
+    """Whether :func:`make_ready` would find everything made. The answer takes milliseconds and imports no torch.
+
+    Raises ConfigError as :func:`make_ready` does.
+    """
+    return is_prepared(flags) and not _unpacked(flags, prepare(flags))
+
+
+def _unpacked(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:
+    """The ranks whose weights are not packed yet for the CPU kernels that run the model, if any do."""
+    device, size = resolve_device(flags), flags.tensor_parallel_size
+    check_ranks(flags, device, prepared)
+    isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None
+    if isa is None:
+        return []
+    config, cache = load_config(prepared.folder), ModelCache()
+    splits = (RankSplit.of(config, rank, size) for rank in range(size))
+    return [(isa, split) for split in splits if not cache.cpu_weights(prepared.fingerprint, split).exists()]
 
 
 def _load_for_cpu(
