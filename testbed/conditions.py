@@ -12,8 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-# How long a condition rests before it is asked again: briefly at first, for most become true at once, then longer.
-FIRST_POLL_S, POLL_S = 0.001, 0.02
+POLL_S = 0.02
 # Most time that a condition is given. It is long for the sake of loaded machines; a test waits it out only where
 # something is broken.
 WITHIN_S = 60.0
@@ -21,15 +20,14 @@ WITHIN_S = 60.0
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WITHIN_S) -> Any:
     """Return the first true answer of ``condition``. Raises AssertionError with ``what`` when none comes in time."""
-    deadline, rest_s = time.monotonic() + timeout_s, FIRST_POLL_S
+    deadline = time.monotonic() + timeout_s
     while True:
         answer = condition()
         if answer:
             return answer
         if time.monotonic() >= deadline:
             raise AssertionError(f"waited {timeout_s} s for {what}")
-        time.sleep(rest_s)
-        rest_s = min(2 * rest_s, POLL_S)
+        time.sleep(POLL_S)
 
 
 async def until(what: str, condition: Callable[[], Any | Awaitable[Any]], timeout_s: float = WITHIN_S) -> Any:
@@ -37,7 +35,7 @@ async def until(what: str, condition: Callable[[], Any | Awaitable[Any]], timeou
 
     Raises AssertionError with ``what`` when none comes in time.
     """
-    deadline, rest_s = time.monotonic() + timeout_s, FIRST_POLL_S
+    deadline = time.monotonic() + timeout_s
     while True:
         answer = condition()
         if inspect.isawaitable(answer):
@@ -46,8 +44,7 @@ async def until(what: str, condition: Callable[[], Any | Awaitable[Any]], timeou
             return answer
         if time.monotonic() >= deadline:
             raise AssertionError(f"waited {timeout_s} s for {what}")
-        await asyncio.sleep(rest_s)
-        rest_s = min(2 * rest_s, POLL_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def loop_turns(count: int = 50) -> None:
