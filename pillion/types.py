@@ -270,7 +270,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the prompt and the time of a request went; see ``Timings`` in common.proto for each field."""
+    """Where the prompt and the time of a request went, and what computed it; see ``Timings`` in common.proto for each
+    field."""
 
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -289,6 +290,7 @@ class Timings:
     plan_reason: str = ""
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    system_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,8 @@ class ModelInfo:
     """A model that live workers serve.
 
     The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
-    ``parent``, and the digest of its content as ``adapter``. ``weights`` says how the model's weights are kept, such as
+    ``parent``, and the digest of its content as ``adapter``; another name of a model has that model's as ``alias_of``.
+    ``weights`` says how the model's weights are kept, such as
     "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
     """
 
@@ -335,6 +338,7 @@ class ModelInfo:
     parent: str = ""
     adapter: str = ""
     weights: str = ""
+    alias_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

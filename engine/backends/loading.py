@@ -58,6 +58,8 @@ class LoadedModel:
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
         if self.ranks is not None:
+            if attachment.device_memory is not None:
+                attachment.name_processes(self.ranks.pids())
             self.ranks.map_pool(*attachment.handed_over())
         self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
 
@@ -311,33 +313,39 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     """Makes everything that is made once: the model, and for the CPU kernels packed weights and machine code, those of
     each rank.
 
-    If the weights are packed already nothing is loaded, which would take seconds at every start. Machine code that is
-    missing then, for example after an update, is compiled by the first worker.
+    If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
+    every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
-    for isa, split in _unpacked(flags, prepared):
-        _load_for_cpu(flags, prepared, isa, progress, split)
+    for isa, split in _left_to_make(flags, prepared):
+        model = _load_for_cpu(flags, prepared, isa, progress, split)
+        if flags.enable_lora:
+            from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
+
+            compile_adapter_kernels(model, progress)
     return prepared
 
 
 def is_ready(flags: PrepareFlags) -> bool:
-    """Whether :func:`make_ready` would find everything made. The answer takes milliseconds and imports no torch.
+    """Whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
 
     Raises ConfigError as :func:`make_ready` does.
     """
-    return is_prepared(flags) and not _unpacked(flags, prepare(flags))
+    return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
 
 
-def _unpacked(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:
-    """The ranks whose weights are not packed yet for the CPU kernels that run the model, if any do."""
+def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:
+    """The ranks that are loaded for the CPU kernels, where these run the model: those whose weights are not packed yet,
+    and with adapters, whose machine code is looked for by what is loaded, all."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
     check_ranks(flags, device, prepared)
     isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None
     if isa is None:
         return []
     config, cache = load_config(prepared.folder), ModelCache()
-    splits = (RankSplit.of(config, rank, size) for rank in range(size))
-    return [(isa, split) for split in splits if not cache.cpu_weights(prepared.fingerprint, split).exists()]
+    splits = [RankSplit.of(config, rank, size) for rank in range(size)]
+    packed = [cache.packed_weights(prepared.fingerprint, split.cpu_name).exists() for split in splits]
+    return [(isa, split) for split, there in zip(splits, packed, strict=True) if flags.enable_lora or not there]
 
 
 def _load_for_cpu(

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from pillion.adapter_folders import cache_root
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.models.rank_split import RankSplit
 from pillion.errors import ConfigError
 
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
@@ -126,10 +125,6 @@ class ModelCache:
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:
         """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
         return self.make("packed") / f"{fingerprint[:32]}-{kernels}-{PACKING_VERSION}.weights"
-
-    def cpu_weights(self, fingerprint: str, split: RankSplit) -> Path:
-        """Returns the path of a rank's weights, packed for the CPU kernels, whether the file exists or not."""
-        return self.packed_weights(fingerprint, "cpu" if split.whole else f"cpu{split.rank}of{split.size}")
 
     def make(self, name: str) -> Path:
         """Makes a folder of the cache, such as for machine code, and returns its path. "" is the cache's own folder."""

@@ -157,7 +157,8 @@ def load_cpu_weights(
         packer = _Packer(writer, config, split, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
-    return packed_once(cache.cpu_weights(prepared.fingerprint, split), CpuWeights, pack, cache, progress)
+    path = cache.packed_weights(prepared.fingerprint, split.cpu_name)
+    return packed_once(path, CpuWeights, pack, cache, progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,12 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
         assert is_ready(replace(flags, tensor_parallel_size=size))
         make_ready(replace(flags, tensor_parallel_size=size), lines.append)
         assert not any("compiling" in line or "packing" in line for line in lines)
+    # With adapters, neither the first worker nor its first step with one compiles.
+    make_ready(replace(flags, enable_lora=True), lines.append)
+    assert any("compiling CPU kernels" in line for line in lines)
+    lines.clear()
+    make_ready(replace(flags, enable_lora=True), lines.append)
+    assert not any("compiling" in line for line in lines)
     ModelCache().packed_weights(prepared.fingerprint, "cpu1of2").unlink()
     assert not is_ready(replace(flags, tensor_parallel_size=2))
     assert is_ready(flags)
