@@ -8,6 +8,7 @@
     eagle_head.py      the passes of an EAGLE-3 head, which reads states of its model
     accuracy.py        what quantized weights cost in accuracy
     host_backend.py    what backends on the calling thread have in common
+    plain_adapters.py  how backends take adapters that were read in the plain form
     torch_backend.py   plain torch on the CPU: the smallest backend
     cpu/               the backend of the CPU kernels (kernels/cpu)
     gpu/               the backend of the Triton kernels (kernels/gpu)
