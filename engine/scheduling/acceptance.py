@@ -13,6 +13,8 @@ Float64 = npt.NDArray[np.float64]
 # Weight of a judged guess when the next one is judged: a stream's own, and of all streams together.
 STREAM_FADING = 0.85
 WORKER_FADING = 0.98
+# A stream whose last probes were wrong, or for which nothing was found, is probed this many times more rarely at most.
+MOST_PATIENCE = 8
 # What nobody has measured yet: half of the guesses are right, said by as much as so many judged guesses.
 UNKNOWN_RATE = 0.5
 UNKNOWN_WEIGHT = 8.0
@@ -63,7 +65,7 @@ class GuessRecord:
         expected: how many tokens of the guess that a step judges now were expected to be right.
     """
 
-    __slots__ = ("_acceptance", "_probe", "_probed_at", "chances", "expected", "found")
+    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found")
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)
@@ -73,6 +75,8 @@ class GuessRecord:
         # A guess that no step judges: it is compared with the text once that has come.
         self._probe = NO_TOKENS
         self._probed_at = -1
+        # How many times more rarely than others it is probed: twice as many for each probe that was of no use.
+        self._patience = 1
 
     def judge(self, made: int, right: int) -> None:
         """A guess was judged; see :meth:`Acceptance.judge`."""
@@ -87,15 +91,18 @@ class GuessRecord:
         self.chances = chances
 
     def probe_is_due(self, num_tokens: int, every_tokens: int) -> bool:
-        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never."""
-        return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens
+        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never. Where probes were
+        of no use, the next one is due later."""
+        return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens * self._patience
 
     def take_probe(self, text: Int32) -> tuple[int, int]:
         """(tokens, right ones) of the last probe, given all of the text. Nothing is left of it."""
         came = text[self._probed_at : self._probed_at + len(self._probe)] if len(self._probe) else NO_TOKENS
         wrong = np.flatnonzero(came != self._probe[: len(came)])
+        right = int(wrong[0]) if len(wrong) else len(came)
+        self._patience = 1 if right or self._probed_at < 0 else min(2 * self._patience, MOST_PATIENCE)
         self._probe = NO_TOKENS
-        return len(came), int(wrong[0]) if len(wrong) else len(came)
+        return len(came), right
 
     def probe(self, guess: Int32, num_tokens: int) -> None:
         """Remember what was guessed behind the first ``num_tokens`` tokens of the text."""
@@ -104,6 +111,6 @@ class GuessRecord:
 
     def asked(self, guess: Int32, num_tokens: int) -> None:
         """A guess was asked for, to be judged by a step; it takes the place of a probe."""
-        self._probe, self._probed_at = NO_TOKENS, num_tokens
+        self._probe, self._probed_at, self._patience = NO_TOKENS, num_tokens, 1
         self.found = len(guess) > 0
         self.expected = float(self.chances[: len(guess)].sum())

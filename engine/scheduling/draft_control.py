@@ -9,7 +9,9 @@ nearly every guess is worth its row; in a full batch hardly any is. Where steps 
 guesses do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, too.
 
 Where no guess is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and what it
-says is compared with the text that comes without it. Such a probe costs a look-up and no row. Sans-IO (I9).
+says is compared with the text that comes without it. Such a probe costs a look-up and no row. Where no
+guess would pay, the control rests: the next steps of as many decodes are run without being thought about, so that a full batch, in which guesses
+hardly ever pay, does not pay for the thought, either. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ LEAST_SPEEDUP = 1.05
 # Guesses are made for the streams that look best, so fewer are right than it seems. The chances are therefore corrected
 # by the share that was right of what was expected, which begins as if so many tokens had come as expected.
 CALIBRATION_TOKENS = 8.0
-# A stream without guesses is probed once in so many tokens, so often that about one is in each step; by a drafter that
-# takes its time, more rarely. A probe guesses what comes until the next one.
+# Streams without guesses are probed once in as many tokens as there are decodes, within these bounds, so that a step has
+# one probe on average; by a drafter that takes its time, more rarely. A probe guesses what comes until the next one.
+# Where no guess would pay, the control rests for half as many steps.
 LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
 
@@ -52,24 +55,27 @@ class RowCosts:
         self._seconds: Float64 = np.zeros(len(KNOTS))
         self._known = False
 
-    def expect(self, rows: int, seconds: float, row_s: float) -> None:
-        """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more."""
+    def expect(self, rows: int, seconds: float, row_s: float, steps: int = 1) -> None:
+        """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more; it says
+        so for the last time in so many ``steps``."""
         if seconds > 0:
             expected = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
-            self._seconds += (RETURN_RATE if self._known else 1.0) * (expected - self._seconds)
+            self._seconds += (1 - (1 - RETURN_RATE) ** steps if self._known else 1.0) * (expected - self._seconds)
             self._known = True
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step has taken so long."""
-        expected = float(self.seconds(np.array([rows]))[0])
-        if not expected:
+        if not self._known:
             return
+        place = min(max(rows.bit_length() - 1, 0), len(KNOTS) - 2)
+        share = min(rows / (1 << place) - 1, 1.0)
+        # Plain numbers: this runs in every step, however full.
+        below, above = self._seconds.item(place), self._seconds.item(place + 1)
+        expected = (1 - share) * below + share * above
         # A hiccup teaches no more than a step that takes twice as long.
         error = LEARNING_RATE * (min(seconds, 2 * expected) - expected)
-        place = min(max(rows.bit_length() - 1, 0), len(KNOTS) - 2)
-        share = min((rows - KNOTS[place]) / KNOTS[place], 1.0)
-        self._seconds[place] += (1 - share) * error
-        self._seconds[place + 1] += share * error
+        self._seconds[place] = below + (1 - share) * error
+        self._seconds[place + 1] = above + share * error
 
     def seconds(self, rows: npt.NDArray[Any]) -> Float64:
         """float64, for each number of rows; 0.0 as long as nothing is known."""
@@ -98,23 +104,46 @@ class DraftControl:
         # The next step has so many decodes, and making a guess for it takes so many seconds.
         self._decodes = 0
         self._drafting_s = 0.0
+        # Steps of as many decodes that are run without a decision, and steps since the last one.
+        self._resting_steps = 0
+        self._undecided_steps = 0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftControl:
         """Makes the control that the operator configured."""
         return cls(config.num_speculative_tokens, config.disable_by_batch_size)
 
+    def rests(self, decodes: int) -> bool:
+        """Whether the next step, of so many decodes, is run without guesses and without a probe."""
+        self._undecided_steps += 1
+        self._resting_steps = self._resting_steps - 1 if decodes == self._decodes else 0
+        return self._resting_steps > 0
+
+    @property
+    def keeps_resting(self) -> bool:
+        """Whether the next step rests, if it has as many decodes."""
+        return self._resting_steps > 1
+
     def observe(self, decodes: Seq[SequencePiece], cost: StepCost, drafting_s: float) -> None:
         """The next step has these decodes, one token each as yet. ``drafting_s``: what making a guess takes."""
         self._decodes, self._drafting_s = len(decodes), drafting_s
         if cost.steps:
             context = sum(piece.start for piece in decodes) / max(1, len(decodes))
-            self.costs.expect(len(decodes), cost.predict(features(decodes)), cost.row_seconds(context))
+            seconds, row_s = cost.predict(features(decodes)), cost.row_seconds(context)
+            self.costs.expect(len(decodes), seconds, row_s, max(1, self._undecided_steps))
+        self._undecided_steps = 0
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long."""
         if seconds > 0 and all(piece.samples == piece.count and not piece.scores for piece in plan.pieces):
             self.costs.observe(plan.num_tokens, seconds)
+
+    def decide(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
+        """:meth:`shares` of the next step. Where no guess would be worth its row, the control rests for some steps."""
+        found = self.shares(streams, room, left)
+        if not any(found) and not self.may_guess(streams):
+            self._resting_steps = self._probe_tokens // 2
+        return found
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
         """How many tokens to guess for each of these streams, at most ``room`` of each and ``left`` of all."""
@@ -135,6 +164,11 @@ class DraftControl:
             count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
         found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
         return found
+
+    @property
+    def _probe_tokens(self) -> int:
+        """Tokens of a stream from one probe to the next."""
+        return min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
 
     @property
     def _crowded(self) -> bool:
@@ -178,7 +212,7 @@ class DraftControl:
         more than a look-up, are not made where the batch is too full for any."""
         if slow and self._crowded:
             return []
-        every = min(max(LEAST_PROBE_TOKENS, self._decodes), MOST_PROBE_TOKENS)
+        every = self._probe_tokens
         due = []
         for stream in streams:
             if stream.guesses.probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):

@@ -50,9 +50,9 @@ def speculate(
         else:
             streams.append(sequence)
             rooms.append(room)
-    if drafter is not None and streams:
+    if drafter is not None and streams and not control.rests(len(decodes)):
         control.observe(decodes, cost, drafter.seconds_per_token(len(streams)) / len(streams))
-        _guess(drafter, control, streams, control.shares(streams, rooms, left))
+        _guess(drafter, control, streams, control.decide(streams, rooms, left))
     return [_lengthened(piece) for piece in decodes]
 
 

@@ -237,7 +237,7 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether the next step may be scheduled before the one just launched has landed: guesses follow tokens that
         are known, so it may where nothing would be guessed."""
-        if self._drafter is None:
+        if self._drafter is None or self._draft_control.keeps_resting:
             return True
         drafts = self.draft_chains
         streams = (s for s in self.queues.running if s.decoding and not s.is_span)
