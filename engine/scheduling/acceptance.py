@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,15 +65,17 @@ class GuessRecord:
             falls from place to place.
         found: whether the drafter knew a guess when it was asked last.
         expected: how many tokens of the guess that a step judges now were expected to be right.
+        worth_s: how many seconds guesses save in the rest of the stream's life; infinite where nobody knows.
     """
 
-    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found")
+    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found", "worth_s")
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)
         self.chances: Float64 = np.array([UNKNOWN_RATE ** (place + 1) for place in range(MAX_SPECULATIVE_TOKENS)])
         self.found = True
         self.expected = 0.0
+        self.worth_s = inf
         # A guess that no step judges: it is compared with the text once that has come.
         self._probe = NO_TOKENS
         self._probed_at = -1

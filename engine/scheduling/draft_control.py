@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,14 @@ LEAST_SPEEDUP = 1.05
 CALIBRATION_TOKENS = 8.0
 # Streams without guesses are probed once in as many tokens as there are decodes, within these bounds, so that a step has
 # one probe on average; by a drafter that takes its time, more rarely. A probe guesses what comes until the next one.
-# Where no guess would pay, the control rests for half as many steps.
 LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
+# A drafter that takes its time probes one stream at a time, for at most this share of the time of all steps; what is
+# left of it adds up to so much.
+MOST_PROBING_SHARE = 0.01
+MOST_PROBING_CREDIT_S = 0.05
+# The longest rest, which is also bounded by the tokens from one probe to the next.
+MOST_RESTING_STEPS = 4
 
 
 class RowCosts:
@@ -104,8 +110,14 @@ class DraftControl:
         # The next step has so many decodes, and making a guess for it takes so many seconds.
         self._decodes = 0
         self._drafting_s = 0.0
-        # Steps of as many decodes that are run without a decision, and steps since the last one.
+        # Steps until the next decision, if the decodes stay as many; as many at least after the next one against guesses;
+        # and steps since the last one.
         self._resting_steps = 0
+        self._rest_steps = 1
+        # Seconds that slow probes may take; below 0 after one that took longer. And the part that probes have in what is
+        # drafted for the next step.
+        self._probing_credit_s = 0.0
+        self._probing_part = 0.0
         self._undecided_steps = 0
 
     @classmethod
@@ -135,14 +147,22 @@ class DraftControl:
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """A step has taken so long."""
+        self._probing_credit_s = min(self._probing_credit_s + MOST_PROBING_SHARE * seconds, MOST_PROBING_CREDIT_S)
         if seconds > 0 and all(piece.samples == piece.count and not piece.scores for piece in plan.pieces):
             self.costs.observe(plan.num_tokens, seconds)
 
     def decide(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
-        """:meth:`shares` of the next step. Where no guess would be worth its row, the control rests for some steps."""
+        """:meth:`shares` of the next step. Where no guess would be worth its row, the control rests: each time in a row
+        for twice as many steps."""
         found = self.shares(streams, room, left)
-        if not any(found) and not self.may_guess(streams):
-            self._resting_steps = self._probe_tokens // 2
+        self._probing_part = 0.0
+        if any(found) or self.may_guess(streams):
+            self._rest_steps = 1
+            if self._drafting_s:
+                self._value(streams, found)
+        else:
+            self._resting_steps = self._rest_steps
+            self._rest_steps = min(2 * self._rest_steps, self._probe_tokens, MOST_RESTING_STEPS)
         return found
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
@@ -164,6 +184,17 @@ class DraftControl:
             count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
         found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
         return found
+
+    def _value(self, streams: Seq[Sequence], shares: Seq[int]) -> None:
+        """Note what so many guesses in each step save in the rest of each stream's life, for a drafter that has to catch
+        up with the text before its first guess."""
+        plain_s, step_s = self.costs.seconds(self._decodes + np.array([0, sum(shares)])).tolist()
+        guess_s = (step_s - plain_s) / max(1, sum(shares)) + self._drafting_s
+        for stream, share in zip(streams, shares, strict=True):
+            if share and plain_s:
+                brought = float(stream.guesses.chances[:share].sum()) * self._trust
+                steps = (stream.most_tokens - stream.num_tokens) / (1 + brought)
+                stream.guesses.worth_s = steps * (brought * plain_s / self._decodes - share * guess_s)
 
     @property
     def _probe_tokens(self) -> int:
@@ -209,8 +240,9 @@ class DraftControl:
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
         """The streams to probe, and by how many tokens, once their last probe is judged. ``slow`` guesses, which are
-        more than a look-up, are not made where the batch is too full for any."""
-        if slow and self._crowded:
+        more than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not where the batch is too
+        full for any."""
+        if slow and (self._crowded or self._probing_credit_s < 0):
             return []
         every = self._probe_tokens
         due = []
@@ -220,4 +252,15 @@ class DraftControl:
                 if made:
                     self._learn(stream, made, right)
                 due.append((stream, min(self.most_guesses, every)))
+                if slow:
+                    stream.guesses.worth_s = inf
+                    break
         return due
+
+    def drafts_for(self, wanted: int, probes: int) -> None:
+        """What is drafted for the next step are guesses for so many streams, and probes of others."""
+        self._probing_part = probes / (wanted + probes)
+
+    def drafted(self, seconds: float) -> None:
+        """The passes for the next step have taken so long."""
+        self._probing_credit_s -= self._probing_part * seconds

@@ -63,6 +63,7 @@ def _guess(drafter: Drafter, control: DraftControl, streams: Seq[Sequence], shar
     due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
     if not (wanted or due):
         return
+    control.drafts_for(len(wanted), len(due))
     guesses = drafter.draft([*wanted, *due])
     for (stream, most), guess in zip(wanted, guesses, strict=False):
         tokens = _fitting(stream, guess[:most])

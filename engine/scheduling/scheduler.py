@@ -265,6 +265,7 @@ class Scheduler:
             pieces += self._tail_pieces(prompt_tails, left, now)
         # A step's cost is measured without what a draft model's passes took.
         drafted_s = self.draft_chains.took_s if self.draft_chains is not None else 0.0
+        self._draft_control.drafted(drafted_s)
         self.budget.begin(pieces, now + drafted_s, len(self._in_flight))
         placements = self.adapters.take_placements() if pieces else ()
         return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces), placements)

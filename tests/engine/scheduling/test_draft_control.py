@@ -3,13 +3,17 @@ guesses are never much slower than without, and as fast as they can be where gue
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from pillion.engine.backends.batch import Int32
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.acceptance import STREAM_FADING, Acceptance
-from pillion.engine.scheduling.draft_control import DraftControl, RowCosts
+from pillion.engine.scheduling.draft_control import MOST_PROBING_CREDIT_S, MOST_PROBING_SHARE, DraftControl, RowCosts
 from pillion.engine.scheduling.drafts import Drafter, speculate
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.speculative_config import SpeculativeConfig
@@ -22,8 +26,8 @@ STEP_S, ROW_S = 0.008, 0.0015
 class TimedHarness(SchedulerHarness):
     """A machine whose steps take a constant and a time for each token."""
 
-    def __init__(self, drafter: Drafter | None, row_s: float = ROW_S) -> None:
-        super().__init__(slots=1000, budget=256, max_num_seqs=16, drafter=drafter)
+    def __init__(self, drafter: Drafter | None, row_s: float = ROW_S, **more: Any) -> None:
+        super().__init__(slots=1000, budget=256, max_num_seqs=16, drafter=drafter, **more)
         self.row_s = row_s
         self.tokens = self.guessed = 0
 
@@ -32,6 +36,16 @@ class TimedHarness(SchedulerHarness):
         self.tokens += plan.num_tokens
         self.guessed += sum(piece.samples - 1 for piece in plan.pieces if piece.samples)
         return super().run_plan(plan)
+
+
+class CountingDrafter(OracleDrafter):
+    """Counts the texts that it is asked to guess for."""
+
+    asked = 0
+
+    def draft(self, wanted: list[tuple[Sequence, int]]) -> list[Int32]:
+        self.asked += len(wanted)
+        return super().draft(wanted)
 
 
 def seconds(harness: TimedHarness, streams: int, length: int = 60) -> float:
@@ -98,7 +112,72 @@ def test_steps_of_more_decodes_than_configured_guess_nothing() -> None:
     assert [stream for stream, _ in control.due_for_probe(streams, slow=False)] == streams
     assert control.due_for_probe(streams, slow=True) == []
     control.observe(pieces[:3], StepCost(), 0.0)
-    assert len(control.due_for_probe(streams[:3], slow=True)) == 3
+    assert len(control.due_for_probe(streams[:3], slow=True)) == 1
+
+
+def test_probes_of_a_slow_drafter_take_a_bounded_share_of_the_time() -> None:
+    control = DraftControl(4)
+    streams = [sequence_of([1, 2, 3]) for _ in range(16)]
+    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
+    probes = 0
+    for _ in range(3000):
+        control.observe(pieces, StepCost(), 0.001)
+        due = control.due_for_probe(streams, slow=True)
+        if due:
+            # A probe may have to read a long prompt first.
+            control.drafts_for(0, len(due))
+            control.drafted(0.5)
+            probes += len(due)
+        control.stepped(StepPlan(), 0.040)
+    assert probes > 1
+    assert 0.5 * (probes - 1) <= MOST_PROBING_SHARE * 3000 * 0.040 + MOST_PROBING_CREDIT_S
+
+
+def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> list[int]:
+    """Return a list that the decodes of each step are added to, for which somebody thinks about guesses."""
+    seen: list[int] = []
+    shares = harness.scheduler._draft_control.shares
+
+    def counted(streams: list[Sequence], room: list[int], left: int) -> list[int]:
+        seen.append(len(streams))
+        return shares(streams, room, left)
+
+    monkeypatch.setattr(harness.scheduler._draft_control, "shares", counted)
+    return seen
+
+
+def test_a_full_batch_that_nothing_is_worth_guessing_for_is_seldom_thought_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafter = CountingDrafter(1)
+    harness = TimedHarness(drafter)
+    decisions = count_decisions(monkeypatch, harness)
+    for seed in range(16):
+        harness.submit(prompt(seed % 4, 6), 200, seed=seed)
+    steps = harness.run_all()
+    assert not harness.guessed
+    # Each decision computes the shares twice: as they can be in this step, and as they could be at best.
+    assert len(decisions) < 2 * steps / 3
+    assert drafter.asked < 16 * 200 / 16 / 2
+
+
+def test_a_batch_that_shrinks_is_thought_about_at_once() -> None:
+    harness = TimedHarness(OracleDrafter())
+    control = harness.scheduler._draft_control
+    harness.submit(prompt(1, 6), 200)
+    for seed in range(15):
+        harness.submit(prompt(seed % 4, 6), 30, seed=seed)
+    control.shares = lambda streams, room, left: [0] * len(streams)  # type: ignore[method-assign]
+    while len(harness.scheduler.sequences) > 1:
+        harness.step()
+        while harness.answer():
+            pass
+    assert not harness.guessed
+    del control.shares
+    harness.step()
+    harness.step()
+    assert harness.guessed
+    harness.run_all()
 
 
 def test_the_likelier_guess_gets_the_last_token() -> None:
