@@ -16,7 +16,7 @@ Float64 = npt.NDArray[np.float64]
 STREAM_FADING = 0.85
 WORKER_FADING = 0.98
 # A stream whose last probes were wrong, or for which nothing was found, is probed this many times more rarely at most.
-MOST_PATIENCE = 8
+MOST_PATIENCE = 4
 # What nobody has measured yet: half of the guesses are right, said by as much as so many judged guesses.
 UNKNOWN_RATE = 0.5
 UNKNOWN_WEIGHT = 8.0
@@ -63,16 +63,18 @@ class GuessRecord:
     Attributes:
         chances: float64 [MAX_SPECULATIVE_TOKENS], how likely it is that the first 1, 2, 3... guesses are all right;
             falls from place to place.
+        likeliest: the first of them, as a plain number.
         found: whether the drafter knew a guess when it was asked last.
         expected: how many tokens of the guess that a step judges now were expected to be right.
         worth_s: how many seconds guesses save in the rest of the stream's life; infinite where nobody knows.
     """
 
-    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found", "worth_s")
+    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found", "likeliest", "worth_s")
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)
         self.chances: Float64 = np.array([UNKNOWN_RATE ** (place + 1) for place in range(MAX_SPECULATIVE_TOKENS)])
+        self.likeliest = UNKNOWN_RATE
         self.found = True
         self.expected = 0.0
         self.worth_s = inf
@@ -92,7 +94,7 @@ class GuessRecord:
         level = self._acceptance.level(all_level, OTHERS_WEIGHT)
         expected = np.minimum(all_rates * (level / all_level), MOST_EXPECTED)
         chances: Float64 = self._acceptance.rates(expected, PLACE_WEIGHT).cumprod()
-        self.chances = chances
+        self.chances, self.likeliest = chances, chances.item(0)
 
     def probe_is_due(self, num_tokens: int, every_tokens: int) -> bool:
         """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never. Where probes were

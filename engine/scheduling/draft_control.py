@@ -9,9 +9,9 @@ nearly every guess is worth its row; in a full batch hardly any is. Where steps 
 guesses do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, too.
 
 Where no guess is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and what it
-says is compared with the text that comes without it. Such a probe costs a look-up and no row. Where no
-guess would pay, the control rests: the next steps of as many decodes are run without being thought about, so that a full batch, in which guesses
-hardly ever pay, does not pay for the thought, either. Sans-IO (I9).
+says is compared with the text that comes without it. Such a probe costs a look-up and no row. The control then rests,
+too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which guesses hardly ever pay,
+does not pay for deciding against them in each step, either. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.speculative_config import SpeculativeConfig
 
 # Numbers of rows between which the cost of steps is taken for linear, and how far a step moves the two beside it.
-KNOTS = 2.0 ** np.arange(13)
+KNOTS = tuple(2**power for power in range(13))
 LEARNING_RATE = 0.2
 # How far each step moves all of them back to what the linear model of steps expects, so that one which was measured
 # while the machine was slow, and is shunned since, is tried again.
@@ -45,8 +45,8 @@ CALIBRATION_TOKENS = 8.0
 # one probe on average; by a drafter that takes its time, more rarely. A probe guesses what comes until the next one.
 LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
-# A drafter that takes its time probes one stream at a time, for at most this share of the time of all steps; what is
-# left of it adds up to so much.
+# A drafter that takes its time probes one stream at a time, in at most this share of the time of all steps. Time that is
+# left of it is kept, up to so much.
 MOST_PROBING_SHARE = 0.01
 MOST_PROBING_CREDIT_S = 0.05
 # The longest rest, which is also bounded by the tokens from one probe to the next.
@@ -55,38 +55,53 @@ MOST_RESTING_STEPS = 4
 
 class RowCosts:
     """Seconds of steps without prompt tails by their rows: a line through KNOTS, each of which moves towards the steps
-    that were measured beside it."""
+    that were measured beside it.
+
+    What each step needs is computed in plain numbers. Much of NumPy, its interpolation and sorting among that, lets go
+    of the interpreter's lock, and a step thread that does so while the last step's tokens are being sent on waits for
+    all of them.
+    """
 
     def __init__(self) -> None:
-        self._seconds: Float64 = np.zeros(len(KNOTS))
+        self._seconds = [0.0] * len(KNOTS)
         self._known = False
 
     def expect(self, rows: int, seconds: float, row_s: float, steps: int = 1) -> None:
         """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more; it says
         so for the last time in so many ``steps``."""
         if seconds > 0:
-            expected = np.maximum(seconds + row_s * (KNOTS - rows), seconds / 2)
-            self._seconds += (1 - (1 - RETURN_RATE) ** steps if self._known else 1.0) * (expected - self._seconds)
+            rate = 1 - (1 - RETURN_RATE) ** steps if self._known else 1.0
+            for place, knot in enumerate(KNOTS):
+                expected = max(seconds + row_s * (knot - rows), seconds / 2)
+                self._seconds[place] += rate * (expected - self._seconds[place])
             self._known = True
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step has taken so long."""
         if not self._known:
             return
-        place = min(max(rows.bit_length() - 1, 0), len(KNOTS) - 2)
-        share = min(rows / (1 << place) - 1, 1.0)
-        # Plain numbers: this runs in every step, however full.
-        below, above = self._seconds.item(place), self._seconds.item(place + 1)
-        expected = (1 - share) * below + share * above
+        expected = self.seconds(rows)
         # A hiccup teaches no more than a step that takes twice as long.
         error = LEARNING_RATE * (min(seconds, 2 * expected) - expected)
-        self._seconds[place] = below + (1 - share) * error
-        self._seconds[place + 1] = above + share * error
+        place, share = _beside(rows)
+        self._seconds[place] += (1 - share) * error
+        self._seconds[place + 1] += share * error
 
-    def seconds(self, rows: npt.NDArray[Any]) -> Float64:
-        """float64, for each number of rows; 0.0 as long as nothing is known."""
+    def seconds(self, rows: int) -> float:
+        """For so many rows, 1 at least; 0.0 as long as nothing is known."""
+        place, share = _beside(rows)
+        return (1 - share) * self._seconds[place] + share * self._seconds[place + 1]
+
+    def curve(self, rows: npt.NDArray[Any]) -> Float64:
+        """float64, for each number of rows."""
         seconds: Float64 = np.interp(rows, KNOTS, self._seconds)
         return seconds
+
+
+def _beside(rows: int) -> tuple[int, float]:
+    """The place of the knot at or below so many rows, and how far they are on the way to the next one."""
+    place = min(rows.bit_length() - 1, len(KNOTS) - 2)
+    return place, min(rows / KNOTS[place] - 1, 1.0)
 
 
 class DraftControl:
@@ -110,15 +125,15 @@ class DraftControl:
         # The next step has so many decodes, and making a guess for it takes so many seconds.
         self._decodes = 0
         self._drafting_s = 0.0
-        # Steps until the next decision, if the decodes stay as many; as many at least after the next one against guesses;
-        # and steps since the last one.
+        # Steps until the next decision, if the decodes stay as many, and how long the next rest is; steps since the last
+        # decision.
         self._resting_steps = 0
         self._rest_steps = 1
+        self._undecided_steps = 0
         # Seconds that slow probes may take; below 0 after one that took longer. And the part that probes have in what is
         # drafted for the next step.
         self._probing_credit_s = 0.0
         self._probing_part = 0.0
-        self._undecided_steps = 0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftControl:
@@ -128,7 +143,7 @@ class DraftControl:
     def rests(self, decodes: int) -> bool:
         """Whether the next step, of so many decodes, is run without guesses and without a probe."""
         self._undecided_steps += 1
-        self._resting_steps = self._resting_steps - 1 if decodes == self._decodes else 0
+        self._resting_steps = max(0, self._resting_steps - 1) if decodes == self._decodes else 0
         return self._resting_steps > 0
 
     @property
@@ -152,8 +167,8 @@ class DraftControl:
             self.costs.observe(plan.num_tokens, seconds)
 
     def decide(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
-        """:meth:`shares` of the next step. Where no guess would be worth its row, the control rests: each time in a row
-        for twice as many steps."""
+        """Returns the :meth:`shares` of the next step. Where no guess would be worth its row, the control rests, twice as
+        long each time in a row."""
         found = self.shares(streams, room, left)
         self._probing_part = 0.0
         if any(found) or self.may_guess(streams):
@@ -170,16 +185,18 @@ class DraftControl:
         none, decodes = [0] * len(streams), self._decodes
         if not (streams and decodes) or left <= 0 or self._crowded:
             return none
-        plain_s = float(self.costs.seconds(np.array([decodes]))[0])
-        highest = max(stream.guesses.chances[0] for stream in streams) * self._trust
-        if plain_s and self._speedups(KNOTS * highest, KNOTS, plain_s).max() < LEAST_SPEEDUP:
+        plain_s = self.costs.seconds(decodes)
+        highest = max(stream.guesses.likeliest for stream in streams) * self._trust
+        if plain_s and max(self._speedup(knot * highest, knot, plain_s) for knot in KNOTS) < LEAST_SPEEDUP:
             return none
         chances = np.array([stream.guesses.chances for stream in streams])[:, : self.most_guesses] * self._trust
         chances[np.arange(chances.shape[1]) >= np.array(room)[:, None]] = 0.0
         order = np.argsort(-chances, axis=None, kind="stable")[: min(left, np.count_nonzero(chances))]
         count = len(order)
         if count and plain_s:
-            speedups = self._speedups(np.cumsum(chances.ravel()[order]), np.arange(1, count + 1), plain_s)
+            guesses = np.arange(1, count + 1)
+            seconds = self.costs.curve(decodes + guesses) + self._drafting_s * guesses
+            speedups = (1 + np.cumsum(chances.ravel()[order]) / decodes) * plain_s / seconds
             best = int(speedups.argmax())
             count = best + 1 if speedups[best] >= LEAST_SPEEDUP else 0
         found: list[int] = np.bincount(order[:count] // chances.shape[1], minlength=len(streams)).tolist()
@@ -188,7 +205,7 @@ class DraftControl:
     def _value(self, streams: Seq[Sequence], shares: Seq[int]) -> None:
         """Note what so many guesses in each step save in the rest of each stream's life, for a drafter that has to catch
         up with the text before its first guess."""
-        plain_s, step_s = self.costs.seconds(self._decodes + np.array([0, sum(shares)])).tolist()
+        plain_s, step_s = self.costs.seconds(self._decodes), self.costs.seconds(self._decodes + sum(shares))
         guess_s = (step_s - plain_s) / max(1, sum(shares)) + self._drafting_s
         for stream, share in zip(streams, shares, strict=True):
             if share and plain_s:
@@ -206,11 +223,10 @@ class DraftControl:
         """Whether the next step has too many decodes for guesses."""
         return 0 < self._most_decodes < self._decodes
 
-    def _speedups(self, brought: Float64, guesses: npt.NDArray[Any], plain_s: float) -> Float64:
+    def _speedup(self, brought: float, guesses: int, plain_s: float) -> float:
         """How much faster than without guesses decoding is with so many of them, which bring so many tokens."""
         seconds = self.costs.seconds(self._decodes + guesses) + self._drafting_s * guesses
-        speedups: Float64 = (1 + brought / self._decodes) * plain_s / seconds
-        return speedups
+        return (1 + brought / self._decodes) * plain_s / seconds
 
     def may_guess(self, likely: Seq[Sequence]) -> bool:
         """Whether the step behind the one just planned would guess something for these streams, for which the drafter
