@@ -69,7 +69,17 @@ class GuessRecord:
         worth_s: how many seconds guesses save in the rest of the stream's life; infinite where nobody knows.
     """
 
-    __slots__ = ("_acceptance", "_patience", "_probe", "_probed_at", "chances", "expected", "found", "likeliest", "worth_s")
+    __slots__ = (
+        "_acceptance",
+        "_patience",
+        "_probe",
+        "_probed_at",
+        "chances",
+        "expected",
+        "found",
+        "likeliest",
+        "worth_s",
+    )
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)

@@ -236,7 +236,9 @@ class DraftChains:
             return None
         # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
-        chain.is_too_late = not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.guesses.worth_s
+        chain.is_too_late = (
+            not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.guesses.worth_s
+        )
         if chain.is_too_late:
             return None
         reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pillion.engine.backends.batch import Int32
 from pillion.engine.scheduling.acceptance import UNKNOWN_RATE, UNKNOWN_WEIGHT, WORKER_FADING, Acceptance, Float64
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import StepCost, features
@@ -49,7 +50,7 @@ SLOW_PROBE_TOKENS = 128
 # left of it is kept, up to so much.
 MOST_PROBING_SHARE = 0.01
 MOST_PROBING_CREDIT_S = 0.05
-# The longest rest, which is also bounded by the tokens from one probe to the next.
+# The longest rest.
 MOST_RESTING_STEPS = 4
 
 
@@ -167,18 +168,32 @@ class DraftControl:
             self.costs.observe(plan.num_tokens, seconds)
 
     def decide(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
-        """Returns the :meth:`shares` of the next step. Where no guess would be worth its row, the control rests, twice as
-        long each time in a row."""
+        """Returns the :meth:`shares` of the next step. Where no guess would be worth its row, the control rests."""
         found = self.shares(streams, room, left)
         self._probing_part = 0.0
-        if any(found) or self.may_guess(streams):
-            self._rest_steps = 1
-            if self._drafting_s:
-                self._value(streams, found)
-        else:
-            self._resting_steps = self._rest_steps
-            self._rest_steps = min(2 * self._rest_steps, self._probe_tokens, MOST_RESTING_STEPS)
+        if not any(found) and not self.may_guess(streams):
+            self._rest(self._probe_tokens)
+        elif self._drafting_s:
+            self._value(streams, found)
         return found
+
+    def pays(self, found: Seq[tuple[Sequence, int]]) -> bool:
+        """Whether to make the guesses that the drafter has found, so many tokens for each of these streams. They may be
+        fewer than it was asked for; where they are too few, the control rests."""
+        count = sum(tokens for _, tokens in found)
+        brought = sum(float(stream.guesses.chances[:tokens].sum()) for stream, tokens in found) * self._trust
+        plain_s = self.costs.seconds(self._decodes)
+        if count and (not plain_s or self._speedup(brought, count, plain_s) >= LEAST_SPEEDUP):
+            self._rest_steps = 1
+            return True
+        # A stream of few is asked in each step: a guess for it is worth much.
+        self._rest(self._decodes // 4)
+        return False
+
+    def _rest(self, most: int) -> None:
+        """Decide nothing for some steps, twice as many each time in a row."""
+        self._resting_steps = min(self._rest_steps, most)
+        self._rest_steps = min(2 * self._rest_steps, MOST_RESTING_STEPS)
 
     def shares(self, streams: Seq[Sequence], room: Seq[int], left: int) -> list[int]:
         """How many tokens to guess for each of these streams, at most ``room`` of each and ``left`` of all."""
@@ -264,14 +279,25 @@ class DraftControl:
         due = []
         for stream in streams:
             if stream.guesses.probe_is_due(stream.num_tokens, SLOW_PROBE_TOKENS if slow else every):
-                made, right = stream.guesses.take_probe(stream.tokens(0, stream.num_tokens))
-                if made:
-                    self._learn(stream, made, right)
+                self._judge_probe(stream)
                 due.append((stream, min(self.most_guesses, every)))
                 if slow:
                     stream.guesses.worth_s = inf
                     break
         return due
+
+    def keep_as_probe(self, stream: Sequence, guess: Int32) -> None:
+        """A guess that no step makes is compared with the text, if a probe is due."""
+        if stream.guesses.probe_is_due(stream.num_tokens, self._probe_tokens):
+            self._judge_probe(stream)
+            stream.guesses.probe(guess, stream.num_tokens)
+        else:
+            stream.guesses.found = len(guess) > 0
+
+    def _judge_probe(self, stream: Sequence) -> None:
+        made, right = stream.guesses.take_probe(stream.tokens(0, stream.num_tokens))
+        if made:
+            self._learn(stream, made, right)
 
     def drafts_for(self, wanted: int, probes: int) -> None:
         """What is drafted for the next step are guesses for so many streams, and probes of others."""

@@ -65,11 +65,15 @@ def _guess(drafter: Drafter, control: DraftControl, streams: Seq[Sequence], shar
         return
     control.drafts_for(len(wanted), len(due))
     guesses = drafter.draft([*wanted, *due])
-    for (stream, most), guess in zip(wanted, guesses, strict=False):
-        tokens = _fitting(stream, guess[:most])
-        stream.guesses.asked(tokens, stream.num_tokens)
-        if len(tokens):
-            stream.draft(tokens)
+    found = [(stream, _fitting(stream, guess[:most])) for (stream, most), guess in zip(wanted, guesses, strict=False)]
+    if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
+        for stream, tokens in found:
+            stream.guesses.asked(tokens, stream.num_tokens)
+            if len(tokens):
+                stream.draft(tokens)
+    else:
+        for stream, tokens in found:
+            control.keep_as_probe(stream, tokens)
     for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
         stream.guesses.probe(guess, stream.num_tokens)
 
