@@ -107,8 +107,8 @@ class GuessRecord:
         self.chances, self.likeliest = chances, chances.item(0)
 
     def probe_is_due(self, num_tokens: int, every_tokens: int) -> bool:
-        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never. Where probes were
-        of no use, the next one is due later."""
+        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never. Where probes
+        were of no use, the next one is due later."""
         return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens * self._patience
 
     def take_probe(self, text: Int32) -> tuple[int, int]:

@@ -13,8 +13,9 @@ Memory. The draft's slots come out of the worker's stock, beyond what decodes ne
 before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
 
 Work. The passes of a plan run between two steps, so nothing of a draft is in flight when slots change hands. The first
-pass catches up with the tokens that came since; tokens of prompts are cut to what the step's budget leaves (I5), and are
-not computed for a stream that ends before its guesses can save as much time as that takes. A guess stays as KV where it was right, and is overwritten where not. Sans-IO (I9).
+pass catches up with the tokens that came since. Tokens of prompts are cut to what the step's budget leaves (I5), and
+left out for a stream that ends before its guesses can save as much time as they take. A guess stays as KV where it was
+right, and is overwritten where not. Sans-IO (I9).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ guesses do not (:mod:`pillion.engine.scheduling.in_flight`), which t has in it, 
 
 Where no guess is worth its row, the acceptance is measured all the same: now and then the drafter is asked, and what it
 says is compared with the text that comes without it. Such a probe costs a look-up and no row. The control then rests,
-too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which guesses hardly ever pay,
-does not pay for deciding against them in each step, either. Sans-IO (I9).
+too: it decides nothing for the next few steps of as many decodes, so that a full batch, in which guesses hardly ever
+pay, does not pay for deciding against them in each step, either. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ LEAST_SPEEDUP = 1.05
 # Guesses are made for the streams that look best, so fewer are right than it seems. The chances are therefore corrected
 # by the share that was right of what was expected, which begins as if so many tokens had come as expected.
 CALIBRATION_TOKENS = 8.0
-# Streams without guesses are probed once in as many tokens as there are decodes, within these bounds, so that a step has
-# one probe on average; by a drafter that takes its time, more rarely. A probe guesses what comes until the next one.
+# Streams without guesses are probed once in as many tokens as there are decodes, within these bounds, so that a step
+# has one probe on average; by a drafter that takes its time, more rarely. A probe guesses what comes until the next.
 LEAST_PROBE_TOKENS, MOST_PROBE_TOKENS = 2, 16
 SLOW_PROBE_TOKENS = 128
-# A drafter that takes its time probes one stream at a time, in at most this share of the time of all steps. Time that is
-# left of it is kept, up to so much.
+# A drafter that takes its time probes one stream at a time, in at most this share of the time of all steps. What is
+# left of that time is kept, up to so much.
 MOST_PROBING_SHARE = 0.01
 MOST_PROBING_CREDIT_S = 0.05
 # The longest rest.
@@ -68,8 +68,8 @@ class RowCosts:
         self._known = False
 
     def expect(self, rows: int, seconds: float, row_s: float, steps: int = 1) -> None:
-        """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more; it says
-        so for the last time in so many ``steps``."""
+        """The linear model expects a step of ``rows`` rows to take ``seconds``, and ``row_s`` for each row more. It was
+        asked last ``steps`` steps ago."""
         if seconds > 0:
             rate = 1 - (1 - RETURN_RATE) ** steps if self._known else 1.0
             for place, knot in enumerate(KNOTS):
@@ -126,13 +126,13 @@ class DraftControl:
         # The next step has so many decodes, and making a guess for it takes so many seconds.
         self._decodes = 0
         self._drafting_s = 0.0
-        # Steps until the next decision, if the decodes stay as many, and how long the next rest is; steps since the last
-        # decision.
+        # Steps until the next decision, if the decodes stay as many; the length of the next rest; and steps since the
+        # last decision.
         self._resting_steps = 0
         self._rest_steps = 1
         self._undecided_steps = 0
-        # Seconds that slow probes may take; below 0 after one that took longer. And the part that probes have in what is
-        # drafted for the next step.
+        # Seconds that slow probes may take, below 0 after one that took longer; and the part that probes have in what
+        # is drafted for the next step.
         self._probing_credit_s = 0.0
         self._probing_part = 0.0
 
@@ -218,8 +218,8 @@ class DraftControl:
         return found
 
     def _value(self, streams: Seq[Sequence], shares: Seq[int]) -> None:
-        """Note what so many guesses in each step save in the rest of each stream's life, for a drafter that has to catch
-        up with the text before its first guess."""
+        """Note what so many guesses in each step save in the rest of each stream's life, for a drafter that has to
+        catch up with the text before its first guess."""
         plain_s, step_s = self.costs.seconds(self._decodes), self.costs.seconds(self._decodes + sum(shares))
         guess_s = (step_s - plain_s) / max(1, sum(shares)) + self._drafting_s
         for stream, share in zip(streams, shares, strict=True):
@@ -271,8 +271,8 @@ class DraftControl:
 
     def due_for_probe(self, streams: Iterable[Sequence], slow: bool) -> list[tuple[Sequence, int]]:
         """The streams to probe, and by how many tokens, once their last probe is judged. ``slow`` guesses, which are
-        more than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not where the batch is too
-        full for any."""
+        more than a look-up, are made for one stream at a time, within MOST_PROBING_SHARE, and not where the batch is
+        too full for any."""
         if slow and (self._crowded or self._probing_credit_s < 0):
             return []
         every = self._probe_tokens

@@ -39,18 +39,20 @@ def speculate(
 ) -> list[SequencePiece]:
     """``decodes``, lengthened by forced tokens and guesses of ``left`` tokens together, which then stand in their
     sequences."""
+    rests = drafter is None or control.rests(len(decodes))
     streams, rooms = [], []
     for piece in decodes:
-        sequence, room = piece.sequence, min(left, _room(piece))
+        sequence = piece.sequence
         if sequence.grammar is not None and len(sequence.grammar.forced) > 0:
+            room = min(left, _room(piece))
             if room > 0:
                 tokens = _forced(sequence, room)
                 left -= len(tokens)
                 sequence.draft(tokens, forced=True)
-        else:
+        elif not rests:
             streams.append(sequence)
-            rooms.append(room)
-    if drafter is not None and streams and not control.rests(len(decodes)):
+            rooms.append(min(left, _room(piece)))
+    if drafter is not None and streams:
         control.observe(decodes, cost, drafter.seconds_per_token(len(streams)) / len(streams))
         _guess(drafter, control, streams, control.decide(streams, rooms, left))
     return [_lengthened(piece) for piece in decodes]
