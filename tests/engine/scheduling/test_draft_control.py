@@ -161,6 +161,27 @@ def test_a_full_batch_that_nothing_is_worth_guessing_for_is_seldom_thought_about
     assert drafter.asked < 16 * 200 / 16 / 2
 
 
+@pytest.mark.parametrize(("found", "tokens"), [(1, 1), (16, 4)])
+def test_found_guesses_are_made_where_they_are_enough_to_pay(found: int, tokens: int) -> None:
+    """All streams look alike until the drafter says for how many of them it knows something."""
+
+    class KnowsSome(OracleDrafter):
+        def draft(self, wanted: list[tuple[Sequence, int]]) -> list[Int32]:
+            return [np.full(most if place < found else 0, 7, np.int32) for place, (_, most) in enumerate(wanted)]
+
+    control, streams = DraftControl(3), [sequence_of([1, 2, 3]) for _ in range(16)]
+    for stream in streams:
+        control.judged(stream, 3, 3)
+        stream.compute(0, 2, 0.0)
+    control.costs.expect(16, STEP_S + 16 * 0.0012, 0.0012)
+    pieces = speculate(KnowsSome(), control, StepCost(), [SequencePiece(one, 2, 1, 1) for one in streams], 100)
+    assert max(piece.count for piece in pieces) == tokens
+    if found == 1:
+        # The text that comes judges what no step did.
+        made, right = streams[0].guesses.take_probe(np.array([1, 2, 3, 7, 7, 7], np.int32))
+        assert made == right > 0
+
+
 def test_a_batch_that_shrinks_is_thought_about_at_once() -> None:
     harness = TimedHarness(OracleDrafter())
     control = harness.scheduler._draft_control
