@@ -28,11 +28,11 @@ from benchmarks.lora_service import show as show_service
 from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
 from pillion.engine.backends.backend import PackedAdapter
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.worker.packing_process import PackingProcess
 from testbed.plain_model import plain_folder
 from testbed.random_adapter import random_adapter_folder
 
@@ -70,7 +70,7 @@ class Loads:
     """Loads adapters from files one after another, as a worker does, while it is told to."""
 
     def __init__(self, model: LoadedModel, folders: list[pathlib.Path], rank: int) -> None:
-        self._process = PackingProcess(model.adapter_reader(rank), model.backend)
+        self._process, self._backend = AdapterProcess(model.adapter_reader(rank)), model.backend
         self._files = [(folder, AdapterFiles(folder).digest()) for folder in folders]
         self._thread = ThreadPoolExecutor(1)
         self.seconds: list[float] = []
@@ -79,7 +79,9 @@ class Loads:
     def one(self) -> PackedAdapter:
         """Load the next adapter."""
         begin = time.perf_counter()
-        packed = self._process.load(*self._files[len(self.seconds) % len(self._files)])
+        folder, digest = self._files[len(self.seconds) % len(self._files)]
+        about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
+        packed = self._backend.take_adapter(digest, about, data)
         self.seconds.append(time.perf_counter() - begin)
         return packed
 

@@ -140,7 +140,7 @@ class Gateway:
         self.adapters = adapters
         self.adapter_spread: AdapterSpread | None = None
         if adapters is not None:
-            self.adapter_spread = AdapterSpread(cluster.nodes, lambda: {one.digest for one in adapters.all()})
+            self.adapter_spread = AdapterSpread(cluster.nodes, adapters.digests, adapters.store)
         # A name that was given goes before another model's alias.
         self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
         self.cluster = cluster
@@ -345,13 +345,20 @@ class Gateway:
             return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
-        """The models that live workers serve now, then their adapters, as far as a tenant may use them."""
+        """The models that live workers serve now, each with its alias, then their adapters, as far as a tenant may use
+        them."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
         for adapter in () if self.adapters is None else self.adapters.all():
             if adapter.parent in served:
                 entries.append(replace(served[adapter.parent], adapter=adapter))
-        return tuple(_described(entry) for entry in entries if self._may_use(tenant, entry))
+        found: list[ModelInfo] = []
+        for entry in entries:
+            if self._may_use(tenant, entry):
+                found.append(_described(entry))
+                if self._by_name.get(entry.alias) is entry:
+                    found.append(replace(found[-1], name=entry.alias, alias_of=entry.name))
+        return tuple(found)
 
     async def load_adapter(
         self, tenant: Tenant | None, name: str, path: str, *, in_place: bool = False, model: str = ""

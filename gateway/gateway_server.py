@@ -21,7 +21,6 @@ import msgspec
 
 from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES
@@ -252,13 +251,14 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> Adapter
     if flags.allow_runtime_lora_updating and not flags.api_keys and not is_local(f"{flags.host}:0"):
         raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
     names = AdapterNames(
-        {name: load_config(entry.folder) for name, entry in entries.items() if entry.folder is not None},
+        {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
         {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},
         AdapterOptions(
             max_rank=flags.max_lora_rank,
             max_loras=flags.max_loras,
             folders=flags.lora_path,
             updating=flags.allow_runtime_lora_updating,
+            limits=flags.store_limits,
         ),
         SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
     )

@@ -20,19 +20,34 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
-# The most that an adapter may take.
-MAX_ADAPTER_BYTES = 8 * 2**30
-# What all copies may take, and what they leave free on the disk.
-MAX_COPIES_BYTES = 64 * 2**30
+# The most that an adapter's config may have, and the header of its tensors; that of a large model's adapter has some
+# hundred kilobytes.
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 2**24
+# What copies leave free on the disk.
 MIN_FREE_BYTES = 2**30
 # A copy that was not used for so long may be removed.
 KEEP_S = 3600.0
 # From this age on, a draft without a lock has lost its writer.
 MIN_DRAFT_AGE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """What copies may take on a machine. ``file_bytes``: the tensors of one adapter; ``store_bytes``: all copies;
+    ``transfer_s``: the time in which the files of one come from another machine."""
+
+    file_bytes: int = 8 * 2**30
+    store_bytes: int = 64 * 2**30
+    transfer_s: float = 120.0
+
+
+STORE_LIMITS = StoreLimits()
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -48,7 +63,7 @@ def is_adapter_digest(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_BYTES) -> Iterator[Path]:
+def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.store_bytes) -> Iterator[Path]:
     """Yields a new folder for an adapter's files, beside their place in ``adapters``, and removes it if it is still
     there at the end. Raises OSError where there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
@@ -62,7 +77,7 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_B
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def make_room(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_BYTES) -> None:
+def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.store_bytes) -> None:
     """Removes what nobody needs until ``size_bytes`` more fit below ``max_bytes`` and on the disk. Raises OSError where
     that is not enough."""
     now, kept = time.time(), []
@@ -87,8 +102,8 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = MAX_COPIES_BYTES
         excess_bytes -= size
     if excess_bytes > 0:
         reason = (
-            f"the adapters would take {total_bytes} bytes, and may take {max_bytes}; the disk has {free_bytes} bytes"
-            f" free, and {MIN_FREE_BYTES} stay so"
+            f"the adapters would take {total_bytes} bytes, and may take {max_bytes} (--lora-store-bytes); the disk has"
+            f" {free_bytes} bytes free, and {MIN_FREE_BYTES} stay so"
         )
         raise OSError(errno.ENOSPC, reason)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
+from pillion.adapter_folders import STORE_LIMITS, StoreLimits
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
@@ -279,7 +280,14 @@ class RankFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareFlags(RankFlags, ComputeFlags):
+class EnableLoraFlags:
+    """Whether requests may name adapters (LoRA)."""
+
+    enable_lora: bool = flag(False, "Serve LoRA adapters.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareFlags(EnableLoraFlags, RankFlags, ComputeFlags):
     """``pillion prepare``: makes a model ready, for one number of ranks."""
 
 
@@ -319,10 +327,30 @@ class ChunkedPrefillFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraFlags:
-    """Adapters (LoRA): what workers have room for, and whether requests may name any."""
+class LoraStoreFlags:
+    """What copies of adapters may take on a machine, whose components all share them."""
 
-    enable_lora: bool = flag(False, "Serve LoRA adapters.")
+    lora_file_bytes: int = size_flag(STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1)
+    lora_store_bytes: int = size_flag(
+        STORE_LIMITS.store_bytes, "Most bytes that the copies of adapters may take on a machine.", least=1
+    )
+    lora_transfer_timeout_s: float = flag(
+        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1
+    )
+
+    @property
+    def store_limits(self) -> StoreLimits:
+        return StoreLimits(
+            file_bytes=self.lora_file_bytes,
+            store_bytes=self.lora_store_bytes,
+            transfer_s=self.lora_transfer_timeout_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFlags(EnableLoraFlags, LoraStoreFlags):
+    """Adapters (LoRA): what workers have room for."""
+
     max_loras: int = flag(
         8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
     )
@@ -350,7 +378,7 @@ class InternalServerFlags(CommonFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVNodeFlags(PoolFlags, InternalServerFlags):
+class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     """``pillion kvnode``: the owner of one memory domain's pool."""
 
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.", placement=True)

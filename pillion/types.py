@@ -275,7 +275,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the prompt and the time of a request went; see ``Timings`` in common.proto for each field."""
+    """Where the prompt and the time of a request went, and what computed it; see ``Timings`` in common.proto for each
+    field."""
 
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -294,6 +295,7 @@ class Timings:
     plan_reason: str = ""
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    system_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +330,8 @@ class ModelInfo:
     """A model that live workers serve.
 
     The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
-    ``parent``, and the digest of its content as ``adapter``. ``weights`` says how the model's weights are kept, such as
+    ``parent``, and the digest of its content as ``adapter``; another name of a model has that model's as ``alias_of``.
+    ``weights`` says how the model's weights are kept, such as
     "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
     """
 
@@ -340,6 +343,7 @@ class ModelInfo:
     parent: str = ""
     adapter: str = ""
     weights: str = ""
+    alias_of: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

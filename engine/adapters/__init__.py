@@ -7,7 +7,8 @@
     adapter_weights.py   an adapter's matrices, laid over the fused linear layers of the decoder
     adapter_reader.py    reads the matrices of a folder
     adapter_forms.py     matrices as bits, on their way from the process that reads them to the worker
-    packing_main.py      that process
+    adapter_process.py   a process that reads adapters for a worker or a gateway
+    adapter_process_main.py  that process's program
     step_adapters.py     multiplies by them in plain torch, the reference for all kernels
 
 Open ``adapter_weights.py`` first. What multiplies by them fast is in ``kernels``. The config, the files and the store

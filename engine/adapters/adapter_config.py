@@ -15,12 +15,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pillion.adapter_folders import MAX_CONFIG_BYTES
 from pillion.engine.adapters.pattern_cost import MAX_WAYS, ways_of
 from pillion.engine.models.config_json import above_zero, read_json, size
 from pillion.errors import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
-MAX_CONFIG_BYTES = 2**20
 # Longest expression, and most expressions of a key.
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024

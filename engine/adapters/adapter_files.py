@@ -11,17 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pillion.adapter_folders import MAX_ADAPTER_BYTES
+from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_config import AdapterConfig, load_adapter_config
+from pillion.engine.adapters.adapter_forms import Bits, Bytes
 from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
@@ -29,7 +30,7 @@ from pillion.errors import ConfigError
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 # Most bytes that are read in one call.
-_READ_AT_ONCE_BYTES = 2**24
+READ_AT_ONCE_BYTES = 2**20
 
 # Types of tensors: the numbers that hold their bits, and the bits that are all 1 in NaN and infinities.
 _TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
@@ -37,6 +38,7 @@ _TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
+_KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
 # The decoder's name in models of text, and in transformers 5 and 4 in models of text and images.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -185,18 +187,12 @@ class AdapterFiles:
             raise self._error(f"its config names {missing[0]} as a target, for which {TENSORS_NAME} has no tensors")
         return tuple(sorted(pairs, key=lambda pair: (pair.projection.layer, pair.projection.first_output)))
 
-    def check_numbers(self) -> None:
-        """Raises ConfigError for NaN or infinities. Reads the whole file."""
-        with self.path.open("rb") as file:
-            for name, tensor in self._tensors.items():
-                kind, ones = _TYPES[tensor.kind]
-                for part in self._parts(file, tensor):
-                    bits = part.view(kind)
-                    if ((bits & ones) == ones).any():
-                        raise self._error(f"{name} holds NaN or infinite numbers")
+    def digest(self, use: Callable[[str, Bytes], None] | None = None) -> str:
+        """SHA-256, in hexadecimal, of what the config means and of all tensors, by name. Reads the whole file, once.
 
-    def digest(self) -> str:
-        """SHA-256, in hexadecimal, of what the config means and of all tensors, by name. Reads the whole file."""
+        ``use`` is called with each tensor's name and each piece of it, in order. A piece is some whole numbers, and
+        belongs to whoever is called.
+        """
         digest = hashlib.sha256(_DIGEST_TAG)
         canonical = self.config.canonical()
         digest.update(len(canonical).to_bytes(8, "little") + canonical)
@@ -206,19 +202,55 @@ class AdapterFiles:
                 digest.update(len(header).to_bytes(8, "little") + header)
                 for part in self._parts(file, tensor):
                     digest.update(part.data)
+                    if use is not None:
+                        use(name, part)
         return digest.hexdigest()
 
-    def values(self, name: str) -> npt.NDArray[np.float32]:
-        """The values of a tensor as float32, which holds each of them exactly."""
+    def check_numbers(self, name: str, part: Bytes) -> None:
+        """Raises ConfigError for NaN or infinities in a piece of a tensor."""
+        kind, ones = _TYPES[self._tensors[name].kind]
+        if ((part.view(kind) & ones) == ones).any():
+            raise self._error(f"{name} holds NaN or infinite numbers")
+
+    def checked_numbers(self, digest: str) -> dict[str, Bytes]:
+        """The bytes of all tensors, by name. Raises ConfigError for NaN or infinities, and for another content than
+        that of ``digest``."""
+        found: dict[str, list[Bytes]] = defaultdict(list)
+
+        def keep(name: str, part: Bytes) -> None:
+            self.check_numbers(name, part)
+            found[name].append(part)
+
+        if self.digest(keep) != digest:
+            raise self._error(f"it does not hold the adapter {digest}")
+        return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in found.items()}
+
+    def bits(self, name: str, data: Bytes, dtype: str, scale: float = 1.0) -> Bits:
+        """A tensor's numbers times ``scale`` as bits of another type, rounded once.
+
+        Args:
+            name: the tensor, whose bytes are ``data``.
+            dtype: "float32" or "bfloat16".
+        """
         tensor = self._tensors[name]
-        with self.path.open("rb") as file:
-            bits = np.concatenate(list(self._parts(file, tensor))).view(_TYPES[tensor.kind][0])
+        found = data.view(_TYPES[tensor.kind][0]).reshape(tensor.shape)
+        if scale == 1.0 and tensor.kind == _KINDS[dtype]:
+            return found
         if tensor.kind == "BF16":
             # A bfloat16 is the upper half of a float32.
-            wide = (bits.astype(np.uint32) << 16).view(np.float32)
+            wide = (found.astype(np.uint32) << 16).view(np.float32)
         else:
-            wide = bits.view(np.float16 if tensor.kind == "F16" else np.float32).astype(np.float32, copy=False)
-        return wide.reshape(tensor.shape)
+            wide = found.view(np.float16 if tensor.kind == "F16" else np.float32).astype(np.float32)
+        with np.errstate(over="ignore"):
+            wide *= np.float32(scale)
+        rounded = wide.view(np.uint32)
+        if dtype == "float32":
+            return rounded
+        # To the nearest one, and of two that are equally near to the even one.
+        odd = (rounded >> 16) & 1
+        rounded += odd + np.uint32(0x7FFF)
+        rounded >>= 16
+        return rounded.astype(np.uint16)
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._called}: {message}")
@@ -229,9 +261,10 @@ class AdapterFiles:
             if pickled is not None:
                 raise self._error(f"{pickled} is pickled, and a pickle may run any program; save it as {TENSORS_NAME}")
             raise self._error(f"it has no {TENSORS_NAME}")
-        if self.path.stat().st_size > MAX_ADAPTER_BYTES:
-            raise self._error(f"{TENSORS_NAME} is larger than {MAX_ADAPTER_BYTES} bytes")
         try:
+            with self.path.open("rb") as file:
+                if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
+                    raise ValueError(f"its header is longer than {MAX_HEADER_BYTES} bytes")
             # It checks that the header fits the file, so that the header can be read simply.
             with safe_open(self.path, framework="numpy"):
                 pass
@@ -250,11 +283,11 @@ class AdapterFiles:
             for begin, end in [about["data_offsets"]]
         }
 
-    def _parts(self, file: BufferedReader, tensor: _Tensor) -> Iterator[npt.NDArray[np.uint8]]:
+    def _parts(self, file: BufferedReader, tensor: _Tensor) -> Iterator[Bytes]:
         """The bytes of a tensor in the open file, in pieces of bounded size."""
         file.seek(tensor.begin)
-        for done in range(0, tensor.size_bytes, _READ_AT_ONCE_BYTES):
-            part = np.empty(min(_READ_AT_ONCE_BYTES, tensor.size_bytes - done), np.uint8)
+        for done in range(0, tensor.size_bytes, READ_AT_ONCE_BYTES):
+            part = np.empty(min(READ_AT_ONCE_BYTES, tensor.size_bytes - done), np.uint8)
             if file.readinto(part.data) != len(part):
                 raise self._error(f"{TENSORS_NAME} is shorter than its header says")
             yield part

@@ -19,6 +19,7 @@ import numpy.typing as npt
 Bits = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 LINE_BYTES = 64
+NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_forms import AdapterForm, Bits, Bytes, Layers, PairBits
+from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, Layers, PairBits
+from pillion.engine.adapters.adapter_store import AdapterJobs
 from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterReader:
+class AdapterReader(AdapterJobs):
     """Reads and packs the adapters of one model, in a process to which it was described.
 
     Attributes:
@@ -36,10 +35,10 @@ class AdapterReader:
     qkv_order: Sequence[int] | None
     form: AdapterForm
 
-    def packed(self, folder: Path, digest: str) -> tuple[list[Any], Bytes]:
+    def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
         """What the form makes of the adapter in a folder. Raises ConfigError for one that does not fit the model or the
         form, and for files of another content than that of ``digest``."""
-        files = AdapterFiles(folder)
+        files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
         return self.form.pack(read_pairs(files, model, self.dtype, digest, self.max_rank, self.qkv_order))
 
@@ -55,26 +54,15 @@ def read_pairs(
     """Reads an adapter's matrices; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
     pairs = files.pairs(model, max_rank)
-    if files.digest() != digest:
-        raise ConfigError(f"{files.folder} does not hold the adapter {digest}")
-    files.check_numbers()
+    numbers = files.checked_numbers(digest)
     order = None if qkv_order is None else np.array(qkv_order)
     layers: dict[str, list[PairBits]] = defaultdict(list)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
-        with np.errstate(over="ignore"):
-            # The scale is applied to the file's numbers, so that b is rounded once.
-            b = files.values(pair.b) * np.float32(pair.scale)
+        a = files.bits(pair.a, numbers.pop(pair.a), dtype)
+        b = files.bits(pair.b, numbers.pop(pair.b), dtype, pair.scale)
         if order is not None and projection.layer.endswith(".qkv"):
             # Heads keep their places, so each projection is reordered within itself.
             b = b[order[first : first + projection.outputs] - first]
-        layers[projection.layer].append(PairBits(first, _rounded(files.values(pair.a), dtype), _rounded(b, dtype)))
+        layers[projection.layer].append(PairBits(first, a, b))
     return layers
-
-
-def _rounded(values: npt.NDArray[np.float32], dtype: str) -> Bits:
-    """The bits of values in another type: the nearest ones, and of two that are equally near the even one."""
-    bits = values.view(np.uint32)
-    if dtype == "float32":
-        return bits
-    return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)

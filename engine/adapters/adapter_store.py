@@ -12,18 +12,56 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS, MAX_COPIES_BYTES, adapter_draft, is_adapter_digest
-from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.adapter_folders import (
+    ADAPTER_FILES,
+    ADAPTERS,
+    STORE_LIMITS,
+    StoreLimits,
+    adapter_draft,
+    is_adapter_digest,
+)
+from pillion.engine.adapters.adapter_files import READ_AT_ONCE_BYTES, AdapterFiles
+from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes
 from pillion.engine.checkpoints.model_cache import ModelCache
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 
-COPIED_AT_ONCE_BYTES = 2**20
+
+def folder_digest(folder: Path) -> str:
+    """The digest of the adapter in a folder. Raises ConfigError where there is none."""
+    return AdapterFiles(folder).digest()
+
+
+class AdapterJobs:
+    """What every process that reads adapters can do for its owner; a job returns a list for JSON, and bytes."""
+
+    def digest(self, folder: str) -> tuple[list[Any], Bytes]:
+        """The digest of the adapter in a folder. Raises ConfigError where there is none."""
+        return [folder_digest(Path(folder))], NO_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKeeper(AdapterJobs):
+    """Copies adapters into a store, in a process to which it was described: files of strangers' making are read there.
+
+    ``root`` and ``limits`` are those of :class:`AdapterStore`.
+    """
+
+    root: str
+    limits: StoreLimits
+
+    def add(self, source: str, model_folder: str, max_rank: int, inside: str) -> tuple[list[Any], Bytes]:
+        """Copies an adapter for the model in a folder, as :meth:`AdapterStore.add` does; "" for anywhere. Returns the
+        copy's digest and rank."""
+        place, model = Path(inside) if inside else None, load_config(Path(model_folder))
+        kept = AdapterStore(Path(self.root), self.limits).add(Path(source), model, max_rank, inside=place)
+        return [kept.digest, kept.rank], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +75,24 @@ class StoredAdapter:
 
 
 class AdapterStore:
-    """The store of a machine. ``root`` is the model cache's folder, by default that of this user."""
+    """The store of a machine.
 
-    def __init__(self, root: Path | None = None, max_bytes: int = MAX_COPIES_BYTES) -> None:
+    Args:
+        root: the model cache's folder, by default that of this user.
+        limits: what copies may take.
+        digest_of: finds the digest of the adapter in a folder, and raises ConfigError where there is none. By default
+            this process reads the folder itself.
+    """
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        limits: StoreLimits = STORE_LIMITS,
+        digest_of: Callable[[Path], str] = folder_digest,
+    ) -> None:
         self._cache = ModelCache(root)
-        self._max_bytes = max_bytes
+        self.limits = limits
+        self._digest_of = digest_of
 
     def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
         """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
@@ -59,14 +110,17 @@ class AdapterStore:
         sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
         files.pairs(model, max_rank)
+        if files.size_bytes > self.limits.file_bytes:
+            raise ConfigError(
+                f"{source} has {files.size_bytes} bytes, and may have {self.limits.file_bytes} (--lora-file-bytes)"
+            )
         with self._draft(files.size_bytes) as draft:
             for name, place in sources.items():
                 _copy(place, draft / name)
             # The folder may have been overwritten meanwhile: what was copied is what counts.
             copied = AdapterFiles(draft, called=source)
             rank = max(pair.rank for pair in copied.pairs(model, max_rank))
-            copied.check_numbers()
-            digest = copied.digest()
+            digest = copied.digest(copied.check_numbers)
             folder = self._keep(draft, digest)
         return StoredAdapter(digest, folder, rank, copied.size_bytes)
 
@@ -86,7 +140,7 @@ class AdapterStore:
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
-            if AdapterFiles(draft, called=Path(digest)).digest() != digest:
+            if self._digest_of(draft) != digest:
                 raise ConfigError(f"the files that came for the adapter {digest} have another content")
             self._keep(draft, digest)
 
@@ -103,7 +157,7 @@ class AdapterStore:
     def _draft(self, size_bytes: int) -> Iterator[Path]:
         root = self._cache.make(ADAPTERS)
         try:
-            with adapter_draft(root, size_bytes, self._max_bytes) as draft:
+            with adapter_draft(root, size_bytes, self.limits.store_bytes) as draft:
                 yield draft
         except OSError as error:
             raise Overloaded(f"the adapter cannot be kept in {root}: {error.strerror or error}") from None
@@ -142,4 +196,4 @@ def _copy(place: Path, target: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{place} cannot be read: {error.strerror or error}") from None
     with source, target.open("xb") as copy:
-        shutil.copyfileobj(source, copy, COPIED_AT_ONCE_BYTES)
+        shutil.copyfileobj(source, copy, READ_AT_ONCE_BYTES)

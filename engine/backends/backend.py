@@ -219,17 +219,17 @@ class Backend(Protocol):
     it before it has ended, so the device does not wait. Backends that do not run ahead are ``HostBackend``s.
 
     Threads: every call of a backend and of its in-flight steps comes from the step loop's thread, but for
-    ``pack_adapter``. What changes: only the pool's slots that a batch writes. What raises: ``bind_pool`` raises
+    ``take_adapter``. What changes: only the pool's slots that a batch writes. What raises: ``bind_pool`` raises
     ConfigError for a pool of another shape; ``launch`` raises Internal, and only for defects, since the scheduler made
     the batch.
 
     Adapters have places, 0 .. max_adapters - 1, whose numbers stand in ``StepBatch.adapters``. Loading has two phases,
     so that it never stalls a step:
 
-        bind_adapters (once) --> pack_adapter (slow, any thread) --> place_adapter (quick) --> steps that name the place
+        bind_adapters (once) --> take_adapter (slow, any thread) --> place_adapter (quick) --> steps that name the place
 
-    So that the slow part shares not even the interpreter with steps, another process reads and packs an adapter in the
-    backend's ``adapter_form``, and ``take_adapter`` makes a packed adapter of that.
+    So that what can be done before shares not even the interpreter with steps, another process reads an adapter and
+    brings it into the backend's ``adapter_form``, of which ``take_adapter`` makes a packed adapter.
 
     Nobody locks: a backend's packing touches nothing that steps use, and its owner calls ``place_adapter`` between
     steps. An adapter's memory is free when its place has another one and its owner has dropped it.
@@ -271,18 +271,15 @@ class Backend(Protocol):
         ConfigError where this backend cannot run the model with adapters.
         """
 
-    def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
-        """Prepares an adapter for this backend. Slow; called in any thread, by several at once, beside steps, from
-        which it takes cores and the interpreter.
+    def adapter_form(self) -> AdapterForm:
+        """The form into which another process brings adapters for this backend, after ``bind_adapters``."""
+
+    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """Makes a packed adapter of what the form gave. Where that is plain, it takes cores and the interpreter from
+        steps; called in any thread, beside them.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """
-
-    def adapter_form(self) -> AdapterForm:
-        """The form in which another process packs adapters for this backend, after ``bind_adapters``."""
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Returns what ``pack_adapter`` would, made of what the form packed; called in any thread, beside steps."""
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Puts an adapter into a place. Takes no longer than a small part of a step.

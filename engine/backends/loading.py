@@ -58,6 +58,8 @@ class LoadedModel:
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
         if self.ranks is not None:
+            if attachment.device_memory is not None:
+                attachment.name_processes(self.ranks.pids())
             self.ranks.map_pool(*attachment.handed_over())
         self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
 
@@ -311,8 +313,8 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     """Makes everything that is made once: the model, and for the CPU kernels packed weights and machine code, those of
     each rank.
 
-    If the weights are packed already nothing is loaded, which would take seconds at every start. Machine code that is
-    missing then, for example after an update, is compiled by the first worker.
+    If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
+    every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
     """
     prepared, device, size = prepare(flags, progress), resolve_device(flags), flags.tensor_parallel_size
     check_ranks(flags, device, prepared)
@@ -320,11 +322,13 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
         return prepared
     isa, _ = choose_kernels(flags, prepared)
     if isa is not None:
-        from pillion.engine.backends.cpu.cpu_weights import packed_name
+        from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
 
         for rank in range(size):
             split = RankSplit.of(load_config(prepared.folder), rank, size)
-            if not ModelCache().packed_weights(prepared.fingerprint, packed_name(split)).exists():
+            if flags.enable_lora:
+                compile_adapter_kernels(_load_for_cpu(flags, prepared, isa, progress, split), progress)
+            elif not ModelCache().packed_weights(prepared.fingerprint, split.cpu_name).exists():
                 _load_for_cpu(flags, prepared, isa, progress, split)
     return prepared
 

@@ -60,6 +60,11 @@ class RankSplit:
         return self.size == 1
 
     @property
+    def cpu_name(self) -> str:
+        """How the rank's packed weights for the CPU kernels are named in the models' cache."""
+        return "cpu" if self.whole else f"cpu{self.rank}of{self.size}"
+
+    @property
     def leads(self) -> bool:
         """Whether this rank adds what is to be added once, such as the biases of sums over all ranks."""
         return self.rank == 0

@@ -89,10 +89,9 @@ class Rank:
             return RankMessage.OK, self._answers[kind](payload, descriptors)
         except ConfigError as error:
             return RankMessage.REFUSED, error_to_bytes(error)
-        except BackendLost as error:
-            return RankMessage.FAILED, error_to_bytes(error)
         except Exception as error:
-            log.exception("this rank failed")
+            if not isinstance(error, BackendLost):
+                log.exception("this rank failed")
             if kind is not RankMessage.PACK and self._loaded is not None:
                 # The others wait for this rank in the step, and would for ever.
                 self._loaded[1].abort()
@@ -127,7 +126,12 @@ class Rank:
         return b""
 
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
-        self._backend.forward(step_from_bytes(payload))
+        backend, batch = self._backend, step_from_bytes(payload)
+        if backend.runs_ahead:
+            # Rank 0's step ends no sooner than this one, and it has two under way at most.
+            backend.launch(batch, (), None)
+        else:
+            backend.forward(batch)
         return b""
 
     def _on_place(self, payload: bytearray, descriptors: list[int]) -> bytes:

@@ -10,7 +10,8 @@ Nobody goes on without a rank. A worker that lost one ends with all its ranks, a
 Why no rank outlives the worker: a thread for each rank starts its process and waits for its end, so the system kills
 the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the process
 group of all. Why no rank writes to a pool whose slots were given to others (I4): each has a duplicate of the worker's
-connection to its KV node, and the node sees the connection's end when the last of them is gone.
+connection to its KV node, and the node sees the connection's end when the last of them is gone. For a GPU's memory the
+node awaits the exit of every rank, whose processes rank 0 has named to it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, error_text, json_to_bytes
 from pillion.errors import ConfigError, Internal
@@ -34,9 +36,10 @@ from pillion.errors import ConfigError, Internal
 log = logging.getLogger("pillion.worker")
 
 MODULE = "pillion.engine.ranks.rank_main"
-# Longest silence of a rank that rank 0 waits for: in a step, and while it loads, compiles or packs.
+# Longest silence of a rank that rank 0 waits for: in a step, while it loads or compiles, and while it packs an adapter.
 STEP_SILENCE_MS = 20_000
 LOAD_SILENCE_MS = 600_000
+PACK_SILENCE_MS = int(READ_TIMEOUT_S * 1000)
 # Time in which a rank has to end by itself, and to be gone when it was killed.
 END_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 5.0
@@ -108,7 +111,8 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, any thread the rest.
+    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and :meth:`ended`,
+    any thread the rest.
 
     ``lost`` says why the ranks cannot go on; "" while they can.
     """
@@ -121,6 +125,8 @@ class RankProcesses:
         # For how long rank 0 has waited for the others behind its own share of steps.
         self.waited_s = 0.0
         self._memory = memory
+        # Messages that each rank has got, and those to which the answers of all were taken.
+        self._sent = self._answered = 0
         self._closing = False
         self._lock = threading.Lock()
         self._packing = threading.Lock()
@@ -156,13 +162,22 @@ class RankProcesses:
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
         with self._losing_none():
-            for rank in self._ranks:
-                payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
-                rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+            number = self._send(kind, payloads, descriptors, limit_ms)
             yield
-            began_s = time.monotonic()
-            self._take_answers(limit_ms)
-            self.waited_s += time.monotonic() - began_s
+            self._take_answers(number, limit_ms)
+
+    @contextmanager
+    def beginning(self, step: bytes) -> Iterator[int]:
+        """All ranks begin a step, this one in the body of the ``with``. Yields the step's number for :meth:`ended`; the
+        errors are those of :meth:`together`."""
+        with self._losing_none():
+            yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
+
+    def ended(self, number: int) -> None:
+        """Returns when the other ranks have answered all that was sent up to the step of that number. Raises
+        BackendLost."""
+        with self._losing_none():
+            self._take_answers(number, STEP_SILENCE_MS)
 
     @contextmanager
     def loading(self, order: dict[str, Any], *descriptors: int) -> Iterator[None]:
@@ -183,8 +198,8 @@ class RankProcesses:
         with self._packing:
             try:
                 for rank in self._ranks:
-                    rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=LOAD_SILENCE_MS)
-                answers = [rank.packing.receive(LOAD_SILENCE_MS) for rank in self._ranks]
+                    rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=PACK_SILENCE_MS)
+                answers = [rank.packing.receive(PACK_SILENCE_MS) for rank in self._ranks]
             except (RankSilent, ConnectionError) as error:
                 self._lose(f"a rank does not answer while it packs an adapter: {error!r}")
                 raise Internal(f"{self.lost}; this worker ends") from None
@@ -236,13 +251,26 @@ class RankProcesses:
             self._lose(f"the ranks are out of step: {error}")
             raise
 
-    def _take_answers(self, limit_ms: int) -> None:
+    def _send(self, kind: RankMessage, payloads: Sequence[bytes], descriptors: Sequence[int], limit_ms: int) -> int:
+        """Sends a message to all ranks; returns how many messages each of them has got."""
         for rank in self._ranks:
-            kind, text, _ = rank.link.receive(limit_ms)
-            if kind is RankMessage.REFUSED:
-                raise ConfigError(error_text(text))
-            if kind is not RankMessage.OK:
-                raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+            payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
+            rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+        self._sent += 1
+        return self._sent
+
+    def _take_answers(self, number: int, limit_ms: int) -> None:
+        """Takes the answers to the first ``number`` messages, as far as nobody took them before."""
+        began_s = time.monotonic()
+        while self._answered < number:
+            for rank in self._ranks:
+                kind, text, _ = rank.link.receive(limit_ms)
+                if kind is RankMessage.REFUSED:
+                    raise ConfigError(error_text(text))
+                if kind is not RankMessage.OK:
+                    raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+            self._answered += 1
+        self.waited_s += time.monotonic() - began_s
 
     def _ended(self, rank: int, status: int) -> None:
         self._lose(f"rank {rank} ended with status {status}")

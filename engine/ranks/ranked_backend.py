@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm
-from pillion.engine.adapters.adapter_weights import AdapterWeights, layers_of
-from pillion.engine.backends.backend import DevicePool, PackedAdapter, ShareBackend, check_place
+from pillion.engine.backends.backend import DevicePool, InFlightStep, PackedAdapter, ShareBackend, check_place
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 
 if TYPE_CHECKING:
     # A worker on a CPU loads no kernels for GPUs.
-    from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
+    from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -58,10 +57,6 @@ class _RankedCalls:
         places = json_to_bytes(max_adapters=max_adapters, max_rank=max_rank)
         with self.ranks.together(RankMessage.ADAPTERS, places, limit_ms=LOAD_SILENCE_MS):
             self.own.bind_adapters(max_adapters, max_rank)
-
-    def pack_adapter(self, weights: AdapterWeights) -> RankedAdapter:
-        """Has every rank pack its share. Raises ConfigError where the adapter does not fit."""
-        return self.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
 
     def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
         """Has every rank pack its share of a plain adapter, of which each gets the whole."""
@@ -136,8 +131,9 @@ class RankedBackend(_RankedCalls, HostBackend):
 class RankedGpuBackend(_RankedCalls):
     """A GPU's :class:`pillion.engine.backends.backend.Backend` whose steps all ranks launch together.
 
-    Tokens of the step before, which only rank 0's device may know yet, go from there to the others. Sums over ranks
-    that share a GPU wait for all of them, so a launch returns when all have run their forward pass.
+    Tokens of the step before, which only rank 0's device may know yet, go from there to the others. Their answers are
+    taken when the step is waited for. Where each rank has a GPU, all run ahead; sums over ranks that share one wait for
+    all of them, so a launch returns there when all have run their forward pass.
     """
 
     runs_ahead = True
@@ -155,9 +151,29 @@ class RankedGpuBackend(_RankedCalls):
         """The plain form: each rank lays its share out."""
         return PlainForm()
 
-    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> RankedStep:
         """Begins a step in all ranks; copies and choices are rank 0's."""
         # What no rank could run fails alone, and no rank hears of it.
         self.own.check_step(batch)
-        with self.ranks.together(RankMessage.STEP, step_to_bytes(batch)):
-            return self.own.launch(batch, copies, rows)
+        with self.ranks.beginning(step_to_bytes(batch)) as number:
+            return RankedStep(self.own.launch(batch, copies, rows), self.ranks, number)
+
+
+@dataclass(frozen=True, slots=True)
+class RankedStep:
+    """A step that all ranks have begun: ``own`` is rank 0's, ``number`` that of the others'."""
+
+    own: InFlightStep
+    ranks: RankProcesses
+    number: int
+
+    def choose(self, rows: SamplingRows) -> None:
+        """Rank 0 alone chooses tokens."""
+        self.own.choose(rows)
+
+    def wait(self) -> Sampled:
+        """Where rank 0's step has ended, no rank uses a slot any more; what the others answer says whether one
+        failed."""
+        sampled = self.own.wait()
+        self.ranks.ended(self.number)
+        return sampled

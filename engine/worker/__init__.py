@@ -8,7 +8,6 @@ Open first: worker.py, which draws a worker's life; then worker_epoch.py, which 
     node_updates.py   the scheduler's orders, sent to the KV node one batch at a time
     tickets.py        adopting tickets, and opening new ones for preempted streams
     adapter_loader.py brings adapters' files to the machine, and has them read and packed
-    packing_process.py the process that reads and packs them
     heartbeat.py      heartbeats to the node and the registry, and the lease that they renew
     step_meter.py     metrics of steps
     step_spans.py     trace spans of steps and streams

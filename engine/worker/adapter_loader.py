@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.adapter_folders import StoreLimits
+from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
 from pillion.engine.adapters.adapter_store import AdapterStore
-from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.worker.packing_process import PackingProcess
+from pillion.engine.backends.backend import Backend, PackedAdapter
 from pillion.errors import (
     ConfigError,
     Internal,
@@ -37,22 +37,28 @@ from pillion.observability.metrics import Meters
 
 log = logging.getLogger("pillion.worker")
 
-# Longest time that the files of an adapter may take from another machine.
-BRING_TIMEOUT_S = 120.0
 # Transfers at once, and those that run or wait.
 MAX_TRANSFERS = 2
 MAX_BRINGING = 256
-# Longest time that an adapter may take to be read and packed, while steps leave few cores for that.
-PACK_TIMEOUT_S = 120.0
 
 
 class AdapterLoader:
-    """The adapters of one worker. ``store`` is that of its machine, ``node`` its KV node, and ``process`` belongs to
-    the loader from now on."""
+    """The adapters of one worker.
 
-    def __init__(self, process: PackingProcess, store: AdapterStore, node: NodeClient, meters: Meters) -> None:
+    Args:
+        process: does the jobs of an AdapterReader; it belongs to the loader from now on.
+        backend: takes what the process has packed.
+        limits: what the store of the worker's machine may take.
+        node: the worker's KV node.
+    """
+
+    def __init__(
+        self, process: AdapterProcess, backend: Backend, limits: StoreLimits, node: NodeClient, meters: Meters
+    ) -> None:
         self._process = process
-        self._store = store
+        self._backend = backend
+        self._limits = limits
+        self._store = AdapterStore(limits=limits, digest_of=process.digest)
         self._node = node
         self._bringing: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
@@ -90,13 +96,8 @@ class AdapterLoader:
         try:
             # Its copy may have been removed since its requests came.
             await self.bring(digest)
-            async with self._turn, asyncio.timeout(PACK_TIMEOUT_S):
+            async with self._turn:
                 packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
-        except TimeoutError:
-            self._loads[False].add()
-            # The end of the process ends the thread's wait.
-            self._process.close(for_good=False)
-            raise Unavailable(f"adapter {digest[:12]} was not packed within {PACK_TIMEOUT_S:.0f} s") from None
         except PillionError:
             self._loads[False].add()
             raise
@@ -124,10 +125,10 @@ class AdapterLoader:
 
     async def _bring(self, digest: str) -> None:
         try:
-            async with asyncio.timeout(BRING_TIMEOUT_S), self._transfers:
+            async with asyncio.timeout(self._limits.transfer_s), self._transfers:
                 await self._transfer(digest)
         except TimeoutError:
-            raise Unavailable(f"adapter {digest[:12]} did not come within {BRING_TIMEOUT_S:.0f} s") from None
+            raise Unavailable(f"adapter {digest[:12]} did not come within {self._limits.transfer_s:g} s") from None
         except (ConfigError, InvalidRequest, OSError) as error:
             # What came has another content, or there is no room on this machine.
             raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
@@ -140,23 +141,26 @@ class AdapterLoader:
         log.info("adapter %s came from another machine", digest[:12])
 
     async def _transfer(self, digest: str) -> None:
-        async with contextlib.aclosing(self._node.read_adapter(digest)) as pieces:
-            await receive_files(await next_piece(pieces), pieces, partial(self._store.receive, digest))
+        async with contextlib.aclosing(self._node.read_adapter(digest, self._limits.transfer_s)) as pieces:
+            room = partial(self._store.receive, digest)
+            await receive_files(await next_piece(pieces), pieces, room, self._limits.file_bytes)
 
     def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
         """Returns the adapter and how many seconds it took."""
         began_s, folder = time.monotonic(), self._store.find(digest)
         try:
-            return self._process.load(folder, digest), time.monotonic() - began_s
+            about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
+            return self._backend.take_adapter(digest, about, data), time.monotonic() - began_s
+        except Unavailable as error:
+            raise Unavailable(f"adapter {digest[:12]} cannot be packed: {error.message}") from None
         except ConfigError as error:
-            if _is_whole(folder, digest):
+            if self._is_whole(folder, digest):
                 raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None
             self._store.remove(digest)
             raise Unavailable(f"the copy of adapter {digest[:12]} on this machine is damaged") from None
 
-
-def _is_whole(folder: Path, digest: str) -> bool:
-    try:
-        return AdapterFiles(folder).digest() == digest
-    except ConfigError:
-        return False
+    def _is_whole(self, folder: Path, digest: str) -> bool:
+        try:
+            return self._process.digest(folder) == digest
+        except ConfigError:
+            return False

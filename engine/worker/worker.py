@@ -27,7 +27,7 @@ from functools import partial
 
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.adapters.adapter_process import AdapterProcess
 from pillion.engine.backends.draft_loading import load_draft
 from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
@@ -36,7 +36,6 @@ from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
 from pillion.engine.worker.adapter_loader import AdapterLoader
-from pillion.engine.worker.packing_process import PackingProcess
 from pillion.engine.worker.step_meter import StepMeter, load_readings, rank_readings
 from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
@@ -189,8 +188,8 @@ class Worker:
             self._draft.backend.warm_up(tokens)
 
     def _make_loader(self) -> AdapterLoader:
-        process = PackingProcess(self.model.adapter_reader(self.flags.max_lora_rank), self.model.backend)
-        return AdapterLoader(process, AdapterStore(), self.node, self.meters)
+        process = AdapterProcess(self.model.adapter_reader(self.flags.max_lora_rank))
+        return AdapterLoader(process, self.model.backend, self.flags.store_limits, self.node, self.meters)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
         return WorkerEpoch(

@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.adapter_folders import KEEP_S
-from pillion.engine.adapters.adapter_store import AdapterStore
-from pillion.engine.models.model_config import ModelConfig
+from pillion.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
+from pillion.engine.adapters.adapter_process import AdapterProcess
+from pillion.engine.adapters.adapter_store import AdapterKeeper, AdapterStore
 from pillion.errors import (
     ConfigError,
     Conflict,
@@ -43,6 +43,9 @@ USE_INTERVAL_S = KEEP_S / 24
 # Adapters that are loaded and unloaded, or wait for that; one copy is made at a time.
 MAX_CHANGES_AT_ONCE = 16
 RETRY_AFTER_MS = 1000
+# Longest time that an adapter's folder may take to be checked and copied, and the memory that this may take.
+LOAD_TIMEOUT_S = 300.0
+MAX_PROCESS_BYTES = 2**30
 
 _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 
@@ -50,12 +53,13 @@ _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
     """The flags that decide about adapters. ``max_loras``: how many a worker keeps ready. ``folders`` are those of
-    --lora-path; ``updating``: whether names may change while the gateway runs."""
+    --lora-path; ``updating``: whether names may change while the gateway runs; ``limits``: what copies may take."""
 
     max_rank: int
     max_loras: int = 0
     folders: tuple[str, ...] = ()
     updating: bool = False
+    limits: StoreLimits = STORE_LIMITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +103,20 @@ class AdapterNames:
     """Adapters by the names that clients use.
 
     Args:
-        models: the config of each served model, by its name; the first one is that of --model.
+        models: the folder of each served model, by its name; the first one is that of --model.
         aliases: further names of models, which no adapter may have; each with the model's name.
         shared: the names that all gateways share; None where this gateway is alone.
-        store: made when it is needed by default.
+
+    Attributes:
+        store: the copies on this machine. A process of its own reads their files.
     """
 
     def __init__(
         self,
-        models: Mapping[str, ModelConfig],
+        models: Mapping[str, Path],
         aliases: Mapping[str, str],
         options: AdapterOptions,
         shared: SharedNames | None = None,
-        store: AdapterStore | None = None,
     ) -> None:
         self._models = models
         self._aliases = aliases
@@ -119,7 +124,9 @@ class AdapterNames:
         self._options = options
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
-        self._store = store or AdapterStore()
+        keeper = AdapterKeeper(str(cache_root()), options.limits)
+        self._process = AdapterProcess(keeper, MAX_PROCESS_BYTES)
+        self.store = AdapterStore(limits=options.limits, digest_of=self._process.digest)
         self.max_loras = options.max_loras
         self.table = NameTable()
         self._version = b""
@@ -137,9 +144,11 @@ class AdapterNames:
         for module in modules:
             try:
                 found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
-            except (InvalidRequest, Conflict, Overloaded) as error:
+            except (InvalidRequest, Conflict, Overloaded, Unavailable) as error:
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
         self.table = NameTable(found)
+        if not self._options.updating:
+            self._process.close(for_good=False)
 
     def find(self, name: str) -> NamedAdapter | None:
         """What a name means now; None where it means no adapter of a model that is served here."""
@@ -149,6 +158,10 @@ class AdapterNames:
     def all(self) -> list[NamedAdapter]:
         """The adapters of models that are served here, by name."""
         return [adapter for adapter in self.table.all() if self.find(adapter.name) is adapter]
+
+    def digests(self) -> set[str]:
+        """The digests of these adapters."""
+        return {adapter.digest for adapter in self.all()}
 
     async def look(self, name: str) -> None:
         """Asks the registry about a name that is unknown here; all who ask at once share a look, and each has one that
@@ -262,6 +275,7 @@ class AdapterNames:
         """Ends loads and looks, and closes the connections to Redis."""
         for task in (*self._loads, *filter(None, [self._looking])):
             task.cancel()
+        await asyncio.to_thread(self._process.close)
         if self._shared is not None:
             await self._shared.aclose()
 
@@ -326,15 +340,18 @@ class AdapterNames:
         if name in self._taken:
             raise Conflict(f"{name!r} is the name of a model")
         try:
-            kept = self._store.add(folder, self._models[parent], self._options.max_rank, inside=inside)
+            place, model = "" if inside is None else str(inside), str(self._models[parent])
+            (digest, rank), _ = self._process.run(
+                LOAD_TIMEOUT_S, "add", str(folder), model, self._options.max_rank, place
+            )
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
-        return NamedAdapter(name=name, parent=parent, digest=kept.digest, rank=kept.rank, path=str(folder))
+        return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder))
 
     def _use(self) -> None:
         for adapter in self.table.all():
             try:
-                self._store.find(adapter.digest)
+                self.store.find(adapter.digest)
             except NotFound:
                 log.debug("adapter %s was loaded on another machine", adapter.name)
 

@@ -30,19 +30,24 @@ log = logging.getLogger("pillion.gateway")
 ASK_AGAIN_S = 600.0
 # How often it is asked again while it lacks something.
 RETRY_S = 5.0
-# Longest time that one adapter may take from a node.
-FETCH_TIMEOUT_S = 120.0
 
 
 class AdapterSpread:
-    """The files of one gateway's adapters. ``nodes`` returns the links to all KV nodes, ``digests`` the adapters that
-    have names now."""
+    """The files of one gateway's adapters.
 
-    def __init__(self, nodes: Callable[[], Iterable[NodeLink]], digests: Callable[[], Iterable[str]]) -> None:
+    Args:
+        nodes: returns the links to all KV nodes.
+        digests: returns the adapters that have names now.
+        store: that of this machine.
+    """
+
+    def __init__(
+        self, nodes: Callable[[], Iterable[NodeLink]], digests: Callable[[], Iterable[str]], store: AdapterStore
+    ) -> None:
         self._nodes = nodes
         self._digests = digests
         self._root = cache_root()
-        self._store = AdapterStore()
+        self._store = store
         # Adapters that this machine has, and when the others are asked for again.
         self._here: set[str] = set()
         self._fetch_again_s = float("-inf")
@@ -81,12 +86,14 @@ class AdapterSpread:
 
     async def _fetch(self, digest: str) -> bool:
         # Each node asks the others.
-        node = next((node for node in self._nodes() if node.alive), None)
+        node, limits = next((node for node in self._nodes() if node.alive), None), self._store.limits
         if node is None:
             return False
         try:
-            async with asyncio.timeout(FETCH_TIMEOUT_S), aclosing(node.client.read_adapter(digest)) as pieces:
-                await receive_files(await anext(pieces, None), pieces, partial(self._store.receive, digest))
+            found = node.client.read_adapter(digest, limits.transfer_s)
+            async with asyncio.timeout(limits.transfer_s), aclosing(found) as pieces:
+                room = partial(self._store.receive, digest)
+                await receive_files(await anext(pieces, None), pieces, room, limits.file_bytes)
         except (PillionError, OSError, TimeoutError) as error:
             log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
             return False
@@ -115,7 +122,7 @@ class AdapterSpread:
             for digest in await node.client.missing_adapters(sorted(digests)):
                 files = await asyncio.to_thread(open_files, self._root / ADAPTERS / digest)
                 if files:
-                    await node.client.keep_adapter(digest, files)
+                    await node.client.keep_adapter(digest, files, self._store.limits.transfer_s)
                     log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
                 # Else another gateway has loaded it, and brings it.
                 complete = complete and bool(files)

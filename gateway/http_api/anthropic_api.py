@@ -38,5 +38,5 @@ class AnthropicApi:
     async def _new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
-        head = {"id": f"msg_{call.request_id}", "model": entry.name}
+        head = {"id": f"msg_{call.request_id}", "model": entry.name, "system_fingerprint": reader.fingerprint}
         return MessageWriter(head, asked.shows_thinking)

@@ -39,7 +39,7 @@ class MessageWriter(AnswerWriter):
     """Writes the response to one call of /v1/messages.
 
     Args:
-        head: the message's fields "id" and "model".
+        head: the message's fields "id", "model" and "system_fingerprint".
         shows_thinking: whether thinking blocks have their text.
     """
 

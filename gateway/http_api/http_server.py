@@ -98,7 +98,7 @@ class _Pages:
         except PillionError:
             raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
         for info in self._gateway.models(call.tenant):
-            if info.name == entry.name:
+            if info.name == asked:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
         raise Unavailable(self._gateway.missing(entry.limits.name))
@@ -122,14 +122,14 @@ class _Pages:
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
         """A model as OpenAI describes it, with vLLM's ``max_model_len``; an adapter has the model as ``parent``, and
-        its content's digest."""
+        its content's digest, and a model's other name has the model as ``root``."""
         of_adapter = {"parent": info.parent, "digest": info.adapter} if info.parent else {"parent": None}
         return {
             "id": info.name,
             "object": "model",
             "created": self._started,
             "owned_by": "pillion",
-            "root": info.parent or info.name,
+            "root": info.parent or info.alias_of or info.name,
             **of_adapter,
             "max_model_len": info.max_model_len_tokens,
             "tool_call_parser": info.tool_call_parser,

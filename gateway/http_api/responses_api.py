@@ -25,5 +25,10 @@ class ResponsesApi:
     async def _new_writer(
         self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
-        head = {"id": f"resp_{call.request_id}", "created_at": int(time.time()), "model": entry.name}
+        head = {
+            "id": f"resp_{call.request_id}",
+            "created_at": int(time.time()),
+            "model": entry.name,
+            "system_fingerprint": reader.fingerprint,
+        }
         return ResponsesWriter(head, self._calls.texts_of(entry), asked)

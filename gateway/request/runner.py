@@ -219,7 +219,8 @@ class Generation:
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
-            self._outbox.end(self.usage(), self._choices.timings(time.monotonic()))
+            timings = self._choices.timings(time.monotonic())
+            self._outbox.end(self.usage(), replace(timings, system_fingerprint=self.job.system_fingerprint))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
             self._end(None)
 

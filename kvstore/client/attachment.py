@@ -19,6 +19,8 @@ from pillion.kvstore.memory.segment import map_shared
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
+    MAX_PROCESSES,
+    PROCESSES,
     AttachHello,
     AttachReply,
     RegionFilled,
@@ -81,6 +83,24 @@ class Attachment(SharedMemory):
         """What another process of this worker needs for :meth:`joined`: bytes, and descriptors to send along. They stay
         this attachment's."""
         return line_to_bytes(self._reply), [self._memory_fd, self._sock.fileno()]
+
+    def name_processes(self, pids: Sequence[int]) -> None:
+        """Tells the node of the worker's other processes, before they map a GPU's memory: it reuses no slot before all
+        of them have exited (I4). Raises ConfigError."""
+        if len(pids) > MAX_PROCESSES:
+            raise ConfigError(f"a worker on a GPU may have {MAX_PROCESSES} other processes, not {len(pids)}")
+        pidfds: list[int] = []
+        try:
+            for pid in pids:
+                # A process that has ended already writes nothing.
+                with contextlib.suppress(ProcessLookupError):
+                    pidfds.append(os.pidfd_open(pid))
+            socket.send_fds(self._sock, [PROCESSES], pidfds)
+        except OSError as error:
+            raise ConfigError(f"the KV node cannot learn of this worker's processes: {error.strerror}") from None
+        finally:
+            for pidfd in pidfds:
+                os.close(pidfd)
 
     @classmethod
     def joined(cls, line: bytes, descriptors: Sequence[int], block_bytes: int) -> Attachment:

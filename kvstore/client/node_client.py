@@ -36,8 +36,6 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
 PREFETCH_GRACE_S = 0.5
-# Longest time that the files of one adapter may take.
-ADAPTER_TIMEOUT_S = 300.0
 
 
 class NodeSession:
@@ -190,11 +188,13 @@ class NodeClient:
         # The node ends it in time by itself; a little longer, so that its answer still counts.
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
-    async def read_adapter(self, digest: str, *, ask_others: bool = True) -> AsyncGenerator[AdapterPiece, None]:
+    async def read_adapter(
+        self, digest: str, timeout_s: float, *, ask_others: bool = True
+    ) -> AsyncGenerator[AdapterPiece, None]:
         """Yields the files of an adapter that the node's machine has, or, with ``ask_others``, another node's; nobody
         has verified them. Raises NotFound where there are none, Overloaded where too many are read there."""
         request = kvnode_pb2.ReadAdapterRequest(digest=digest, ask_others=ask_others)
-        call = self._stub.ReadAdapter(request, timeout=ADAPTER_TIMEOUT_S, metadata=inject())
+        call = self._stub.ReadAdapter(request, timeout=timeout_s, metadata=inject())
         try:
             while (piece := await typed(call.read())) is not grpc.aio.EOF:
                 yield piece
@@ -206,12 +206,12 @@ class NodeClient:
         request = kvnode_pb2.FindAdaptersRequest(digests=digests)
         return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
 
-    async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
+    async def keep_adapter(self, digest: str, files: list[BinaryIO], timeout_s: float) -> None:
         """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
         does not take them; Internal if it refused them while they were sent."""
         async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
             # Written here and not by gRPC, whose task may still read the pieces when the call has ended.
-            call = self._stub.KeepAdapter(timeout=ADAPTER_TIMEOUT_S, metadata=inject())
+            call = self._stub.KeepAdapter(timeout=timeout_s, metadata=inject())
             try:
                 # A refused call cannot be written to; its error is the call's own.
                 with contextlib.suppress(asyncio.InvalidStateError):

@@ -20,7 +20,14 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from pillion.adapter_folders import ADAPTERS, adapter_draft, cache_root, is_adapter_digest
+from pillion.adapter_folders import (
+    ADAPTERS,
+    STORE_LIMITS,
+    StoreLimits,
+    adapter_draft,
+    cache_root,
+    is_adapter_digest,
+)
 from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.transfer.adapter_pieces import next_piece, open_files, pieces_of, receive_files
@@ -41,13 +48,17 @@ class NodeAdapters:
     Attributes:
         addresses: returns the address of each live node, by its id.
         root: the model cache's folder.
+        limits: what copies may take on this machine.
         reading: adapters that are read or kept now.
     """
 
-    def __init__(self, node_id: str, addresses: Callable[[], Awaitable[Mapping[str, str]]]) -> None:
+    def __init__(
+        self, node_id: str, addresses: Callable[[], Awaitable[Mapping[str, str]]], limits: StoreLimits = STORE_LIMITS
+    ) -> None:
         self._node_id = node_id
         self.addresses = addresses
         self.root = cache_root()
+        self.limits = limits
         self.reading = 0
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
@@ -79,7 +90,7 @@ class NodeAdapters:
         digest = first.digest if first is not None else ""
         with self._counted(digest):
             try:
-                await receive_files(first, pieces, partial(self._room, digest))
+                await receive_files(first, pieces, partial(self._room, digest), self.limits.file_bytes)
             except OSError as error:
                 raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
         log.info("adapter %s is kept on this machine", digest[:12])
@@ -102,7 +113,7 @@ class NodeAdapters:
         """Yields a folder beside the adapter's place, which is renamed into it: it is there whole or not at all."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        with adapter_draft(target.parent, size_bytes) as draft:
+        with adapter_draft(target.parent, size_bytes, self.limits.store_bytes) as draft:
             yield draft
             try:
                 draft.rename(target)
@@ -117,7 +128,7 @@ class NodeAdapters:
             client = NodeClient(nodes[node_id], self._node_id)
             begun = False
             try:
-                async with aclosing(client.read_adapter(digest, ask_others=False)) as pieces:
+                async with aclosing(client.read_adapter(digest, self.limits.transfer_s, ask_others=False)) as pieces:
                     async for piece in pieces:
                         begun = True
                         yield piece

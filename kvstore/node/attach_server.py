@@ -5,8 +5,9 @@
       | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
       | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
       |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
+      | -- PROCESSES + descriptors ---------> |  with a GPU's memory: the other processes of a worker of several ranks
       | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
-                                                 only its process's exit is proof (PeerProcess), and until then the
+                                                 only its processes' exit is proof (PeerProcess), and until then the
                                                  epoch is fenced
       | <============= the end ============== |  the node is gone, and so is every block: the worker exits
 
@@ -33,6 +34,7 @@ from pillion.errors import ConfigError, Overloaded, PillionError
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
+    MAX_PROCESSES,
     AttachHello,
     AttachReply,
     RegionHello,
@@ -129,11 +131,14 @@ class AttachServer:
             epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
                 log.info("epoch %016x attached", epoch)
-                if not await until_end(sock) and self._exit_is_proof():
-                    self._fence(epoch)
-                    if not peer.seen:
-                        log.error(UNSEEN, epoch)
-                    await peer.gone()
+                detached = await until_end(sock, peer.others)
+                if self._exit_is_proof():
+                    if not detached:
+                        self._fence(epoch)
+                        if not peer.seen:
+                            log.error(UNSEEN, epoch)
+                        await peer.gone()
+                    await peer.others_gone()
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
@@ -172,7 +177,8 @@ class AttachServer:
 
 
 class PeerProcess:
-    """The process at the other end of a connected Unix socket. Its maker closes it.
+    """The process at the other end of a connected Unix socket, and ``others``, descriptors of processes that it named.
+    Its maker closes it.
 
     A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for memory of
     the host the socket's end is proof that the process maps nothing any more. A GPU is one more open file: a kernel
@@ -182,6 +188,7 @@ class PeerProcess:
 
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd = _pidfd_of(sock)
+        self.others: list[int] = []
 
     @property
     def seen(self) -> bool:
@@ -191,22 +198,33 @@ class PeerProcess:
     async def gone(self) -> None:
         """Returns when the process has exited; never, where that cannot be noticed. This process counts as gone: it
         lives and dies with its memory."""
-        if self._pidfd == _GONE:
-            return
-        loop, exited = asyncio.get_running_loop(), asyncio.Event()
-        if self._pidfd >= 0:
-            loop.add_reader(self._pidfd, exited.set)
-        try:
-            await exited.wait()
-        finally:
-            if self._pidfd >= 0:
-                loop.remove_reader(self._pidfd)
+        if self._pidfd != _GONE:
+            await _readable(self._pidfd)
+
+    async def others_gone(self) -> None:
+        """Returns when all processes that it named have exited."""
+        for pidfd in self.others:
+            await _readable(pidfd)
 
     def close(self) -> None:
-        """Closes the process's descriptor. Idempotent."""
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = _UNSEEN
+        """Closes the processes' descriptors. Idempotent."""
+        for pidfd in (self._pidfd, *self.others):
+            if pidfd >= 0:
+                os.close(pidfd)
+        self.others.clear()
+        self._pidfd = _UNSEEN
+
+
+async def _readable(descriptor: int) -> None:
+    """Returns when a descriptor is readable; for a number below 0, never."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    if descriptor >= 0:
+        loop.add_reader(descriptor, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        if descriptor >= 0:
+            loop.remove_reader(descriptor)
 
 
 def _pidfd_of(sock: socket.socket) -> int:
@@ -245,13 +263,29 @@ async def read_line(sock: socket.socket) -> bytes:
     return line
 
 
-async def until_end(sock: socket.socket) -> bool:
-    """Waits for the connection's end; returns whether the worker's last message was DETACHED. All else is ignored."""
-    loop, last = asyncio.get_running_loop(), b""
+async def until_end(sock: socket.socket, processes: list[int] | None = None) -> bool:
+    """Waits for the connection's end; returns whether the worker's last message was DETACHED.
+
+    The descriptors that came with PROCESSES are in ``processes`` then, the caller's to close; everything else is
+    ignored. Where more than MAX_PROCESSES come, or this process cannot take them all, the connection counts as ended.
+    """
+    last, found = b"", [] if processes is None else processes
+    most = 0 if processes is None else MAX_PROCESSES
     with contextlib.suppress(ConnectionError):
-        while chunk := await loop.sock_recv(sock, MAX_LINE_BYTES):
+        while len(found) <= most and _UNSEEN not in found:
+            try:
+                chunk, descriptors, said, _ = socket.recv_fds(sock, MAX_LINE_BYTES, most)
+            except BlockingIOError:
+                await _readable(sock.fileno())
+                continue
+            if not chunk:
+                break
+            found += descriptors
+            if most and said & socket.MSG_CTRUNC:
+                log.error("processes of a worker cannot be watched, its slots stay in quarantine: too many open files")
+                found.append(_UNSEEN)
             last = (last + chunk)[-len(DETACHED) :]
-    return last == DETACHED
+    return last == DETACHED and len(found) <= most and _UNSEEN not in found
 
 
 def _listen(path: str) -> socket.socket:

@@ -86,7 +86,7 @@ class KVNode:
         self._memory = NodeMemory(flags)
         self._shaping = asyncio.Lock()
         self.regions = RegionServer(flags.node_id, self._memory)
-        self.adapters = NodeAdapters(flags.node_id, self._addresses)
+        self.adapters = NodeAdapters(flags.node_id, self._addresses, flags.store_limits)
         self._attach = AttachServer(
             flags.attach_socket,
             self._memory.fileno,

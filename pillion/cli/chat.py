@@ -10,14 +10,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pillion.cli.talk import given, show
 from pillion.client.client import Client
 from pillion.errors import ConfigError, PillionError
-from pillion.types import ChatMessage
+from pillion.types import ChatMessage, ModelInfo
 
 PROMPT, MORE = "you> ", "...> "
 BLOCK = '"""'
@@ -90,7 +90,7 @@ def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[s
                 if line.strip():
                     _turn(client, talk, line.strip(), options)
             return
-        print(banner([model.name for model in client.models()], options.get("model", ""), reach["target"]))
+        print(banner(client.models(), options.get("model", ""), reach["target"]))
         with kept_history(history_file() if history else None):
             _converse(client, talk, options)
 
@@ -123,10 +123,11 @@ def _turn(client: Client, talk: Conversation, message: str, options: dict[str, A
     talk.turns += [asked, ChatMessage("assistant", answer)]
 
 
-def banner(served: list[str], model: str, target: str) -> str:
+def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
     """The first lines. Raises ConfigError where the model has to be chosen, or is not served."""
-    if model and served and model not in served:
-        raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(served)}")
+    names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
+    if model and names and model not in names:
+        raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(names)}")
     if not model and len(served) > 1:
         raise ConfigError(f"{target} serves {', '.join(served)}: choose one with --model")
     name = model or "".join(served) or "no model yet"

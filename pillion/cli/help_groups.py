@@ -7,7 +7,7 @@ import click
 # In the order of the help. A flag that is in none is listed under OTHERS; a test keeps that empty.
 GROUPS = {
     "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
-    "Adapters": "enable_lora max_loras max_lora_rank lora_modules allow_runtime_lora_updating lora_path",
+    "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
     "Answers": "tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",

@@ -135,6 +135,8 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
     if model.parent:
         ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
         return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
+    if model.alias_of:
+        return f"{model.name}: another name of {model.alias_of}"
     return f"{model.name}: texts of up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
 
 

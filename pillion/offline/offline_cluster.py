@@ -208,14 +208,13 @@ async def _start_gateway(
 
 def _adapters(flags: OfflineFlags, model: Any) -> Any:
     """The names of adapters, which only the caller of this process gives: any folder that it may read will do."""
-    from pillion.engine.models.model_config import load_config
     from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions
 
     if not flags.enable_lora:
         return None
-    options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True)
+    options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True, limits=flags.store_limits)
     aliases = {model.alias: model.name} if model.alias else {}
-    return AdapterNames({model.name: load_config(model.folder)}, aliases, options)
+    return AdapterNames({model.name: model.folder}, aliases, options)
 
 
 async def _until_ready(gateway: Any) -> None:

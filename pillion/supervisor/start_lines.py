@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ from pillion.supervisor.probes import reachable_host
 USUAL_GRPC_PORT = 50051
 
 
-def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit | None, threads: int) -> None:
-    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
+def tell_model(
+    notices: Notices,
+    flags: ServeFlags,
+    prepared: Any,
+    fit: PoolFit | None,
+    threads: int,
+    sizes: Collection[int] = (1,),
+) -> None:
+    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU;
+    ``sizes`` are the different numbers of ranks that workers have."""
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.model_config import load_config
@@ -37,32 +46,37 @@ def tell_model(notices: Notices, flags: ServeFlags, prepared: Any, fit: PoolFit 
     kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
     notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
-    sizes = flags.prefill_tensor_parallel_size or flags.tensor_parallel_size, flags.tensor_parallel_size
-    if max(sizes) > 1:
-        workers += f", of {sizes[0]} and {sizes[1]} processes"
+    ranks = flags.prefill_tensor_parallel_size or flags.tensor_parallel_size, flags.tensor_parallel_size
+    if max(ranks) > 1:
+        workers += f", of {ranks[0]} and {ranks[1]} processes"
     if flags.device == "cuda":
         notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
         weights_bytes = 0
     else:
-        kernels, weights_bytes = _cpu_kernels(flags, prepared)
+        kernels, weights_bytes = _cpu_kernels(flags, prepared, sizes)
         notices.fact("kernels", f"{kernels}; {workers}, threads of each: {threads}")
     pool = "what --gpu-memory-utilization leaves"
     if fit is not None:
         pool = f"{human_bytes(flags.kv_pool_bytes)}, room for {fit.total_tokens:,} tokens"
-    packed = f"; weights {human_bytes(weights_bytes)}, shared by all workers" if weights_bytes else ""
+    sharers = "all workers" if len(sizes) == 1 else "the workers of each size"
+    packed = f"; weights {human_bytes(weights_bytes)}, shared by {sharers}" if weights_bytes else ""
     notices.fact("memory", f"KV pool {pool}{packed}")
 
 
-def _cpu_kernels(flags: ServeFlags, prepared: Any) -> tuple[str, int]:
-    """The kernels in words, and the bytes of the packed weights, 0 where there are none."""
+def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
+    """The kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 where there are none."""
     from pillion.engine.backends.loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
+    from pillion.engine.models.model_config import load_config
+    from pillion.engine.models.rank_split import RankSplit
 
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         return f"torch, for {reason}", 0
-    packed = ModelCache().packed_weights(prepared.fingerprint, "cpu")
-    return f"{isa.name} on the CPU", packed.stat().st_size if packed.exists() else 0
+    config = load_config(prepared.folder)
+    splits = [RankSplit.of(config, rank, size) for size in sizes for rank in range(size)]
+    files = [ModelCache().packed_weights(prepared.fingerprint, split.cpu_name) for split in splits]
+    return f"{isa.name} on the CPU", sum(file.stat().st_size for file in files if file.exists())
 
 
 def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:

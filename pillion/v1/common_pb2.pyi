@@ -460,6 +460,7 @@ class Timings(_message.Message):
     PLAN_REASON_FIELD_NUMBER: _builtins.int
     GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     prefilled_tokens: _builtins.int
     """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
@@ -491,6 +492,10 @@ class Timings(_message.Message):
     had told of.
     """
     accepted_tokens: _builtins.int
+    system_fingerprint: _builtins.str
+    """Names the weights that computed the answer, and the content of its adapter: "fp_", the beginning of the model's
+    fingerprint and, with an adapter, "_" and the beginning of its digest.
+    """
     def __init__(
         self,
         *,
@@ -511,10 +516,11 @@ class Timings(_message.Message):
         plan_reason: _builtins.str = ...,
         guessed_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        system_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "guessed_tokens", b"guessed_tokens", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "guessed_tokens", b"guessed_tokens", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "system_fingerprint", b"system_fingerprint", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

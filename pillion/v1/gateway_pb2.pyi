@@ -502,6 +502,7 @@ class Model(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    ALIAS_OF_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
@@ -515,6 +516,8 @@ class Model(_message.Message):
     """SHA-256 of an adapter's content, hexadecimal; empty for a model."""
     weights: _builtins.str
     """How its weights are kept, such as "awq, 4 bits in groups of 128"; where they are plain, the type of arithmetic."""
+    alias_of: _builtins.str
+    """The model that this is another name of; empty for a model's own name and for an adapter."""
     def __init__(
         self,
         *,
@@ -526,10 +529,11 @@ class Model(_message.Message):
         parent: _builtins.str = ...,
         adapter: _builtins.str = ...,
         weights: _builtins.str = ...,
+        alias_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias_of", b"alias_of", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,10 @@ from pillion.wire.common import check_protocol
 MAX_LINE_BYTES = 4096
 # A worker's last message when it lets go of the pool and lives on.
 DETACHED = b"detached\n"
+# A worker's message, with a descriptor of each of its other processes (pidfd), before they map a GPU's memory.
+PROCESSES = b"processes\n"
+# Most processes that a worker may name.
+MAX_PROCESSES = 128
 
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
 RegionState = Annotated[str, Meta(pattern=r"^(fill|ready|)\Z")]

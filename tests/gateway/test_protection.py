@@ -117,14 +117,14 @@ async def test_a_key_opens_both_ports(file: str) -> None:
     async with running_with(file) as fakes:
         async with client_of(fakes, "acme") as client:
             assert await ask(client) == "abc"
-            assert [model.name for model in await client.models()] == ["toy"]
+            assert [model.name for model in await client.models()] == ["toy", "models/toy"]
             with pytest.raises(PermissionDenied, match="operator"):
                 await client.status()
         assert (await fakes.client.status()).active_requests == 0
         url = f"http://{fakes.gateway.http_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEYS["acme"], max_retries=0) as good:
             assert (await good.completions.create(model="toy", prompt="x")).choices[0].text == "abc"
-            assert [model.id async for model in await good.models.list()] == ["toy"]
+            assert [model.id async for model in await good.models.list()] == ["toy", "models/toy"]
         async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as wrong:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await wrong.completions.create(model="toy", prompt="x")

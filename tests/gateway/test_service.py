@@ -293,7 +293,7 @@ async def test_the_blocking_client() -> None:
                     client.generate(PROMPT, sampling=SamplingParams(), top_k=3)
                 return text, [model.name for model in client.models()], client.status().version
 
-        assert await asyncio.to_thread(use) == ("The answer.", ["toy"], "0.1.0")
+        assert await asyncio.to_thread(use) == ("The answer.", ["toy", "models/toy"], "0.1.0")
         await fakes.settled()
 
 
@@ -312,7 +312,7 @@ async def test_http_pages() -> None:
         assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
         _, models = await asyncio.to_thread(get, address, "/v1/models")
         assert [(m["id"], m["object"], m["max_model_len"], m["weights"]) for m in models["data"]] == [
-            ("toy", "model", 256, "gptq, 8 bits")
+            (name, "model", 256, "gptq, 8 bits") for name in ("toy", "models/toy")
         ]
         await fakes.servers["decode"].stop(0)
         await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())

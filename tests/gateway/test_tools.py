@@ -234,7 +234,8 @@ async def test_over_grpc(fakes: FakeCluster) -> None:
     assert (text, reasoning) == ("One moment.", "I look.")
     assert [(name, arguments) for _, name, arguments in calls.values()] == [("weather", ARGUMENTS), ("weather", "{}")]
     assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS
-    (model,) = await fakes.client.models()
+    model, other = await fakes.client.models()
+    assert other == replace(model, name="models/toy", alias_of="toy")
     assert (model.tool_call_parser, model.reasoning_parser) == ("hermes", "qwen3")
     asked = replace(REQUEST, messages=(), text="hi")
     with pytest.raises(InvalidRequest, match=r"tools\.tools.*only a conversation"):

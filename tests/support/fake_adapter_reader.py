@@ -19,8 +19,8 @@ LAYER = "layers.0.o"
 class FakeAdapterReader(AdapterReader):
     """Its adapters are nothing but their digests; the matrices tell which process read them."""
 
-    def packed(self, folder: pathlib.Path, digest: str) -> tuple[list[Any], Bytes]:
-        if AdapterFiles(folder).digest() != digest:
+    def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
+        if AdapterFiles(pathlib.Path(folder)).digest() != digest:
             raise ConfigError(f"{folder} does not hold the adapter {digest}")
         own = np.array([[os.getpid()]], np.uint32), np.array([[os.getpriority(os.PRIO_PROCESS, 0)]], np.uint32)
         return self.form.pack({LAYER: [PairBits(0, *own)]})

@@ -25,8 +25,9 @@ from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.ranks import rank_processes
 from pillion.engine.ranks.rank_main import run_rank
 from pillion.engine.ranks.rank_processes import RankProcesses
-from pillion.engine.ranks.ranked_backend import RankedBackend
+from pillion.engine.ranks.ranked_backend import RankedBackend, RankedGpuBackend
 from pillion.errors import ConfigError
+from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import FakeBackend, FakeModel, Int64, ShiftAdapter, prepared_model, run
 
 NAP_S = 0.002
@@ -102,18 +103,27 @@ class FakeShare(FakeBackend):
         return HostBackend.take_adapter(self, digest, about, data)
 
 
-def fake_ranks(size: int, refused: bool = False) -> LoadedModel:
-    """Starts ranks of the fake model. The test has set ``rank_processes.MODULE`` to this module."""
+class AheadShare(FakeShare, AheadBackend):
+    """Rank 0's share on a device that runs ahead."""
+
+    def check_step(self, batch: StepBatch) -> None:  # type: ignore[override]
+        """Takes every batch."""
+
+
+def fake_ranks(size: int, refused: bool = False, ahead: bool = False) -> LoadedModel:
+    """Starts ranks of the fake model. The test has set ``rank_processes.MODULE`` to this module. ``ahead``: rank 0's
+    device runs ahead."""
     memory = FakeMemory.create(size)
     ranks = RankProcesses(size, "fake", memory)
     order = {"size": size, "log_level": "WARNING", "log_format": "text", "refused": refused}
     try:
         with ranks.loading(order, memory.fd):
-            own = FakeShare(0, memory)
+            own = (AheadShare if ahead else FakeShare)(0, memory)
     except BaseException:
         ranks.close()
         raise
-    return FakeModel(prepared_model(), RankedBackend(own, ranks), ranks=ranks)
+    backend = RankedGpuBackend(own, ranks) if ahead else RankedBackend(own, ranks)  # type: ignore[arg-type]
+    return FakeModel(prepared_model(), backend, ranks=ranks)
 
 
 def load_ranks(flags: WorkerFlags, threads: int) -> LoadedModel:

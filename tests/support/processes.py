@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import psutil
+
 from testbed.conditions import WITHIN_S
 
 # Seconds after which a program that waits to be ended ends by itself, should a test run be killed before it does that.
@@ -32,3 +34,17 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
         process.wait(WITHIN_S)
+
+
+class NewChildren:
+    """The processes that this one has started since this object was made, and their children.
+
+    A test counts these and not all children: libraries keep helpers until the interpreter ends, like the resource
+    tracker of ``multiprocessing``, and which test file of the same process started one differs from run to run.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(psutil.Process().children(recursive=True))
+
+    def __call__(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child not in self._before]

@@ -115,6 +115,37 @@ def load_cpu_model(
     )
 
 
+def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
+    """Compiles what steps with adapters need, for later starts."""
+    # The code does not depend on how many adapters there are, nor on their ranks.
+    compile_with_adapters(model, _adapter_table(model, _inner_orders(model), 1, 1), progress)
+
+
+def compile_with_adapters(
+    model: CpuModel, table: AdapterTable, progress: Progress
+) -> tuple[CompiledKernels, Sequence[Operation]]:
+    """Returns the kernels of steps with and without adapters, and the operations of a step with them."""
+    plan = plan_with_adapters(model.plan, model.config, model.weights, model.layout, model.dtype, model.split, table)
+    specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
+    kernels = compile_kernels(
+        specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress
+    )
+    return kernels, plan.operations
+
+
+def _inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
+    """Which inner values of an MLP the weights have, by layer, where they are not in order."""
+    names, tensors = {name.rpartition(".")[0] for name in adapter_shapes(model.config)}, model.weights.tensors
+    return {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
+
+
+def _adapter_table(
+    model: CpuModel, orders: Mapping[str, torch.Tensor], max_adapters: int, max_rank: int
+) -> AdapterTable:
+    local = {name: order.tolist() for name, order in orders.items()} if model.split.whole else {}
+    return AdapterTable(adapter_shapes(model.split.local(model.config)), local, max_adapters, max_rank)
+
+
 @dataclass(frozen=True, slots=True)
 class _AdapterSteps:
     """What steps with adapters need. They run a program of their own, so that the others run as if there were none.
@@ -204,23 +235,9 @@ class CpuBackend(HostBackend):
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         """Makes empty places, and compiles kernels the first time on a machine."""
         super().bind_adapters(max_adapters, max_rank)
-        model, shapes = self.model, self._adapter_shapes()
-        tensors = model.weights.tensors
-        names = {name.rpartition(".")[0] for name in shapes}
-        orders = {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
-        table = AdapterTable(
-            adapter_shapes(model.split.local(model.config)),
-            {name: order.tolist() for name, order in orders.items()} if model.split.whole else {},
-            max_adapters,
-            max_rank,
-        )
-        plan = plan_with_adapters(
-            model.plan, model.config, model.weights, model.layout, model.dtype, model.split, table
-        )
-        specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
-        kernels = compile_kernels(
-            specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=log.info
-        )
+        model, orders = self.model, _inner_orders(self.model)
+        table = _adapter_table(model, orders, max_adapters, max_rank)
+        kernels, operations = compile_with_adapters(model, table, log.info)
         self._thread_pool.close()
         self.model = replace(model, kernels=kernels)
         self._program = Program(model.plan.operations, kernels, self._workspace)
@@ -228,7 +245,7 @@ class CpuBackend(HostBackend):
             table,
             orders,
             AdapterRows(max_adapters, run_rows(model.isa)),
-            Program(plan.operations, kernels, self._workspace),
+            Program(operations, kernels, self._workspace),
         )
         self._thread_pool = self._new_thread_pool(kernels)
 

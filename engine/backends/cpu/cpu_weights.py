@@ -157,13 +157,8 @@ def load_cpu_weights(
         packer = _Packer(writer, config, split, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
-    path = cache.packed_weights(prepared.fingerprint, packed_name(split))
+    path = cache.packed_weights(prepared.fingerprint, split.cpu_name)
     return packed_once(path, CpuWeights, pack, cache, progress)
-
-
-def packed_name(split: RankSplit) -> str:
-    """How packed weights for the CPU kernels are named in the models' cache."""
-    return "cpu" if split.whole else f"cpu{split.rank}of{split.size}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -39,6 +41,8 @@ STEP_TIMEOUT_S = 60.0
 HOST_WAIT_S = 0.1
 # Length of one sleep while a device computes.
 DEVICE_WAIT_S = 50e-6
+# Longest time that the end of an NCCL group takes.
+CLOSE_TIMEOUT_S = 5.0
 # Torch's own limit, which counts the time of a pause: never met.
 TORCH_TIMEOUT = timedelta(days=30)
 LOOPBACK = "127.0.0.1"
@@ -76,7 +80,8 @@ class GpuRankGroup:
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
     ) -> GpuRankGroup:
-        """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S.
+        """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
+        and soon where a rank has ended.
 
         Args:
             meeting: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
@@ -84,16 +89,27 @@ class GpuRankGroup:
             own_device: whether no two ranks have the same GPU.
             aborted: asked in every wait: whether a rank has ended.
         """
-        # The store opens the file by this path whenever it reads or writes, and once more when the group ends.
+        # The store opens the file by this path whenever it reads or writes, and once more when the group ends. So the
+        # descriptor stays open, also where a thread still waits for the others.
         meeting = os.dup(meeting)
-        try:
+
+        def meet() -> Any:
             store = _DIST.FileStore(f"/proc/self/fd/{meeting}", split.size)
             store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
-            group = (_nccl if own_device else _gloo)(store, split)
+            return _nccl(store, split, device) if own_device else _gloo(store, split)
+
+        failed = f"rank {split.rank} of {split.size} did not find the others"
+        found, waited_s = _in_thread(meet), 0.0
+        while not wait([found], HOST_WAIT_S).done:
+            waited_s += HOST_WAIT_S
+            if aborted():
+                raise ConfigError(f"{failed}: another rank has ended")
+            if waited_s > MEETING_TIMEOUT_S:
+                raise ConfigError(f"{failed} in {MEETING_TIMEOUT_S:.0f} s")
+        try:
+            group = found.result()
         except RuntimeError as error:
-            raise ConfigError(
-                f"rank {split.rank} of {split.size} did not find the others: {_first_line(error)}"
-            ) from None
+            raise ConfigError(f"{failed}: {_first_line(error)}") from None
         return cls(split, group, meeting, device, aborted)
 
     def sum(self, values: torch.Tensor) -> None:
@@ -156,12 +172,13 @@ class GpuRankGroup:
         group, self._group = self._group, None
         if group is None:
             return
-        if not self._lost:
+        # Kernels that wait for a rank that is gone would keep the device busy for ever. Torch's own end waits for the
+        # other ranks, which may have ended before this one.
+        if self.capturable and not wait([_in_thread(group.abort)], CLOSE_TIMEOUT_S).done:
+            self._keep(group)
+        elif not self._lost:
             del group
             os.close(self._meeting)
-        elif self.capturable:
-            # Kernels that wait for a rank that is gone would keep the device busy for ever.
-            group.abort()
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
         """The values themselves, or a copy in host memory if only that can be sent."""
@@ -207,10 +224,14 @@ class GpuRankGroup:
         """Gives the group up, for ``reason``; returns the error to raise."""
         if not self._lost:
             self._lost = True
-            # The end of a gloo group waits for calls under way, which may wait for a rank that hangs. So this one stays
-            # until the process ends, even when Python lets go of everything.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            # The end of a gloo group waits for calls under way, which may wait for a rank that hangs.
+            self._keep(self._group)
         return BackendLost(f"rank {self.split.rank} of {self.split.size}: {reason}")
+
+    @staticmethod
+    def _keep(group: Any) -> None:
+        """Has the group stay until the process ends, even when Python lets go of everything."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _gloo(store: Any, split: RankSplit) -> Any:
@@ -222,10 +243,29 @@ def _gloo(store: Any, split: RankSplit) -> Any:
     return group
 
 
-def _nccl(store: Any, split: RankSplit) -> Any:
+def _nccl(store: Any, split: RankSplit, device: torch.device) -> Any:
     options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = TORCH_TIMEOUT
-    return _DIST.ProcessGroupNCCL(store, split.rank, split.size, options)
+    group = _DIST.ProcessGroupNCCL(store, split.rank, split.size, options)
+    # Ranks meet in the first call, which waits for all of them, and which no graph may contain.
+    with torch.cuda.device(device):
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    return group
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """The result of ``work`` in a thread of its own, which holds up no process's end."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (whoever waits for the result raises it)
+            future.set_exception(error)
+
+    Thread(target=run, name="pillion-rank-group", daemon=True).start()
+    return future
 
 
 def _first_line(error: Exception) -> str:

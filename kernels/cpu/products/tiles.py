@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 # Outputs of a tile: one for each lane of a vector; and those of a panel, which is a pair of tiles.
@@ -22,5 +23,6 @@ def pack_tiles(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     ``bits`` are those of its numbers: uint32 for float32, of which a step has one input, and uint16 for bfloat16, of
     which it has two. Outputs are a multiple of 16 and inputs one of 8.
     """
-    steps = bits.reshape(len(bits) // TILE_COLUMNS, TILE_COLUMNS, -1, 4 // bits.itemsize)
-    return steps.swapaxes(1, 2).reshape(-1)
+    # All inputs of a step move as one word.
+    steps = bits.view(np.uint32).reshape(len(bits) // TILE_COLUMNS, TILE_COLUMNS, -1)
+    return steps.swapaxes(1, 2).reshape(-1).view(bits.dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
@@ -38,7 +39,7 @@ def adapter(good, tmp_path):
 def check(adapter, model_folder, max_rank=0):
     files = AdapterFiles(adapter)
     pairs = files.pairs(load_config(model_folder), max_rank)
-    files.check_numbers()
+    files.digest(files.check_numbers)
     return pairs
 
 
@@ -185,6 +186,9 @@ def test_damaged_files(adapter, model_folder):
     for content in (b"", whole[:-1], whole[:100], b"\xff" * 100):
         tensors.write_bytes(content)
         refused(adapter, model_folder, "adapter_model.safetensors cannot be read")
+    # A header of any length would be read whole.
+    tensors.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1))
+    refused(adapter, model_folder, f"its header is longer than {MAX_HEADER_BYTES} bytes")
     for text in ("", "[]", "{", '"LORA"', "{}"):
         config.write_text(text)
         refused(adapter, model_folder, "adapter_config.json")

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from pillion.adapter_folders import ADAPTER_FILES
+from pillion.adapter_folders import ADAPTER_FILES, StoreLimits
 from pillion.engine.adapters import adapter_store
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
@@ -143,7 +143,7 @@ def test_files_of_another_machine(store, sources, tmp_path):
 
 def test_what_nobody_used_for_long_makes_room(sources, model, tmp_path):
     size = sum((sources[0] / name).stat().st_size for name in ADAPTER_FILES)
-    store = AdapterStore(tmp_path / "cache", max_bytes=2 * size + size // 2)
+    store = AdapterStore(tmp_path / "cache", StoreLimits(store_bytes=2 * size + size // 2))
     first, second = (store.add(source, model) for source in sources[:2])
     with pytest.raises(Overloaded, match=r"would take .* bytes, and may take"):
         store.add(sources[2], model)

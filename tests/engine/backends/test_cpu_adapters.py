@@ -119,7 +119,7 @@ def test_steps_with_places_that_do_not_exist_are_refused(llama):
 
 def test_the_process_that_packs_imports_neither_torch_nor_the_compiler():
     """It runs beside each worker, and starts in a moment."""
-    program = "import sys, pillion.engine.adapters.packing_main, pillion.engine.backends.cpu.cpu_adapter_form;"
+    program = "import sys, pillion.engine.adapters.adapter_process_main, pillion.engine.backends.cpu.cpu_adapter_form;"
     program += "print({'torch', 'llvmlite', 'transformers', 'grpc'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -187,6 +187,12 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
         lines.clear()
         make_ready(replace(flags, tensor_parallel_size=size), lines.append)
         assert not any("compiling" in line or "packing" in line for line in lines)
+    # With adapters, neither the first worker nor its first step with one compiles.
+    make_ready(replace(flags, enable_lora=True), lines.append)
+    assert any("compiling CPU kernels" in line for line in lines)
+    lines.clear()
+    make_ready(replace(flags, enable_lora=True), lines.append)
+    assert not any("compiling" in line for line in lines)
 
 
 @pytest.mark.parametrize(

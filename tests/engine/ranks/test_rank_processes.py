@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,15 +15,20 @@ import psutil
 import pytest
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
+from pillion.engine.adapters.adapter_forms import PlainForm
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, layers_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
 from pillion.engine.ranks import rank_processes
-from pillion.engine.ranks.ranked_backend import RankedBackend
+from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend, RankedGpuBackend
 from pillion.errors import ConfigError, Internal
+from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.wire.attach import AttachReply, line_to_bytes
 from testbed.cluster import alive
 from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support import fake_ranks
+from tests.support.batches import Sequences
 from tests.support.fake_backend import greedy
+from tests.support.sampling import RowParameters, rows_of
 from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 95 for position in range(30)]
@@ -115,21 +121,26 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         await workers.quiet()
 
 
+def take(backend: RankedBackend | RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
+    """As the process that reads adapters brings them."""
+    return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
+
+
 def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
     pairs = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
     with ranked(2) as backend:
         backend.bind_adapters(2, 8)
         assert backend.max_adapters == 2
-        packed = backend.pack_adapter(AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
+        packed = take(backend, AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
         assert packed.nbytes == 2 * 8
         backend.place_adapter(1, packed)
         with pytest.raises(Internal, match="a rank could not pack"):
-            backend.pack_adapter(AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
+            take(backend, AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
         assert not backend.ranks.lost
         assert list(backend._dropped) == [packed.number + 1]
         del packed
-        backend.pack_adapter(AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
+        take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
         # Those of before are dropped in the ranks now, and this one is with the next.
         assert list(backend._dropped) == [3]
         os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
@@ -153,10 +164,44 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.M
         fake_ranks.fake_ranks(2)
 
 
+def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
+    """Two steps are under way while the other rank stands still; what is said to it between them keeps the order."""
+    backend = fake_ranks.fake_ranks(2, ahead=True).backend
+    assert isinstance(backend, RankedGpuBackend)
+    size_bytes, pairs = 8 * backend.layout.block_bytes, (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2)),)
+    pool, connection = Segment(size_bytes), socket.socket()
+    text, pid = TOKENS[:6], backend.ranks.pids()[0]
+    sequences = Sequences(8, fake_ranks.BLOCK)
+    (number,) = sequences.add()
+    try:
+        backend.ranks.map_pool(line_to_bytes(AttachReply(num_slots=8)), [pool.fileno(), connection.fileno()])
+        backend.bind_pool(memoryview(map_shared(pool.fileno(), size_bytes)), 8)
+        backend.bind_adapters(1, 8)
+        packed = take(backend, AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
+        os.kill(pid, signal.SIGSTOP)
+        steps = [
+            backend.launch(sequences.step([(number, [token])]), (), rows_of([RowParameters(temperature=0.0)]))
+            for token in (text[0], text[1])
+        ]
+        os.kill(pid, signal.SIGCONT)
+        assert steps[0].wait().token_ids == (*greedy(text[:1], 1),)
+        steps.append(
+            backend.launch(sequences.step([(number, text[2:])]), (), rows_of([RowParameters(temperature=0.0)]))
+        )
+        backend.place_adapter(0, packed)
+        assert [step.wait().token_ids for step in steps[1:]] == [(*greedy(text[:2], 1),), (*greedy(text, 1),)]
+    finally:
+        backend.close()
+        pool.close()
+        connection.close()
+    backend.check_integrity()
+
+
 PARENT = """
 import time
 from pillion.engine.ranks import rank_processes
 from tests.support import fake_ranks
+from tests.support.batches import Sequences
 rank_processes.MODULE = "tests.support.fake_ranks"
 print(*fake_ranks.fake_ranks(3).backend.ranks.pids(), flush=True)
 time.sleep(600)

@@ -244,7 +244,7 @@ async def test_a_packing_that_takes_too_long_is_an_error_by_name(cache: pathlib.
         await check(await here.ask(1, first), first)
         os.kill(backend.packers[0][0], signal.SIGSTOP)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter_loader, "PACK_TIMEOUT_S", 0.0)
+            patch.setattr(adapter_loader, "READ_TIMEOUT_S", 0.01)
             code, retryable, message = await failure(await here.ask(2, second))
         assert (code, retryable) == (Unavailable.code, True)
         assert second[:12] in message
@@ -270,15 +270,15 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
     async with line() as here:
         node = here.workers.node
         assert await node.missing_adapters([digest, other]) == (digest, other)
-        await node.keep_adapter(digest, open_files(folder / digest))
+        await node.keep_adapter(digest, open_files(folder / digest), WITHIN_S)
         assert await node.missing_adapters([digest, other]) == (other,)
         await check(await here.ask(1, digest), digest)
         # Kept twice, it stays.
-        await node.keep_adapter(digest, open_files(folder / digest))
+        await node.keep_adapter(digest, open_files(folder / digest), WITHIN_S)
         for wrong in ("sql", "../" + "a" * 61) * 20:
             # A call that is refused while it still sends has no clearer error.
             with pytest.raises(PillionError):
-                await node.keep_adapter(wrong, open_files(folder / other))
+                await node.keep_adapter(wrong, open_files(folder / other), WITHIN_S)
             with pytest.raises(InvalidRequest):
                 await node.missing_adapters([wrong])
 
@@ -312,9 +312,9 @@ async def test_a_node_with_a_full_disk_keeps_what_is_used(cache: pathlib.Path, t
         node = here.workers.node
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shutil, "disk_usage", usage)
-            await node.keep_adapter(other, open_files(folder / other))
+            await node.keep_adapter(other, open_files(folder / other), WITHIN_S)
             assert {path.name for path in copies.iterdir()} == {used, unused, other}
-            await node.keep_adapter(digest, open_files(folder / digest))
+            await node.keep_adapter(digest, open_files(folder / digest), WITHIN_S)
             assert {path.name for path in copies.iterdir()} == {used, digest, other}
         await here.quiet()
 

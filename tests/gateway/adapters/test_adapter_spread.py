@@ -11,6 +11,7 @@ import pytest
 
 from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS
 from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import Overloaded
 from pillion.gateway.adapters import adapter_spread
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
@@ -34,7 +35,7 @@ class FakeNodeClient:
         self.asked += 1
         return [digest for digest in digests if digest not in self.kept]
 
-    async def keep_adapter(self, digest: str, files: list[BinaryIO]) -> None:
+    async def keep_adapter(self, digest: str, files: list[BinaryIO], timeout_s: float) -> None:
         assert [file.read() for file in files] == [name.encode() for name in ADAPTER_FILES]
         for file in files:
             file.close()
@@ -63,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> SimpleName
 async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
     nodes, names = [link("a"), link("b")], {OURS}
     nodes[1].alive = False
-    spread = AdapterSpread(lambda: nodes, lambda: names)
+    spread = AdapterSpread(lambda: nodes, lambda: names, AdapterStore())
     for _ in range(3):
         await spread.spread()
     assert (nodes[0].client.kept, nodes[0].client.asked) == ([OURS], 1)
@@ -82,7 +83,7 @@ async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
 
 async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock: SimpleNamespace) -> None:
     nodes = [link("a")]
-    spread = AdapterSpread(lambda: nodes, lambda: {OTHERS})
+    spread = AdapterSpread(lambda: nodes, lambda: {OTHERS}, AdapterStore())
     for _ in range(2):
         await spread.spread()
     assert nodes[0].client.asked == 1
@@ -90,7 +91,7 @@ async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock:
     await spread.spread()
     assert (nodes[0].client.asked, nodes[0].client.kept) == (2, [])
     nodes[0].client.full = True
-    spread = AdapterSpread(lambda: nodes, lambda: {OURS})
+    spread = AdapterSpread(lambda: nodes, lambda: {OURS}, AdapterStore())
     await spread.spread()
     nodes[0].client.full = False
     clock.now += adapter_spread.RETRY_S
@@ -106,7 +107,7 @@ async def test_a_gateway_gets_what_its_machine_lacks(
     source = make_adapter(model, tmp_path / "source", r=4, target_modules=["q_proj"])
     digest, node, asked = AdapterFiles(source).digest(), link("a"), []
 
-    async def read_adapter(wanted: str) -> AsyncGenerator[AdapterPiece, None]:
+    async def read_adapter(wanted: str, timeout_s: float) -> AsyncGenerator[AdapterPiece, None]:
         asked.append(wanted)
         if len(asked) == 1:
             raise Overloaded("busy")
@@ -114,7 +115,7 @@ async def test_a_gateway_gets_what_its_machine_lacks(
             yield piece
 
     node.client.read_adapter = read_adapter
-    spread = AdapterSpread(lambda: [node], lambda: {OURS, digest})
+    spread = AdapterSpread(lambda: [node], lambda: {OURS, digest}, AdapterStore())
     for _ in range(2):
         await spread.fetch()
     assert asked == [digest]

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace as replace_fields
 
 import grpc
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -94,7 +95,7 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
     async with running(made, lora_modules=modules, **flags) as fakes:
         address, digest = fakes.gateway.http_address, digest_of(made, 0)
         listed = {one["id"]: one for one in (await call(address, "/v1/models")).json["data"]}
-        assert [*listed] == ["toy", "chat", "sql"]
+        assert [*listed] == ["toy", "models/toy", "chat", "sql"]
         assert (listed["sql"]["parent"], listed["sql"]["root"], listed["sql"]["digest"]) == ("toy", "toy", digest)
         assert listed["toy"]["parent"] is None
         assert (await call(address, "/v1/models/sql")).json == listed["sql"]
@@ -114,11 +115,19 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
             ("/v1/messages", chat),
             ("/v1/responses", {"model": "chat", "input": "hi"}),
         ):
-            assert (await call(address, path, body)).json["model"] == "chat"
+            said = (await call(address, path, body)).json
+            assert said["model"] == "chat"
+            assert said["system_fingerprint"] == f"fp_{FINGERPRINT[:10]}_{digest_of(made, 1)[:10]}"
             assert fakes.decode.submits[-1].adapter == digest_of(made, 1)
-        async with contextlib.aclosing(fakes.client.generate("hi", model="sql")) as deltas:
-            assert "".join([delta.text async for delta in deltas]) == "The answer."
-        assert fakes.decode.submits[-1].adapter == digest
+            # A stream says it in its first event.
+            streamed = (await call(address, path, body | {"stream": True})).body.partition(b"\n\n")[0]
+            assert said["system_fingerprint"].encode() in streamed
+        for name, fingerprint in (("sql", f"_{digest[:10]}"), ("toy", "")):
+            async with contextlib.aclosing(fakes.client.generate("hi", model=name)) as stream:
+                deltas = [delta async for delta in stream]
+            assert "".join(delta.text for delta in deltas) == "The answer."
+            assert deltas[-1].timings.system_fingerprint == f"fp_{FINGERPRINT[:10]}{fingerprint}"
+        assert [submit.adapter for submit in fakes.decode.submits[-2:]] == [digest, ""]
         infos = {info.name: info for info in await fakes.client.models()}
         assert (infos["sql"].parent, infos["sql"].adapter, infos["toy"].parent) == ("toy", digest, "")
         await fakes.settled()
@@ -272,7 +281,7 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
             for body in ({}, [], {"lora_name": 3}, {"lora_name": "x", "lora_path": "v0", "more": 1}):
                 assert (await call(address, path, body)).status == 400
-        assert [info.name for info in await fakes.client.models()] == ["toy", "fixed"]
+        assert [info.name for info in await fakes.client.models()] == ["toy", "models/toy", "fixed"]
 
 
 async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path):
@@ -297,10 +306,10 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path)
                 tokenized = await call(address, "/tokenize", TEXT | {"model": model}, headers)
                 assert tokenized.status == reply.status
         assert seen == {
-            "boss": ["toy", "poetry", "sql"],
+            "boss": ["toy", "models/toy", "poetry", "sql"],
             "narrow": ["sql"],
-            "alias": ["toy"],
-            "free": ["toy", "poetry", "sql"],
+            "alias": ["toy", "models/toy"],
+            "free": ["toy", "models/toy", "poetry", "sql"],
         }
         with_key = {"Authorization": f"Bearer {KEYS['narrow']}"}
         assert (await call(address, "/v1/models/poetry", headers=with_key)).status == 404
@@ -387,9 +396,36 @@ async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkey
         await until("the adapter to have its name", lambda: names.find("sql"))
 
 
-async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder, monkeypatch):
+async def test_reading_holds_up_nobody_and_its_process_ends_with_the_gateway(made, flags, folder):
+    """Not even where the process that reads an adapter hangs."""
     async with running(made, **flags) as fakes:
-        monkeypatch.setattr(fakes.gateway.gateway.adapters._store, "_max_bytes", 10)
+        assert (await load(fakes, "sql", "v0")).status == 200
+        process = psutil.Process(fakes.gateway.gateway.adapters._process._process.pid)
+        assert "pillion.engine.adapters.adapter_process_main" in process.cmdline()
+        process.suspend()
+        loading = asyncio.create_task(load(fakes, "chat", "v1"))
+        await until("the load to be under way", lambda: fakes.gateway.gateway.adapters._process.busy)
+        reply = await call(fakes.gateway.http_address, "/v1/completions", TEXT | {"model": "sql"})
+        assert (reply.status, loading.done()) == (200, False)
+        process.resume()
+        assert (await loading).status == 200
+    assert not process.is_running()
+
+
+async def test_an_adapter_that_is_too_large_or_takes_too_long_is_refused_by_name(made, flags, folder, monkeypatch):
+    monkeypatch.setattr(adapter_names, "LOAD_TIMEOUT_S", 0.0)
+    async with running(made, **flags, lora_file_bytes=100) as fakes:
+        late = await load(fakes, "sql", "v0")
+        assert (late.status, "more than 0 s" in late.error["message"]) == (503, True)
+        monkeypatch.setattr(adapter_names, "LOAD_TIMEOUT_S", 60.0)
+        # The next one has a process of its own.
+        large = await load(fakes, "sql", "v0")
+        assert (large.status, large.error["param"]) == (400, "lora_path")
+        assert "--lora-file-bytes" in large.error["message"]
+
+
+async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder):
+    async with running(made, **flags, lora_store_bytes=10) as fakes:
         refused = await load(fakes, "sql", "v0")
         assert (refused.status, "and may take 10" in refused.error["message"]) == (429, True)
 

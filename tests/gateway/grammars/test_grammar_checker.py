@@ -7,7 +7,6 @@ import json
 import pathlib
 from typing import Any
 
-import psutil
 import pytest
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
@@ -18,12 +17,18 @@ from pillion.gateway.grammars.shapes import shape_piece
 from pillion.types import StructuredOutputs
 from testbed.conditions import loop_turns
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
+from tests.support.processes import NewChildren
 
 FIELD = "sampling.structured_outputs"
 
 
 @pytest.fixture
-async def checker(tmp_path: pathlib.Path):
+def children() -> NewChildren:
+    return NewChildren()
+
+
+@pytest.fixture
+async def checker(children: NewChildren, tmp_path: pathlib.Path):
     made = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
     yield made
     await made.aclose()
@@ -75,11 +80,11 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_a_refused_schema_names_the_place(checker: GrammarChecker) -> None:
+async def test_a_refused_schema_names_the_place(checker: GrammarChecker, children: NewChildren) -> None:
     for name, (schema, place) in PLACES.items():
         field, text = await refusal(checker, json=json.dumps(schema))
         assert (field, text.partition(": ")[0].startswith(f"at {place}")) == ("json", True), (name, text)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     assert child.is_running()
 
 
@@ -102,9 +107,9 @@ async def test_gbnf_becomes_lark(checker: GrammarChecker) -> None:
     assert await checker.lark(untouched) is untouched
 
 
-async def test_what_is_known_needs_no_process(checker: GrammarChecker) -> None:
+async def test_what_is_known_needs_no_process(checker: GrammarChecker, children: NewChildren) -> None:
     good, bad = grammar_of(regex="a|b"), grammar_of(regex="(")
-    assert not psutil.Process().children(), "it starts with the first grammar"
+    assert not children(), "it starts with the first grammar"
     answers = await asyncio.gather(*(checker.check(good) for _ in range(9)), return_exceptions=True)
     assert answers == [None] * 9
     with pytest.raises(InvalidRequest) as first:
@@ -114,7 +119,7 @@ async def test_what_is_known_needs_no_process(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidRequest) as second:
         await checker.check(bad)
     assert first.value.violations == second.value.violations
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_what_is_known_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +170,7 @@ async def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChec
 
 
 async def test_a_grammar_out_of_time_is_stopped_and_remembered(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    children: NewChildren, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "COMPILE_CPU_S", 0.02)
     box = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
@@ -175,15 +180,15 @@ async def test_a_grammar_out_of_time_is_stopped_and_remembered(
     try:
         for _ in range(2):
             assert "of computing" in (await refusal(box, json=json.dumps(slow)))[1]
-        assert not psutil.Process().children()
+        assert not children()
         await box.check(grammar_of(regex="a"))
     finally:
         await box.aclose()
 
 
-async def test_a_process_killed_from_outside_blames_no_grammar(checker: GrammarChecker) -> None:
+async def test_a_process_killed_from_outside_blames_no_grammar(checker: GrammarChecker, children: NewChildren) -> None:
     await checker.check(grammar_of(regex="a"))
-    (child,) = psutil.Process().children()
+    (child,) = children()
     child.kill()
     with pytest.raises(Unavailable):
         await checker.check(grammar_of(regex="b"))

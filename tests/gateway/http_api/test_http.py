@@ -26,7 +26,7 @@ async def test_pages() -> None:
         assert (health.status, health.json) == (200, {"status": "ok"})
         assert version.json["version"]
         models = (await call(address, "/v1/models")).json
-        (model,) = models["data"]
+        model, other = models["data"]
         assert (models["object"], model["id"], model["object"], model["max_model_len"]) == (
             "list",
             "toy",
@@ -34,8 +34,10 @@ async def test_pages() -> None:
             MAX_LEN,
         )
         assert (await call(address, "/v1/models/toy")).json == model
-        # What --model said is a name too: of requests, and of the page, which says the real one.
-        assert (await call(address, "/v1/models/models/toy")).json == model
+        # What --model said is a name too: of requests, and in the list, where the real one is its root.
+        assert other == model | {"id": "models/toy"}
+        assert model["root"] == "toy"
+        assert (await call(address, "/v1/models/models/toy")).json == other
         said = (await call(address, "/v1/completions", TEXT | {"model": "models/toy"})).json
         assert (said["model"], said["choices"][0]["text"]) == ("toy", "The answer.")
         for path in ("/v1/models/other", "/v1/models/a/b"):

@@ -9,7 +9,6 @@ import os
 import pathlib
 import sys
 
-import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -19,6 +18,7 @@ from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.types import ChatMessage, ChatOptions
 from testbed.conditions import loop_turns
 from testbed.toy_tokenizer import TEMPLATE
+from tests.support.processes import NewChildren
 
 MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))
 SPECIALS = {"bos_token": "<bos>", "eos_token": "<eos>"}
@@ -48,7 +48,12 @@ HOSTILE = {
 
 
 @pytest.fixture
-async def template():
+def children() -> NewChildren:
+    return NewChildren()
+
+
+@pytest.fixture
+async def template(children: NewChildren):
     made = []
 
     def make(source: str) -> ChatTemplate:
@@ -58,7 +63,7 @@ async def template():
     yield make
     for one in made:
         await one.aclose()
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
 
 
 @pytest.mark.parametrize("source", FRIENDLY)
@@ -108,7 +113,7 @@ async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours
 
 
 async def test_the_process_inherits_neither_secrets_nor_descriptors(
-    template, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    template, children: NewChildren, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setenv("PILLION_REDIS_URL", "redis://:secret@host/0")
     monkeypatch.setenv("TZ", "HERE-5:45")
@@ -116,7 +121,7 @@ async def test_the_process_inherits_neither_secrets_nor_descriptors(
         os.set_inheritable(keys.fileno(), True)
         zone = await template("{{ strftime_now('%z') }}").render(MESSAGES)
         assert zone == "+0545", "the gateway's own time zone"
-        [process] = psutil.Process().children(recursive=True)
+        [process] = children()
         if sys.platform == "linux":
             assert {"TZ"} <= process.environ().keys() <= {"TZ", "TZDIR", "LD_LIBRARY_PATH"}
             assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
@@ -190,10 +195,10 @@ async def test_a_caller_who_leaves_does_not_garble_the_next_answer(template) -> 
         assert await box.render((ChatMessage("user", "stays"),)) == "<bos>[user] stays\n[assistant] "
 
 
-async def test_a_killed_process_is_replaced(template) -> None:
+async def test_a_killed_process_is_replaced(template, children: NewChildren) -> None:
     box = template(TEMPLATE)
     await box.render(MESSAGES)
-    (child,) = psutil.Process().children()
+    (child,) = children()
     child.kill()
     with pytest.raises(InvalidRequest):
         await box.render(MESSAGES)

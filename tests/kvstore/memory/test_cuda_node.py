@@ -149,6 +149,44 @@ async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str
             await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
 
 
+@pytest.mark.parametrize("detaches", [False, True])
+async def test_slots_of_a_worker_of_several_processes_wait_for_all(short_folder: str, detaches: bool) -> None:
+    """A rank that outlives rank 0 for a moment may still end a kernel, whatever became of the connection (I4)."""
+    ending = "a.close(); print('closed', flush=True)" if detaches else ""
+    program = f"{DYING.split('print')[0]}a.name_processes([int(sys.argv[2])])\nprint(a.epoch, flush=True)\n"
+    program += f"sys.stdin.readline()\n{ending}\nsys.stdin.read()"
+    async with running(short_folder) as node:
+        with (
+            process("import sys; print('there', flush=True); sys.stdin.read()") as rank,
+            process(program, f"{short_folder}/attach.sock", str(rank.pid)) as worker,
+        ):
+            assert await words_of(rank) == ["there"]
+            epoch = int((await words_of(worker))[0])
+            assert node.pool.lease(epoch, 5)
+            assert worker.stdin is not None
+            if detaches:
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+                assert await words_of(worker) == ["closed"]
+            else:
+                worker.kill()
+                await until("the end to be seen", lambda: node.pool.status().quarantined_blocks == 5)
+                await asyncio.to_thread(worker.wait)
+            await loop_turns()
+            assert node.pool.status().free_blocks == NUM_SLOTS - 5
+            rank.kill()
+            await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
+
+
+async def test_a_worker_of_too_many_processes_is_refused(short_folder: str) -> None:
+    async with running(short_folder) as node:
+        mine = await attached(short_folder)
+        with pytest.raises(ConfigError, match="128 other processes, not 129"):
+            mine.name_processes([os.getpid()] * 129)
+        mine.close()
+        await until("all workers to be gone", lambda: not node.pool.ledger.holders)
+
+
 async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder: str) -> None:
     async with running(short_folder) as node:
         with process(

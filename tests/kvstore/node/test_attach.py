@@ -22,7 +22,7 @@ from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node import attach_server
 from pillion.kvstore.node.attach_server import AttachServer
 from pillion.kvstore.node.pool import Pool
-from pillion.wire.attach import MAX_LINE_BYTES, AttachHello, AttachReply, RegionHello
+from pillion.wire.attach import MAX_LINE_BYTES, PROCESSES, AttachHello, AttachReply, RegionHello
 from testbed.conditions import WITHIN_S, loop_turns, until
 
 BLOCK_BYTES = 4096
@@ -44,6 +44,26 @@ sys.stdin.read()
 
 async def no_regions(sock: socket.socket, hello: RegionHello) -> None:
     raise AssertionError("no test here asks for a region")
+
+
+async def test_processes_that_a_node_cannot_take_are_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops descriptors for which there is no room: then no exit is proof (I4)."""
+    monkeypatch.setattr(attach_server, "MAX_PROCESSES", 1)
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    pidfds = [os.pidfd_open(os.getpid()) for _ in range(2)]
+    found: list[int] = []
+    try:
+        socket.send_fds(far, [PROCESSES], pidfds)
+        async with asyncio.timeout(WITHIN_S):
+            assert not await attach_server.until_end(near, found)
+        assert len(found) == 2
+        assert found[1] < 0
+    finally:
+        for descriptor in (*pidfds, *found[:1]):
+            os.close(descriptor)
+        near.close()
+        far.close()
 
 
 class AttachNode:

@@ -13,12 +13,14 @@ import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
 from pillion.errors import ConfigError, Overloaded
+from pillion.types import ModelInfo
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from testbed.conditions import WITHIN_S
 from tests.pillion.client.test_connection import serving
@@ -150,12 +152,17 @@ def test_messages_of_several_lines() -> None:
 
 
 def test_what_is_said_first() -> None:
-    assert banner(["m"], "", "h:1").startswith("m at h:1.")
+    a, b, m = (ModelInfo(name, 64, "") for name in "abm")
+    assert banner([m], "", "h:1").startswith("m at h:1.")
+    # A model's other name is none to choose from, and one that may be chosen.
+    other = replace(m, name="models/m", alias_of="m")
+    assert banner([m, other], "", "h:1").startswith("m at h:1.")
+    assert banner([m, other], "models/m", "h:1").startswith("models/m at h:1.")
     assert banner([], "", "h:1").startswith("no model yet at h:1.")
     with pytest.raises(ConfigError, match="h:1 serves a, b: choose one with --model"):
-        banner(["a", "b"], "", "h:1")
+        banner([a, b], "", "h:1")
     with pytest.raises(ConfigError, match="--model x is not served at h:1; served: a"):
-        banner(["a"], "x", "h:1")
+        banner([a], "x", "h:1")
 
 
 def test_a_system_message_comes_first_and_a_file_is_needed() -> None:

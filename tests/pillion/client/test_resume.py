@@ -110,7 +110,7 @@ async def test_the_next_of_several_addresses_is_called() -> None:
         dead, alive = f"127.0.0.1:{free_port()}", fakes.gateway.grpc_address
         async with AsyncClient([dead, alive]) as client:
             assert "".join([delta.text async for delta in client.generate("x")]) == "Hello"
-            assert [model.name for model in await client.models()] == ["toy"]
+            assert [model.name for model in await client.models()] == ["toy", "models/toy"]
 
         def ask() -> str:
             with Client(f"{dead}, {alive}") as client:

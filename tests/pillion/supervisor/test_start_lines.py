@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from pillion.config import ServeFlags
+from pillion.engine.backends import loading
+from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.kernels.cpu.language.isa import TABLE
 from pillion.supervisor import start_lines
 from pillion.supervisor.local_cluster import prepared_model
 from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
@@ -80,6 +83,24 @@ def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> No
         notices = RecordedNotices()
         tell_model(notices, replace(flags, **more), prepare(flags), None, 1)
         assert words in " ".join(notices.lines)
+
+
+def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank of each size maps a file of its own."""
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "choose_kernels", lambda *_: (TABLE[0], ""))
+    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu")
+    prepared, cache = prepare(flags), ModelCache()
+    for name, size_bytes in (("cpu", 4096), ("cpu0of2", 2048), ("cpu1of2", 1024)):
+        cache.packed_weights(prepared.fingerprint, name).write_bytes(bytes(size_bytes))
+    for sizes, words in (
+        ({1}, "; weights 4 KiB, shared by all workers"),
+        ({2}, "; weights 3 KiB, shared by all workers"),
+        ({1, 2}, "; weights 7 KiB, shared by the workers of each size"),
+    ):
+        notices = RecordedNotices()
+        tell_model(notices, flags, prepared, None, 1, sizes)
+        assert notices.lines[-1].endswith(words)
 
 
 def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

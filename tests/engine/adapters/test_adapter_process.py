@@ -1,0 +1,70 @@
+"""The process that reads adapters: what it answers, what ends it, and how it gives way to others."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import psutil
+import pytest
+
+from pillion.cores import BACKGROUND_NICENESS
+from pillion.engine.adapters.adapter_process import AdapterProcess
+from pillion.engine.adapters.adapter_process_main import BURST_S, CROWDED_BURSTS, PAUSE_S, WorkPace
+from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
+from testbed.conditions import WITHIN_S
+from tests.support.fake_adapter_jobs import FakeJobs
+
+MEMORY_BYTES = 2**30
+
+
+def test_jobs_have_limits_and_errors_pass() -> None:
+    process = AdapterProcess(FakeJobs("hello"), MEMORY_BYTES)
+    try:
+        (greeting, pid, niceness), data = process.run(WITHIN_S, "say")
+        assert (greeting, niceness) == ("hello", min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS))
+        assert np.array_equal(data.view(np.int64), np.arange(10**6))
+        # It ends although it computes only in bursts.
+        assert process.run(WITHIN_S, "compute", 0.01)[0][0] > 0
+        with pytest.raises(Overloaded, match="no room"):
+            process.run(WITHIN_S, "refuse")
+        with pytest.raises(Internal, match="a defect"):
+            process.run(WITHIN_S, "fail")
+        with pytest.raises(ConfigError, match="too much memory"):
+            process.run(WITHIN_S, "take", 2 * MEMORY_BYTES)
+        assert process.run(WITHIN_S, "say")[0][1] == pid
+        with pytest.raises(Unavailable, match=r"more than 0\.01 s"):
+            process.run(0.01, "hang")
+        assert not psutil.pid_exists(pid)
+        (_, other, _), _ = process.run(WITHIN_S, "say")
+        process.close(for_good=False)
+        assert not psutil.pid_exists(other)
+        process.start()
+    finally:
+        process.close()
+    with pytest.raises(Unavailable, match="stopping"):
+        process.run(WITHIN_S, "say")
+
+
+def test_it_pauses_while_others_need_the_cores() -> None:
+    """And only then, but for once in each job, because nothing else shows that they do."""
+    pace, now, computed, pauses = WorkPace(), 100.0, 50.0, []
+
+    def bursts(count: int, waited_s: float) -> None:
+        nonlocal now, computed
+        for _ in range(count):
+            now, computed = now + BURST_S + waited_s, computed + BURST_S
+            pause_s = pace.pause_s(now, computed)
+            pauses.append(pause_s > 0)
+            now += pause_s
+
+    pace.begin(now, computed)
+    bursts(4, 0.0)
+    assert pauses == [True, False, False, False]
+    pauses.clear()
+    bursts(1, 0.01)
+    bursts(CROWDED_BURSTS + 3, 0.0)
+    assert pauses == [True] * CROWDED_BURSTS + [False] * 4
+    # What has computed less than a burst, because others did, goes on.
+    assert pace.pause_s(now + 1, computed + BURST_S / 2) == 0
+    assert pace.pause_s(now + 1, computed + BURST_S) == PAUSE_S
