@@ -135,6 +135,8 @@ class DraftControl:
         # is drafted for the next step.
         self._probing_credit_s = 0.0
         self._probing_part = 0.0
+        # Beside so many decodes the guesses that were found last did not pay, and count as probes. 0: they did.
+        self._unpaid_decodes = 0
 
     @classmethod
     def of(cls, config: SpeculativeConfig) -> DraftControl:
@@ -171,7 +173,10 @@ class DraftControl:
         """Returns the :meth:`shares` of the next step. Where no guess would be worth its row, the control rests."""
         found = self.shares(streams, room, left)
         self._probing_part = 0.0
-        if not any(found) and not self.may_guess(streams):
+        if self._probing_credit_s < 0 < self._drafting_s and 0 < self._unpaid_decodes <= self._decodes:
+            found = [0] * len(streams)
+            self._rest(self._probe_tokens)
+        elif not any(found) and not self.may_guess(streams):
             self._rest(self._probe_tokens)
         elif self._drafting_s:
             self._value(streams, found)
@@ -184,8 +189,10 @@ class DraftControl:
         brought = sum(float(stream.guesses.chances[:tokens].sum()) for stream, tokens in found) * self._trust
         plain_s = self.costs.seconds(self._decodes)
         if count and (not plain_s or self._speedup(brought, count, plain_s) >= LEAST_SPEEDUP):
-            self._rest_steps = 1
+            self._rest_steps, self._unpaid_decodes = 1, 0
             return True
+        if count:
+            self._probing_part, self._unpaid_decodes = 1.0, self._decodes
         # A stream of few is asked in each step: a guess for it is worth much.
         self._rest(self._decodes // 4)
         return False

@@ -133,6 +133,21 @@ def test_probes_of_a_slow_drafter_take_a_bounded_share_of_the_time() -> None:
     assert 0.5 * (probes - 1) <= MOST_PROBING_SHARE * 3000 * 0.040 + MOST_PROBING_CREDIT_S
 
 
+def test_drafts_that_do_not_pay_count_as_probes_as_long_as_the_batch_is_as_full() -> None:
+    control, streams = DraftControl(3), [sequence_of([1, 2, 3]) for _ in range(16)]
+    for stream in streams:
+        control.judged(stream, 3, 3)
+    control.costs.expect(16, STEP_S + 16 * 0.0012, 0.0012)
+    pieces = [SequencePiece(stream, 2, 1, 1) for stream in streams]
+    control.observe(pieces, StepCost(), 0.0001)
+    assert any(control.decide(streams, [3] * 16, 100))
+    assert not control.pays([(streams[0], 1)])
+    control.drafted(0.5)
+    assert not any(control.decide(streams, [3] * 16, 100))
+    control.observe(pieces[:4], StepCost(), 0.0001)
+    assert any(control.decide(streams[:4], [3] * 4, 100))
+
+
 def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> list[int]:
     """Return a list that the decodes of each step are added to, for which somebody thinks about guesses."""
     seen: list[int] = []
