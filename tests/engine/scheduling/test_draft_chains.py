@@ -244,8 +244,9 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
 )
 def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
     slots, budget, seqs = shape
+    # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
-        slots=slots, budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
+        slots=max(slots, 17), budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
     )
     for event in events:
         if event[0] == "recall":
