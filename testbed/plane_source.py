@@ -30,7 +30,7 @@ from pillion.net.rpc import start_server
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
-from testbed.redis import die_with_parent
+from testbed.redis import spawn
 
 NAMESPACE = b"n" * 32
 
@@ -75,12 +75,8 @@ def start_source(
 ) -> SourceProcess:
     """Start a source; the caller kills it."""
     words = [node_id, listen, transport, boot, num_slots, block_bytes, flipped_slot]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "testbed.plane_source", *map(str, words)],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=die_with_parent,
-    )
+    command = [sys.executable, "-m", "testbed.plane_source", *map(str, words)]
+    process = spawn(command, stdout=subprocess.PIPE, stderr=None, text=True)
     assert process.stdout is not None
     with process.stdout:
         address = process.stdout.readline().strip()

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from testbed.conditions import wait_for
 
@@ -115,16 +116,25 @@ class RedisServer:
             return False
 
 
-def spawn(command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a process without output that ends with the test run."""
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+def spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a process that ends with the test run, also with one that is killed (Linux). Its output goes nowhere,
+    unless ``options`` of Popen say where to.
 
-
-def die_with_parent() -> None:
-    """Let a process end with a test run that is killed (Linux)."""
+    Popen can run a function in the child, but then it forks, which copies the page tables of a test process of
+    gigabytes; util-linux's setpriv does what is needed behind a vfork.
+    """
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if setpriv := shutil.which("setpriv"):
+            command = [setpriv, "--pdeathsig", "KILL", *command]
+        else:
+            options["preexec_fn"] = _die_with_parent
+    return subprocess.Popen(command, **options)
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextlib.contextmanager

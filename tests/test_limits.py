@@ -68,7 +68,7 @@ def test_of_several_processes_only_that_one_ends(tmp_path: pathlib.Path) -> None
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_run_ends_at_its_limit(tmp_path: pathlib.Path, processes: str) -> None:
     began = time.monotonic()
-    done = run(tmp_path, STUBBORN, "-o", "run_limit_s=8", "-n", processes)
+    done = run(tmp_path, STUBBORN, "-o", "run_limit_s=3", "-n", processes)
     assert done.returncode == 1
     assert "Timeout (0:00:0" in done.stderr
     assert time.monotonic() - began < 60

@@ -16,7 +16,7 @@ from pillion.engine.backends.backend import Backend, ShareBackend
 from pillion.engine.backends.devices import device_count, resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
-from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.checkpoints.prepare import PreparedModel, is_prepared, prepare
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.quantization import OWN_METHOD, Quantization
@@ -316,21 +316,36 @@ def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
     If the weights are packed already, and adapters are not asked for, nothing is loaded, which would take seconds at
     every start. Machine code that is missing then, for example after an update, is compiled by the first worker.
     """
-    prepared, device, size = prepare(flags, progress), resolve_device(flags), flags.tensor_parallel_size
-    check_ranks(flags, device, prepared)
-    if device == "cuda":
-        return prepared
-    isa, _ = choose_kernels(flags, prepared)
-    if isa is not None:
-        from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
+    prepared = prepare(flags, progress)
+    for isa, split in _left_to_make(flags, prepared):
+        model = _load_for_cpu(flags, prepared, isa, progress, split)
+        if flags.enable_lora:
+            from pillion.engine.backends.cpu.cpu_backend import compile_adapter_kernels
 
-        for rank in range(size):
-            split = RankSplit.of(load_config(prepared.folder), rank, size)
-            if flags.enable_lora:
-                compile_adapter_kernels(_load_for_cpu(flags, prepared, isa, progress, split), progress)
-            elif not ModelCache().packed_weights(prepared.fingerprint, split.cpu_name).exists():
-                _load_for_cpu(flags, prepared, isa, progress, split)
+            compile_adapter_kernels(model, progress)
     return prepared
+
+
+def is_ready(flags: PrepareFlags) -> bool:
+    """Whether :func:`make_ready` would have nothing to load. The answer takes milliseconds and imports no torch.
+
+    Raises ConfigError as :func:`make_ready` does.
+    """
+    return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
+
+
+def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:
+    """The ranks that are loaded for the CPU kernels, where these run the model: those whose weights are not packed yet,
+    and with adapters, whose machine code is looked for by what is loaded, all."""
+    device, size = resolve_device(flags), flags.tensor_parallel_size
+    check_ranks(flags, device, prepared)
+    isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None
+    if isa is None:
+        return []
+    config, cache = load_config(prepared.folder), ModelCache()
+    splits = [RankSplit.of(config, rank, size) for rank in range(size)]
+    packed = [cache.packed_weights(prepared.fingerprint, split.cpu_name).exists() for split in splits]
+    return [(isa, split) for split, there in zip(splits, packed, strict=True) if flags.enable_lora or not there]
 
 
 def _load_for_cpu(

@@ -71,8 +71,13 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
 
 def check_named(model: str) -> None:
     """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
-    if not is_hub_id(model) or Path(model).expanduser().exists():
+    if is_local(model):
         locate(model, "", lambda line: None)
+
+
+def is_local(model: str) -> bool:
+    """Whether a ``--model`` flag can only mean files of this machine, there or not; otherwise it is a hub id."""
+    return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
 def _is_gguf(path: Path) -> bool:

@@ -14,7 +14,15 @@ from pathlib import Path
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer, quantized_types
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
-from pillion.engine.checkpoints.model_files import INDEX_NAME, TEXT_FILES, ModelSource, Progress, locate, weight_files
+from pillion.engine.checkpoints.model_files import (
+    INDEX_NAME,
+    TEXT_FILES,
+    ModelSource,
+    Progress,
+    is_local,
+    locate,
+    weight_files,
+)
 from pillion.engine.models.config_json import read_json, token_ids
 from pillion.engine.models.model_config import QUANTIZATION_FILES, ModelConfig, load_config
 from pillion.engine.models.rope_config import original_tokens
@@ -64,9 +72,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
     Raises ConfigError, in one line, for a missing model, an unknown architecture or damaged files.
     """
-    dtype, _ = choose_dtype(flags.dtype)
+    weights = WeightKind.of(flags)
     source = locate(flags.model, flags.revision, progress)
-    weights = WeightKind(dtype, flags.quantization, flags.quantization_group_size)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
     name = flags.served_model_name or source.name
     config = load_config(Path(record.folder))
@@ -76,14 +83,24 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
         name=name,
         alias="" if flags.served_model_name or flags.model == name else flags.model,
         fingerprint=record.fingerprint,
-        dtype=dtype,
+        dtype=weights.dtype,
         max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, original),
         vocab_size=record.vocab_size,
         eos_token_ids=record.eos_token_ids,
         bos_token_id=record.bos_token_id,
         original_tokens=original,
-        weights=config.quantization.words if config.quantization else dtype,
+        weights=config.quantization.words if config.quantization else weights.dtype,
     )
+
+
+def is_prepared(flags: ModelFlags) -> bool:
+    """Whether :func:`prepare` would only read a record. A model by its hub id never counts as prepared, because the hub
+    is asked for newer files. Raises ConfigError as :func:`prepare` does.
+    """
+    if not is_local(flags.model):
+        return False
+    source = locate(flags.model, flags.revision, lambda line: None)
+    return flags.load_format == "dummy" or ModelCache().read_record(source.path, str(WeightKind.of(flags))) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +110,11 @@ class WeightKind:
     dtype: str
     quantization: str
     quantization_group_size: str
+
+    @classmethod
+    def of(cls, flags: ModelFlags) -> WeightKind:
+        """Resolves an "auto" of --dtype. Raises ConfigError for a type that is not supported."""
+        return cls(choose_dtype(flags.dtype)[0], flags.quantization, flags.quantization_group_size)
 
     @property
     def group(self) -> int:

@@ -8,6 +8,7 @@ import math
 import socket
 import time
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -48,6 +49,8 @@ KEEP_ALIVE_S = 75
 HEAD_TIMEOUT_S = 20.0
 # A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
 STALL_TIMEOUT_S = 120.0
+# How often the date in the headers of answers changes.
+DATE_INTERVAL_S = 1.0
 # Paths of OpenAI's, Jina's and vLLM's APIs for which models of other kinds are needed.
 NOT_OFFERED = frozenset(
     f"{version}/{name}"
@@ -65,8 +68,7 @@ class _Pages:
         self._gateway = gateway
         self._vllm_names = vllm_names
         self._started = int(time.time())
-        # OpenAPI's document of the port and the page that is made of it, once the routes are known.
-        self.description = self.description_page = b""
+        self.routes: list[Route] = []
 
     async def health(self, call: HttpCall) -> None:
         """200 when a request would be served now, 503 with what is missing when not."""
@@ -105,12 +107,20 @@ class _Pages:
 
     async def openapi(self, call: HttpCall) -> None:
         """Gives this description of the API, as OpenAPI 3.1."""
-        await call.answer(200, self.description)
+        document, _ = await asyncio.to_thread(lambda: self._description)
+        await call.answer(200, document)
 
     async def docs(self, call: HttpCall) -> None:
         """Shows this page."""
         policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
-        await call.answer(200, self.description_page, [policy], content_type=b"text/html; charset=utf-8")
+        _, page = await asyncio.to_thread(lambda: self._description)
+        await call.answer(200, page, [policy], content_type=b"text/html; charset=utf-8")
+
+    @cached_property
+    def _description(self) -> tuple[bytes, bytes]:
+        """OpenAPI's document of the port and the page of it, made when somebody asks first: that takes 30 ms."""
+        described = openapi.describe(self.routes)
+        return msgspec.json.encode(described), openapi.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
         """404, for every other path."""
@@ -189,8 +199,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]
-    described = openapi.describe(routes)
-    pages.description, pages.description_page = msgspec.json.encode(described), openapi.page(described)
+    pages.routes = routes
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
     origins = listed_origins(flags.allowed_origins)
     if not origins:
@@ -255,11 +264,29 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers: the process belongs to the component, not to its HTTP port."""
+    """Uvicorn without its signal handlers, for the process belongs to the component and not to its HTTP port, and
+    without its polls: it looks every 100 ms whether it is to end, and waits as long again where nobody is connected.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ending = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        # A tick whose number is 0 writes the headers' date.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ending.wait(), DATE_INTERVAL_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
 
 
 class HttpServer:
@@ -279,6 +306,7 @@ class HttpServer:
         """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""
         self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
         self._server.should_exit = True
+        self._server.ending.set()
         await asyncio.gather(self.task, return_exceptions=True)
 
 

@@ -244,10 +244,15 @@ def core_board(flags: ServeFlags) -> CoreBoard | None:
 
 
 async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> None:
-    """Makes the model ready in a child process, whose imports end with it and which Ctrl-C ends at once.
+    """Makes the model ready in a child process, whose imports end with it and which Ctrl-C ends at once. Where it is
+    ready already no child is started.
 
     Raises ConfigError with the child's last line.
     """
+    from pillion.engine.backends.loading import is_ready
+
+    if is_ready(flags):
+        return
     last = ""
 
     def forward(line: str) -> None:

@@ -25,7 +25,7 @@ import psutil
 import pydantic
 import pytest
 
-from pillion import Client, StructuredOutputs
+from pillion import Client, Delta, StructuredOutputs
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
@@ -43,7 +43,7 @@ TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
-STREAMS, TOKENS = 8, 2000
+STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 2000
 LINES = 150
 # An answer of some 1,700 tokens, which are bytes.
 WORDS = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": 20, "maxItems": 20}
@@ -405,6 +405,7 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
 
 
 def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
+    """All tokens come, over HTTP and over gRPC, and nothing is left behind."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     begun = threading.Semaphore(0)
 
@@ -417,6 +418,13 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             received += chunk
         return parse_reply(received)
 
+    def read_grpc() -> list[Delta]:
+        with Client(cluster.target, resume_timeout_s=0) as client:
+            stream = client.generate("x", max_tokens=TOKENS, ignore_eos=True)
+            first = next(stream)
+            begun.release()
+            return [first, *stream]
+
     with contextlib.ExitStack() as stack:
         connections: list[socket.socket] = []
         pids: set[int] = set()
@@ -425,15 +433,20 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             address = ("127.0.0.1", HTTP_PORT)
             connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))
             pids.add(owner(cluster, connections[-1]))
-        pool = stack.enter_context(ThreadPoolExecutor(len(connections)))
+        pool = stack.enter_context(ThreadPoolExecutor(len(connections) + GRPC_STREAMS))
         reading = [pool.submit(read, connection) for connection in connections]
-        for _ in connections:
+        reading_grpc = [pool.submit(read_grpc) for _ in range(GRPC_STREAMS)]
+        for _ in (*reading, *reading_grpc):
             assert begun.acquire(timeout=200)
         cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
             reply = work.result(300)
             assert reply.status == 200
             assert reply.events[-1]["choices"][0]["finish_reason"] == "length"
+        for stream in reading_grpc:
+            deltas = stream.result(300)
+            assert sum(len(delta.token_ids) for delta in deltas) == TOKENS
+            assert deltas[-1].usage is not None
     assert cluster.process.wait(STOP_TIMEOUT_S) == 0
     wait_for("everything to be gone", lambda: not any(alive(one) for one in cluster.ever_seen.values()))
     assert cluster.left_behind() == []

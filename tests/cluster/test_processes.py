@@ -64,6 +64,16 @@ def idle(cluster: ServedCluster) -> bool:
     return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
 
 
+def end(cluster: ServedCluster, number: signal.Signals) -> None:
+    """Ends a cluster by a signal to its supervisor alone. Nothing of it is left behind, whatever it went through."""
+    assert len(cluster.processes()) >= 6
+    cluster.stop(number)
+    wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.ever_seen.values()))
+    if number != signal.SIGKILL:
+        assert cluster.left_behind() == []
+        assert cluster.process.returncode in (0, 130, 143)
+
+
 def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> None:
     prompts = [prompt(seed, 5 + 37 * seed) for seed in range(12)]
     with Client(cluster.target) as client:
@@ -163,8 +173,10 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
 
 
 def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
+    """In the end SIGTERM leaves nothing behind, and each line of the log, the supervisor's own lines too, is a JSON
+    object."""
     # 160 slots of 16 tokens; eight streams that end at 700 tokens each want 352.
-    flags = (*FLAGS, "--kv-pool-bytes", str(160 * 8192))
+    flags = (*FLAGS, "--kv-pool-bytes", str(160 * 8192), "--log-format", "json")
     prompts = [prompt(100 + seed, 200) for seed in range(8)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as small:
         with Client(small.target) as client:
@@ -181,6 +193,11 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
             alone = [answer(client, ids, 500, "alone") for ids in prompts]
         assert list(together) == alone
         wait_for("all slots back", lambda: idle(small))
+        end(small, signal.SIGTERM)
+        lines = [json.loads(line) for line in small.log.read_text().splitlines()]
+        components = {"pillion", "kvnode-0", "prefill-0", "decode-0", "gateway-0"}
+        assert components <= {line["component"] for line in lines}
+        assert all({"time", "level", "message"} <= set(line) for line in lines)
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
@@ -211,7 +228,8 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
     """Each of several sampled answers is replayed by itself, with its own seed, and none loses or repeats a token (I6).
 
     The test has a cluster of its own, since a supervisor gives up after too many deaths in a short time. Its KV is in
-    8 bits, whose codes a replay has to find again bit by bit.
+    8 bits, whose codes a replay has to find again bit by bit. In the end SIGINT leaves nothing behind, not even of what
+    was killed.
     """
     ids = prompt(8, 300)
     asked = {"n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True, "frequency_penalty": 0.2}
@@ -239,6 +257,7 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
         assert all(len(tokens) == 150 for tokens in expected.values())
         assert len({tuple(tokens) for tokens in expected.values()}) == 3
         wait_for("all slots back", lambda: idle(running))
+        end(running, signal.SIGINT)
 
 
 def check_against_one_process(running: ServedCluster, client: Client, model: str, ids: list[int]) -> None:
@@ -281,6 +300,7 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
 
 
 def test_streams_move_to_another_worker(model: str) -> None:
+    """In the end the supervisor is killed, and all others end with it."""
     flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
     prompts = [prompt(40 + seed, 80) for seed in range(6)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
@@ -315,6 +335,7 @@ def test_streams_move_to_another_worker(model: str) -> None:
             else:
                 raise AssertionError("no round had streams on the worker that died and on the other one")
         wait_for("all slots back", lambda: idle(cluster))
+        end(cluster, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])
@@ -351,22 +372,3 @@ def test_emptied_redis_costs_nothing_but_hits_for_a_while(cluster: ServedCluster
             return last.usage is not None and last.usage.cached_tokens > 0
 
         wait_for("the node to announce its blocks again", hit)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_behind(model: str, number: signal.Signals) -> None:
-    flags = (*FLAGS, "--log-format", "json")
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
-        with Client(cluster.target) as client:
-            assert len(answer(client, prompt(1, 40), 4)) == 4
-        assert len(cluster.processes()) >= 6
-        cluster.stop(number)
-        wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.ever_seen.values()))
-        if number != signal.SIGKILL:
-            assert cluster.left_behind() == []
-            assert cluster.process.returncode in (0, 130, 143)
-            # Each line of each component is an object, the supervisor's own lines too.
-            lines = [json.loads(line) for line in cluster.log.read_text().splitlines()]
-            components = {"pillion", "kvnode-0", "prefill-0", "decode-0", "gateway-0"}
-            assert components <= {line["component"] for line in lines}
-            assert all({"time", "level", "message"} <= set(line) for line in lines)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.draft_model import DraftModel
 from pillion.engine.scheduling import draft_chains
 from pillion.engine.scheduling.draft_chains import DraftChains, DraftShape
+from pillion.engine.scheduling.draft_control import DraftControl
+from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.worker import worker as worker_module
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.workers import (
     BLOCK,
@@ -39,9 +42,22 @@ def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 13 + position * 7) % 97 for position in range(length)]
 
 
+def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Sequence[int], left: int) -> list[int]:
+    shares = []
+    for most in room:
+        shares.append(min(control.most_guesses, most, left))
+        left -= shares[-1]
+    return shares
+
+
 @contextlib.asynccontextmanager
 async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[tuple[Workers, FakeBackend]]:
-    """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend."""
+    """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend.
+
+    As much is guessed as there is room for. A worker counts with the seconds that steps and passes take, and those of
+    fakes on a loaded machine may speak against any guess.
+    """
+    monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
     backend = FakeBackend(BLOCK, "draft")
     shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, GUESSES, 256)
     draft = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
@@ -75,6 +91,18 @@ def answered_first(workers: Workers) -> None:
     )
 
 
+async def held_amid_guesses(workers: Workers, draft: FakeBackend) -> None:
+    """Return once the draft model has guessed and the decode worker's next step waits at the gate of its backend.
+
+    Until then each step waits for the node, for a stream could else be over before its draft has a ticket.
+    """
+    main = workers.decode_backend
+    await until("guesses", lambda: len(draft.steps) > 8)
+    main.gate.clear()
+    await until("a step that waits", main.waiting.is_set)
+    main.before_step = lambda batch: None
+
+
 async def chains_of(workers: Workers) -> DraftChains:
     found = await workers.decode.worker.epoch._ask(lambda scheduler: scheduler.draft_chains)
     assert found is not None
@@ -105,6 +133,7 @@ async def test_seeds_and_forks_get_their_own_tokens(monkeypatch: pytest.MonkeyPa
     async with running_workers() as workers, connected(workers) as connection:
         plain = await answers_of(workers, connection)
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
         assert await answers_of(workers, connection) == plain
         assert draft.steps
         await workers.quiet()
@@ -123,11 +152,13 @@ async def answers_of(workers: Workers, connection: Connection) -> list[list[int]
 async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
         worker = workers.decode.worker
+        answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await until("guesses", lambda: len(draft.steps) > 8)
+        await held_amid_guesses(workers, draft)
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
+        workers.decode_backend.gate.set()
         await asyncio.wait_for(answer.over.wait(), WITHIN_S)
         assert answer.last is not None
         assert answer.last.error is not None
@@ -147,7 +178,15 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
     node = {"decode_reserve_percent": 0}
     async with drafting(monkeypatch, slots=64, node=node) as (workers, draft), connected(workers) as connection:
         main = workers.decode_backend
-        main.before_step = lambda batch: main.gate.clear() if draft.steps else None
+        answered_first(workers)
+        wait_for_node = main.before_step
+
+        def until_drafted(batch: StepBatch) -> None:
+            wait_for_node(batch)
+            if draft.steps:
+                main.gate.clear()
+
+        main.before_step = until_drafted
         first = await workers.ticket(prompt(1, 40))
         answer = await connection.submit(submit_of(1, first, prompt(1, 40), 60))
         await until("a step that waits", main.waiting.is_set)
@@ -200,6 +239,7 @@ async def test_a_node_that_lost_its_blocks_costs_guesses_alone(monkeypatch: pyte
 
 async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
 
         def fail(batch: object) -> None:
             raise RuntimeError("no")
@@ -217,9 +257,13 @@ async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.Monk
 
 async def test_stopping_in_the_middle_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
         ticket = await workers.ticket(prompt(1, 30))
         await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
-        await until("guesses", lambda: len(draft.steps) > 8)
-        await workers.decode.stop(0.0)
+        await held_amid_guesses(workers, draft)
+        stopping = asyncio.create_task(workers.decode.stop(0.0))
+        await loop_turns()
+        workers.decode_backend.gate.set()
+        await stopping
         await workers.release(ticket)
         await workers.quiet()

@@ -26,10 +26,14 @@ from tests.support.redis_nodes import patient
     ("module", "unwanted"),
     [
         ("pillion.gateway.gateway_server", "torch transformers triton"),
+        ("pillion.kvstore.node.kv_node", "torch transformers triton llvmlite tokenizers starlette uvicorn"),
+        ("pillion.decode_service.decode_server", "torch transformers triton llvmlite starlette uvicorn"),
+        ("pillion.engine.backends.loading", "torch transformers triton llvmlite tokenizers grpc redis"),
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )
 def test_what_an_import_brings(module: str, unwanted: str) -> None:
+    """A component's modules, before it loads a model: what is heavy is imported by what needs it, when it does."""
     code = f"import sys, {module}; print(*sorted(set({unwanted.split()!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import grpc
 
@@ -23,6 +24,7 @@ from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import Conflict, NotFound, PillionError
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
+from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.kvstore.index.index import PrefixHit
 from pillion.kvstore.index.registry import Registry
 from pillion.net import rpc
@@ -443,7 +445,9 @@ async def running_fake_cluster(
         model = toy_model(folder / "model", template=template)
         if config is not None:
             shutil.copy(config, model.folder)
-        gateway = await start_gateway(GatewayFlags(**options), prepared=model)
+        # The process of the template starts with the first conversation: most tests have none.
+        with mock.patch.object(ChatTemplate, "warm_up"):
+            gateway = await start_gateway(GatewayFlags(**options), prepared=model)
         stack.push_async_callback(gateway.stop, 0)
         client = await stack.enter_async_context(AsyncClient(gateway.grpc_address))
         if "decode" in roles and "kvnode" in roles:

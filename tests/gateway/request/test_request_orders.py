@@ -122,7 +122,7 @@ EVENTS = COMMON * 3 + [
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_order_of_events(data) -> None:
     m = machine(prompt=data.draw(st.integers(1, 30)), max_tokens=data.draw(st.integers(1, 12)), attempts=5)
     world, now = RequestWorld(m), 0.0

@@ -230,7 +230,7 @@ async def test_random_lives(
         await c.start()
         everybody = [a, b, c]
         try:
-            for _ in range(120):
+            for _ in range(60):
                 await asyncio.gather(*(_request(draw, everybody) for _ in range(4)))
                 await _mischief(draw, everybody, redis)
             for host in everybody:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from pillion.cli.flags import env_name
-from pillion.config import ServeFlags
+from pillion.config import PrepareFlags, ServeFlags
 from pillion.engine.backends.devices import resolved
+from pillion.engine.backends.loading import make_ready
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
-from pillion.supervisor.child_process import child_environ
-from pillion.supervisor.local_cluster import process_specs, threads_per_worker
+from pillion.supervisor.child_process import ChildProcess, child_environ
+from pillion.supervisor.local_cluster import prepare_in_child, process_specs, threads_per_worker
+from testbed.tiny_model import save_model
+from tests.support.own_cache import model_cache
 
 
 def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,3 +194,42 @@ def test_the_environment_keeps_libraries_quiet() -> None:
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
     assert "PILLION_DTYPE" not in environ
+
+
+def test_a_model_that_is_ready_needs_no_process_and_no_torch(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
+    model, started = str(save_model(tmp_path / "tiny")), []
+    flags = PrepareFlags(model=model, device="cpu", dtype="float32")
+
+    async def start(argv: Sequence[str], *_: object) -> ChildProcess:
+        started.append(argv)
+        raise OSError("no program starts here")
+
+    monkeypatch.setattr(ChildProcess, "start", start)
+    with pytest.raises(OSError, match="no program"):
+        asyncio.run(prepare_in_child(flags, print))
+    assert started[0][1:4] == ["-m", "pillion", "prepare"]
+    make_ready(flags, print)
+    asyncio.run(prepare_in_child(flags, print))
+    assert len(started) == 1
+    program = f"""
+import asyncio, sys
+from pillion.cli.console import Notices
+from pillion.config import ServeFlags
+from pillion.supervisor.local_cluster import LocalCluster
+
+async def prepare():
+    flags = ServeFlags(model={model!r}, device="cpu", dtype="float32", http_port=0, grpc_port=0, kv_pool_bytes=2**24)
+    cluster = LocalCluster(flags, Notices())
+    try:
+        await cluster.prepare()
+    finally:
+        await cluster.stop()
+
+asyncio.run(prepare())
+print({{"torch", "transformers", "triton", "huggingface_hub"}} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
