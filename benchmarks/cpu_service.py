@@ -7,7 +7,7 @@ from a prefix cache. A peer that is not installed is left out, and a printed lin
 
 The loads are those of this project's targets, with the defaults of `pillion serve`. For a processor with AVX2 alone,
 both serve float32 (`--dtype float32`), which is the faster type there. Where such a processor is not at hand,
-`--pillion "pillion=--cpu-kernels avx2"` stands in for it, beside a vLLM that still uses what this processor has.
+`--pillion "pillion=--cpu-kernels avx2" --peer-isa avx2` stands in for it: both sides then leave the rest unused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.closed_loop import ClosedLoad, figures
-from benchmarks.peers import RunningSystem, System, llama_system, pillion_system, vllm_system
+from benchmarks.peers import PEER_ISAS, RunningSystem, System, llama_system, pillion_system, vllm_system
 from benchmarks.report import save, show_table, spread
 
 MODEL = "demo"
@@ -69,13 +69,18 @@ def systems(args: argparse.Namespace, folder: pathlib.Path, dtype: str, gguf: pa
     if vllm:
         flags = tuple(shlex.split(args.vllm_flags))
         budget = ("--max-num-batched-tokens", str(BUDGET_TOKENS))
-        found.append(vllm_system(REFERENCE, vllm, folder, dtype, flags, lambda _: True))
+        found.append(vllm_system(REFERENCE, vllm, folder, dtype, flags, lambda _: True, args.peer_isa))
         # Small budgets are for long prompts, which stall everybody's decodes otherwise.
         name = f"{REFERENCE}, budget {BUDGET_TOKENS}"
-        found.append(vllm_system(name, vllm, folder, dtype, (*flags, *budget), lambda load: load.input_tokens > 256))
+        long = vllm_system(
+            name, vllm, folder, dtype, (*flags, *budget), lambda load: load.input_tokens > 256, args.peer_isa
+        )
+        found.append(long)
     else:
         absent.append((REFERENCE, "--vllm (PILLION_VLLM) names no `vllm` program"))
-    if llama:
+    if args.peer_isa:
+        absent.append((LLAMA, f"--peer-isa {args.peer_isa} cannot limit it"))
+    elif llama:
         found.append(llama_system(LLAMA, llama, gguf))
     else:
         absent.append((LLAMA, "--llama-python (PILLION_LLAMA_PYTHON) names no Python"))
@@ -212,6 +217,9 @@ def arguments() -> argparse.Namespace:
     environ = os.environ.get
     parser.add_argument("--vllm", default=environ("PILLION_VLLM"), metavar="PATH", help="a CPU build's `vllm` program")
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
+    parser.add_argument(
+        "--peer-isa", default="", choices=list(PEER_ISAS), help="instructions that vLLM is limited to; default: none"
+    )
     parser.add_argument("--vllm-model", type=pathlib.Path, help="a folder; default: the demo model in plain bfloat16")
     parser.add_argument(
         "--llama-python",

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+import psutil
+
 from benchmarks import llama_stream
 from benchmarks.closed_loop import ClosedLoad, measure
 from pillion.loadgen.figures import Record, Run
@@ -37,6 +39,19 @@ VLLM_MAX_MODEL_LEN_TOKENS = 4096
 VLLM_KV_CACHE_GIB = 2
 # vLLM needs this file, which Pillion's converted folder lacks.
 VLLM_OVERRIDES = {"architectures": ["LlamaForCausalLM"]}
+# What keeps vLLM to an instruction set: limits of its libraries of products (oneDNN, MKL), of torch's own kernels, and
+# of those that torch compiles and keeps apart by these limits. The folder limits vLLM's own kernels.
+AVX2_ONLY = pathlib.Path(__file__).parent / "avx2_only"
+PEER_ISAS = {
+    "": {},
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
+        "PYTHONPATH": str(AVX2_ONLY),
+    },
+}
 LLAMA_CONTEXT_TOKENS = 4096
 LOG_TAIL_BYTES = 8000
 
@@ -121,9 +136,18 @@ def over(make: Callable[[], LoadTarget]) -> Measure:
 
 
 def vllm_system(
-    name: str, program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], takes: Callable[[ClosedLoad], bool]
+    name: str,
+    program: str,
+    model: pathlib.Path,
+    dtype: str,
+    flags: Sequence[str],
+    takes: Callable[[ClosedLoad], bool],
+    isa: str = "",
 ) -> System:
-    """Describe `vllm serve` of the same folder, in a session of its own so that all its processes can be ended."""
+    """Describe `vllm serve` of the same folder, in a session of its own so that all its processes can be ended.
+
+    ``isa``: a key of PEER_ISAS.
+    """
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
@@ -133,12 +157,12 @@ def vllm_system(
         command += ["--hf-overrides", json.dumps(VLLM_OVERRIDES), *flags]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=vllm_environment(), start_new_session=True
+                command, stdout=out, stderr=subprocess.STDOUT, env=vllm_environment(isa), start_new_session=True
             )
         try:
             version = wait_for("vLLM to serve", lambda: _vllm_version(process, port), VLLM_START_TIMEOUT_S)
             stream = over(lambda: OpenAITarget("peer", True, 0.0, target=f"http://{HOST}:{port}"))
-            yield RunningSystem(version, stream, group=process.pid)
+            yield RunningSystem(version, stream, about_vllm(process.pid, isa), group=process.pid)
         except BaseException:
             sys.stderr.write(tail(log))
             raise
@@ -148,10 +172,20 @@ def vllm_system(
     return System(name, tuple(flags), start, takes, stays=True)
 
 
-def vllm_environment() -> dict[str, str]:
-    """Return this process' environment with all cores for vLLM's threads and without access to model hubs."""
+def about_vllm(pid: int, isa: str) -> str:
+    """Return which of vLLM's kernels a server and its children have mapped, and what they are limited to."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    mapped = {pathlib.Path(piece.path) for process in processes for piece in process.memory_maps()}
+    kernels = sorted(path.name for path in mapped if path.parent.name == "vllm" and path.name.startswith("_C"))
+    return f"{', '.join(kernels) or 'no kernels of its own'}{f', limited to {isa}' * bool(isa)}"
+
+
+def vllm_environment(isa: str = "") -> dict[str, str]:
+    """Return this process' environment with all cores for vLLM's threads and without access to model hubs. ``isa``: a
+    key of PEER_ISAS."""
     return {
         **os.environ,
+        **PEER_ISAS[isa],
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -7,6 +7,7 @@
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
     accuracy.py        what quantized weights cost in accuracy
     host_backend.py    what backends on the calling thread have in common
+    plain_adapters.py  how backends take adapters that were read in the plain form
     torch_backend.py   plain torch on the CPU: the smallest backend
     cpu/               the backend of the CPU kernels (kernels/cpu)
     gpu/               the backend of the Triton kernels (kernels/gpu)

@@ -20,6 +20,7 @@ from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rope_config import served_variant
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
 
 # Layout of a (layer, head) piece as one row of head_dim values per token. Part of the namespace (I2).
 LAYOUT_VERSION = "rows-1"
-# Types of KV in 8 bits, by the value of --kv-cache-dtype, and the bytes of a row's scale.
+# Types of KV in 8 bits, by the value of --kv-cache-dtype.
 FP8_E4M3 = "fp8_e4m3"
 EIGHT_BIT_KV = {"fp8": FP8_E4M3, "int8": "int8"}
-KV_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

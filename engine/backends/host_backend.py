@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_layers
-from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
+from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     DevicePool,
     KVLayout,
@@ -22,6 +20,7 @@ from pillion.engine.backends.backend import (
     warm_up_batches,
 )
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.plain_adapters import PlainAdapters
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
@@ -52,7 +51,7 @@ class PlainAdapter:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
 
 
-class HostBackend(ABC):
+class HostBackend(PlainAdapters):
     """Implements :class:`pillion.engine.backends.backend.Backend`, which has the contract, over a subclass's ``_run``.
 
     Forward pass and copies can also be called one by one. The logits of a forward pass stay valid until the next one,
@@ -76,7 +75,7 @@ class HostBackend(ABC):
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns as :meth:`forward` does."""
 
-    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most have nothing to check)
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
@@ -116,14 +115,6 @@ class HostBackend(ABC):
         """Checks an adapter and brings it into the form of :meth:`_pack`. Raises ConfigError where it does not fit."""
         check_adapter(weights, self._adapter_shapes(), self._max_rank)
         return self._pack(weights)
-
-    def adapter_form(self) -> AdapterForm:
-        """The form of :meth:`take_adapter`; this one leaves the packing to :meth:`pack_adapter`."""
-        return PlainForm()
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes an adapter of what the form packed."""
-        return self.pack_adapter(weights_of(digest, plain_layers(about, data)))
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Puts an adapter into a place. Raises Internal for a place that does not exist."""

@@ -88,6 +88,7 @@ class Worker:
         self.node = NodeClient(attachment.node_address, self.component_id)
         self._address = ""
         self._ids = itertools.count(1)
+        self._start_s = 0.0
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._returning: asyncio.Task[None] | None = None
         self.meters = Meters()
@@ -119,6 +120,7 @@ class Worker:
 
         Raises ConfigError for what cannot work, Unavailable when no node answers.
         """
+        began_s = time.monotonic()
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
         make_scheduler = partial(
@@ -165,12 +167,17 @@ class Worker:
             # This may take long: the node counts a silence from the first heartbeat on.
             await asyncio.to_thread(worker._bind, max_num_batched_tokens)
             undo.pop_all()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(attachment.fileno(), worker._on_node_gone)
-        if model.ranks is not None:
-            model.ranks.watch(lambda reason: loop.call_soon_threadsafe(worker.fail, reason))
-        worker.epoch.start()
+        worker._begin(began_s)
         return worker
+
+    def _begin(self, began_s: float) -> None:
+        """Take part from now on, at the end of a start that began at ``began_s``."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.attachment.fileno(), self._on_node_gone)
+        if self.model.ranks is not None:
+            self.model.ranks.watch(lambda reason: loop.call_soon_threadsafe(self.fail, reason))
+        self._start_s = time.monotonic() - began_s
+        self.epoch.start()
 
     async def _abandon(self) -> None:
         """End what this object has begun, where its start fails."""
@@ -225,6 +232,7 @@ class Worker:
             vocab_size=self.model.backend.vocab_size,
             node_id=self.attachment.node_id,
             kernels=self.model.operators,
+            start_s=round(self._start_s, 3),
             tensor_parallel_size=self.flags.tensor_parallel_size,
             free_seqs=max(0, epoch.max_num_seqs - load.running_requests - load.waiting_requests),
             max_step_tokens=epoch.max_step_tokens,

@@ -23,7 +23,6 @@ from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.gateway.planning.sent_adapters import SentAdapters
 from pillion.gateway.request.events import TicketHold
-from pillion.gateway.request.request_machine import RETURN_WAIT_S
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.observability import telemetry
@@ -39,6 +38,11 @@ VIEW_POLL_S = 0.25
 MAX_FETCH_S = 5.0
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
+# How long a request waits for components that were there a short time ago: they answer no more, or their records are
+# gone, and a supervisor is bringing them back. Two new processes, a KV node's and then a worker's, take some 6 s on two
+# idle cores and up to 30 s on cores that others use too. The worker then loads its model: it has said how long that
+# took, and takes longer where the files are no longer in memory.
+LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 30.0, 3, 600.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
@@ -136,9 +140,9 @@ class Cluster:
         self.registry = registry
         # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
-        # When a decode worker and a KV node for the model were last on record, by model and the worker's largest rank
-        # of adapters.
-        self._recorded_at_s: dict[tuple[str, int], float] = {}
+        # By model and a decode worker's largest rank of adapters: when such a worker and a KV node were last on record,
+        # and the longest start of such workers then.
+        self._recorded: dict[tuple[str, int], tuple[float, float]] = {}
         self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
@@ -287,8 +291,8 @@ class Cluster:
 
     async def served_soon(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
         """How ``model``, with adapters of a rank, is served, for a new request, which waits a little: FIRST_LOOK_S for
-        components that are just starting, and up to RETURN_WAIT_S for those that were there a short time ago, because a
-        supervisor is bringing them back. Raises Unavailable."""
+        components that are just starting, and for those that were there a short time ago as :meth:`return_wait_s`
+        says. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             served, complete = self._look((model, fingerprint, adapter_rank))
             if complete:
@@ -360,7 +364,11 @@ class Cluster:
     def _note_models(self, now: float) -> None:
         if self.view.of("kvnode"):
             workers = (worker for model in self.view.models() for worker in self.view.of("decode", model))
-            self._recorded_at_s.update({(one.model, one.max_lora_rank if one.max_loras else 0): now for one in workers})
+            starts_s: dict[tuple[str, int], float] = {}
+            for worker in workers:
+                key = worker.model, worker.max_lora_rank if worker.max_loras else 0
+                starts_s[key] = max(starts_s.get(key, 0.0), worker.start_s)
+            self._recorded.update({key: (now, start_s) for key, start_s in starts_s.items()})
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
         """How a model is served, and whether by a KV node of its decode workers too. Raises Unavailable."""
@@ -371,9 +379,18 @@ class Cluster:
         """How long a request waits for the model, with adapters of a rank: longer where it was served a short time
         ago."""
         model, _, adapter_rank = key
-        times_s = (at_s for (name, rank), at_s in self._recorded_at_s.items() if name == model and rank >= adapter_rank)
-        expected = time.monotonic() - max(times_s, default=-math.inf) < RETURN_WAIT_S
-        return RETURN_WAIT_S if expected else FIRST_LOOK_S
+        wait_s = self.return_wait_s(model, adapter_rank)
+        last_s = max((at_s for at_s, _ in self._recorded_of(model, adapter_rank)), default=-math.inf)
+        return wait_s if time.monotonic() - last_s < wait_s else FIRST_LOOK_S
+
+    def return_wait_s(self, model: str, adapter_rank: int = 0) -> float:
+        """How long a request waits for the model's components that are being brought back: longer for a model whose
+        workers took long to start."""
+        start_s = max((start_s for _, start_s in self._recorded_of(model, adapter_rank)), default=0.0)
+        return min(MOST_RETURN_WAIT_S, LEAST_RETURN_WAIT_S + RETURN_WAIT_STARTS * start_s)
+
+    def _recorded_of(self, model: str, adapter_rank: int) -> list[tuple[float, float]]:
+        return [at for (name, rank), at in self._recorded.items() if name == model and rank >= adapter_rank]
 
     def node(self, node_id: str) -> NodeLink:
         """The link to a KV node. Raises Unavailable."""

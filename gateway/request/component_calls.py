@@ -192,7 +192,8 @@ class ComponentCalls:
         except PillionError as error:
             # What served the model may be lost while the index answers. Nobody has waited for its return then.
             lost = whole is not None and cluster.lacks_node(whole)
-            self._post(ev.PlanFailed(action.attempt, error, retryable=lost))
+            patience_s = cluster.return_wait_s(job.model, job.adapter_rank)
+            self._post(ev.PlanFailed(action.attempt, error, retryable=lost, patience_s=patience_s))
         else:
             self._post(ev.PlanMade(action.attempt, decided))
 

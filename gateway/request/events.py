@@ -52,7 +52,9 @@ class PlanMade(AttemptEvent, frozen=True):
 
 class PlanFailed(AttemptLoss, frozen=True):
     """No plan could be made, for instance because no worker lives. ``retryable``: what it needs lived when planning
-    began."""
+    began. ``patience_s``: how long a request that was under way waits for what it needs to come back."""
+
+    patience_s: float = 0.0
 
 
 class TicketGranted(AttemptEvent, frozen=True):

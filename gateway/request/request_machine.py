@@ -52,11 +52,7 @@ from pillion.v1.decode_pb2 import DecodeTimings
 # at once, the pause is for what has not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# How long a request waits for components that were there a short time ago: they answer no more, or their records are
-# gone, and a supervisor is bringing them back. A KV node and then a decode worker take some 6 s on two idle cores, 14 s
-# on one and more than 30 s on cores that others use too, and a large model has to be read besides.
-RETURN_WAIT_S = 60.0
-# How often one that was under way looks for them.
+# How often a request that was under way looks for components that it has lost.
 COMPONENT_POLL_MS = 100
 # How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.
 LAST_ACK_WAIT_MS = 1000
@@ -107,7 +103,8 @@ class RequestMachine:
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
         self._avoid: frozenset[str] = frozenset()
-        self._component_wait_until = arrived
+        # When a component of this request was lost; None: none was.
+        self._lost_s: float | None = None
         # Whether a span, and the decode worker's stream, of this attempt are under way.
         self._span_open = False
         self._stream_open = False
@@ -210,8 +207,9 @@ class RequestMachine:
 
     def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
-            if isinstance(event.error, Unavailable) and now < self._component_wait_until:
-                # The request was under way when a component was lost: a supervisor may be bringing it back.
+            under_way = self._lost_s is not None and now < self._lost_s + event.patience_s
+            if isinstance(event.error, Unavailable) and under_way:
+                # A supervisor may be bringing back what was lost.
                 return [self._look_up(COMPONENT_POLL_MS)]
             return self._retry_or_fail(event.error, event.retryable, now)
         self.plan = event.plan
@@ -355,7 +353,7 @@ class RequestMachine:
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1
         self.state = RequestState.PLANNING
-        self._component_wait_until = now + RETURN_WAIT_S
+        self._lost_s = now
         return [*leaving, self._look_up(delay_ms)]
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:

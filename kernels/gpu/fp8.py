@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
+
 # The first architecture that converts e4m3 by an instruction.
 NATIVE_FP8_ARCH = 89
 # The largest value of the format. Rows are scaled so that their largest value becomes this.
-MAX = tl.constexpr(448.0)
-# Least scale, for rows of zeros: it is not 0, and its inverse is finite.
-MIN_SCALE = tl.constexpr(2.0**-100)
+MAX = tl.constexpr(MAX_CODES["fp8_e4m3"])
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
 # Added to a value below 2**-6, this leaves multiples of 2**-9 in the low bits of its mantissa: e4m3's subnormals.
 _SUBNORMAL_SHIFT = tl.constexpr(2.0**14)
 
@@ -55,4 +56,4 @@ def encode(values):
 @triton.jit
 def scale_of(largest):
     """Returns the scale of a row whose largest absolute value is ``largest``; both are float32."""
-    return tl.maximum(tl.math.div_rn(largest, MAX), MIN_SCALE)
+    return tl.maximum(tl.math.div_rn(largest, MAX), LEAST_SCALE)

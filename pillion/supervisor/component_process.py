@@ -33,7 +33,7 @@ PREPARED = "is ready at"
 # Packages that servers need and the SDK does without.
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
-    *("jinja2", "xxhash", "psutil", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
+    *("jinja2", "xxhash", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
 )
 # Role -> module and function that start it.
 ROLES = {

@@ -55,6 +55,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         core_share: the share of that board's cores that the worker owns.
         block_bytes: bytes of a worker's KV block.
         kernels: what a worker computes with.
+        start_s: how long a worker took to load its model and to warm up when it started; 0: not known.
         tensor_parallel_size: the processes over which a worker splits its model.
         max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
         adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
@@ -102,6 +103,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     completion_tokens: Count = 0
     fenced_components: tuple[str, ...] = ()
     kernels: str = ""
+    start_s: Amount = 0.0
     tensor_parallel_size: Count = 1
     max_loras: Count = 0
     max_lora_rank: Count = 0

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks import cpu_service
 from benchmarks.closed_loop import ClosedLoad, figures, measure
-from benchmarks.peers import about_kernels, llama_system, pillion_system, stop_session
+from benchmarks.peers import about_kernels, llama_system, pillion_system, stop_session, vllm_environment
+from pillion.kernels.cpu.language.isa import host_features
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 from testbed.conditions import loop_turns, wait_for
@@ -157,6 +158,7 @@ def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFix
         model="",
         vllm="/no/such/vllm",
         vllm_flags="",
+        peer_isa="",
         llama_python=None,
         only=None,
     )
@@ -172,6 +174,17 @@ def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "vllm is left out" in printed
     assert "llama.cpp is left out" in printed
+
+
+@pytest.mark.skipif("avx2" not in host_features(), reason="this processor has no AVX2")
+def test_a_peer_that_is_limited_to_avx2_sees_nothing_beyond() -> None:
+    """vLLM asks torch which of its libraries to load."""
+    asked = "[torch.cpu._is_avx2_supported(), torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported()]"
+    program = f"import torch; print({asked}, torch.backends.cpu.get_cpu_capability())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=vllm_environment("avx2"), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[True, False, False] AVX2\n"
 
 
 def test_the_kernels_of_a_run_are_told() -> None:

@@ -72,3 +72,18 @@ class BackendDriver:
         while len(tokens) < max_tokens and tokens[-1] not in stop:
             tokens.append(int(self.step((number, tokens[-1:])).argmax()))
         return tokens
+
+    def check_among_others(
+        self, number: int, text: Sequence[int], chunks: Sequence[int], wanted: torch.Tensor, others: Sequence[int]
+    ) -> None:
+        """Runs a text in chunks of these sizes and the rest in one. In each step other sequences go on by up to 20
+        tokens, and this one's place among them changes. Asserts that its logits are ``wanted``, bit by bit (I6)."""
+        begin, places = 0, len(others) + 1
+        for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
+            ids = torch.randint(self.backend.vocab_size, (20,), generator=torch.Generator().manual_seed(step)).tolist()
+            parts = [(other, ids[: 1 + (step * 7 + other) % 20]) for other in others]
+            parts.insert(step % places, (number, list(text[begin : begin + count])))
+            first = sum(len(tokens) for _, tokens in parts[: step % places])
+            found = self.step(*parts, sample=range(first, first + count))
+            assert torch.equal(found, wanted[begin : begin + count]), f"tokens from {begin}"
+            begin += count

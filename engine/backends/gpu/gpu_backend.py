@@ -25,11 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm, plain_layers
-from pillion.engine.adapters.adapter_weights import AdapterWeights, weights_of
+from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     FP8_E4M3,
-    KV_SCALE_BYTES,
     BackendLost,
     DevicePool,
     KVLayout,
@@ -50,11 +48,13 @@ from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
 from pillion.engine.backends.gpu.rank_group import STEP_TIMEOUT_S
+from pillion.engine.backends.plain_adapters import PlainAdapters
 from pillion.engine.ranks.rank_weights import split_adapter
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 log = logging.getLogger("pillion.worker")
 
@@ -131,7 +131,7 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
-class GpuBackend:
+class GpuBackend(PlainAdapters):
     """Implements ``pillion.engine.backends.backend.Backend``, whose docstring has the contract."""
 
     runs_ahead = True
@@ -264,14 +264,6 @@ class GpuBackend:
             check_adapter(weights, adapter_shapes(model.weights.config), adapters.max_rank)
             weights = split_adapter(weights, model.weights.config, self._ranks.split, model.inner_values)
         return adapters.pack(weights)
-
-    def adapter_form(self) -> AdapterForm:
-        """Returns the plain form, because :meth:`pack_adapter` arranges the matrices on the device."""
-        return PlainForm()
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> GpuAdapter:
-        """Copies an adapter that was read in the plain form to the device."""
-        return self.pack_adapter(weights_of(digest, plain_layers(about, data)))
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Queues a copy into the place behind the steps that were launched."""

@@ -122,11 +122,14 @@ class PoolLines:
         pairs = k.load_pairs(ptr)
         return (pairs,) if self.bf16_rows else (k.low(pairs), k.high(pairs))
 
+    @property
+    def factor(self) -> float:
+        """By what values must be multiplied beside their scales, a power of two."""
+        return FLOAT_FACTORS[self._shape.codes] if self.scaled and not self.bf16_rows else 1.0
+
     def scales(self, group: Ptr) -> Vec:
-        """Loads the factors by which the tokens' codes of a group must be multiplied."""
-        scales = self._k.load(group + self._shape.lines_bytes)
-        factor = 1.0 if self.bf16_rows else FLOAT_FACTORS[self._shape.codes]
-        return scales if factor == 1.0 else scales * factor
+        """Loads the scales of the tokens of a group."""
+        return self._k.load(group + self._shape.lines_bytes)
 
     def add(
         self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
@@ -268,12 +271,12 @@ def emit_scores(
                     query = queries + begin * lines.step_bytes + step * lines.step_bytes
                     lines.add(sums.rows, keys, query, all_lines * lines.step_bytes)
             if lines.scaled and turn == all_lines:
-                sums.scale([lines.scales(ptr) for ptr in here])
+                sums.scale([lines.scales(ptr) * lines.factor for ptr in here])
             sums.store(at)
         if lines.scaled and turn < all_lines:
             with k.range(behind, first) as index, k.range(tile.rows) as row:
                 at = scores + (row * SCORE_BYTES + index * VECTOR_BYTES)
-                k.store(at, k.load(at) * lines.scales(groups.at(index)))
+                k.store(at, k.load(at) * (lines.scales(groups.at(index)) * lines.factor))
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
@@ -397,9 +400,10 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
 
 
 def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
-    """Stores A / l in the model's type."""
+    """Stores A / l in the model's type. A lacks the factor of widened values: with it, small weights would have lost
+    bits."""
     k = sums.k
-    share = k.vector(1.0) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
+    share = k.vector(PoolLines(k, shape).factor) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
     with k.range(shape.head_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share
         k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: how kernels round rows of them, and how they widen lines of codes.
 
-A row is one token's key or value of one KV head. Its scale is its largest value by size over the largest code, at least
-MIN_SCALE, in float32; a value is its code's times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
+A row is one token's key or value of one KV head, with a scale (:mod:`pillion.kernels.kv_codes`); a value is its code's
+times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
 of mantissa, no infinities), the GPU kernels' for the same row (``kernels/gpu/fp8.py``), or "int8" (-127 .. 127). A row
 with NaN gets the scale NaN.
 
@@ -20,23 +20,18 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.products.codes import LINE_BYTES, looked_up
+from pillion.kernels.cpu.products.codes import FP8_SHRINK, LINE_BYTES, fp8_floats, looked_up
+from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
 
-# The largest value of a code.
-MAX_CODES = {"fp8_e4m3": 448.0, "int8": 127.0}
-# The least scale, of rows of zeros: it is not 0, and its inverse is finite.
-MIN_SCALE = 2.0**-100
-# By what widened values must be multiplied where codes become float32: their bits become those of a float16, whose
-# exponent has another bias.
-FLOAT_FACTORS = {"fp8_e4m3": 256.0, "int8": 1.0}
+# By what widened values must be multiplied where codes become float32: those of int8 are the upper bytes of integers.
+FLOAT_FACTORS = {"fp8_e4m3": FP8_SHRINK, "int8": 2.0**-24}
 
 _SMALLEST_NORMAL = 2.0**-6
 # Added to a value below the smallest normal one, this leaves multiples of 2**-9 in the low bits of its mantissa.
 _SUBNORMAL_SHIFT = 2.0**14
 _CODES = ir.VectorType(I8, LANES)
 _LINE = ir.VectorType(I8, LINE_BYTES)
-_WORD = ir.IntType(16)
-_WORDS, _LINE_WORDS = ir.VectorType(_WORD, LANES), ir.VectorType(_WORD, LINE_BYTES // 2)
+_LINE_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 
 
 def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
@@ -86,21 +81,20 @@ def widen_to_pairs(k: Kernel, line: Ptr, kind: str) -> tuple[Pairs, Pairs]:
 
 def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
     """Loads 64 codes as four times 16 float32, which the caller must multiply by ``FLOAT_FACTORS``."""
-    b = k.builder
-    words, found = k.read(line, _LINE_WORDS, 2), []
-    for pair in range(2):
-        order = [quarter * 8 + pair * 4 + lane for quarter in range(4) for lane in range(4)]
-        both = b.shuffle_vector(words, words, ir.Constant(VI, order))
-        for upper in (b.shl(both, _word_lanes(8)), both):
-            if kind == "int8":
-                found.append(Vec(k, b.sitofp(b.ashr(upper, _word_lanes(8)), VF)))
-                continue
-            # The sign stays, and 7 bits go below a bit of exponent that is 0.
-            bits = b.and_(b.ashr(upper, _word_lanes(1)), _word_lanes(0xBF80 - 2**16))
-            found.append(Vec(k, b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), VF)))
+    if kind == "fp8_e4m3":
+        words = k.read(line, _LINE_WORDS, 2)
+        return *fp8_floats(k, words, 0), *fp8_floats(k, words, 1)
+    b, codes = k.builder, k.read(line, _LINE, 1)
+    nothing = ir.Constant(_LINE, [0] * LINE_BYTES)
+    found = []
+    for value in range(4):
+        # One instruction moves a lane's byte to the top of an integer, where its sign is the integer's.
+        order = [at for lane in range(LANES) for at in (*[LINE_BYTES] * 3, _place(lane, value))]
+        upper = b.shuffle_vector(codes, nothing, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
+        found.append(Vec(k, b.sitofp(b.bitcast(upper, VI), VF)))
     return tuple(found)
 
 
-def _word_lanes(value: int) -> Any:
-    """An LLVM constant: a vector with the 16-bit integer ``value`` in all sixteen lanes."""
-    return ir.Constant(_WORDS, [value] * LANES)
+def _place(lane: int, value: int) -> int:
+    """Where a line has one of the 4 values of a lane: [4 quarters][2 pairs][4 lanes][2 values]."""
+    return lane // 4 * 16 + value // 2 * 8 + lane % 4 * 2 + value % 2

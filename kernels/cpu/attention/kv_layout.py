@@ -23,11 +23,11 @@ from __future__ import annotations
 import torch
 
 from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 # The versions of these layouts in the block hash's namespace: other layouts share no blocks (I2).
 LAYOUT_VERSION, EIGHT_BIT_VERSION = "lanes16-1", "lanes16-quads-1"
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
-_SCALE_BYTES = 4
 
 
 def line_values(kind: str) -> int:
@@ -42,7 +42,7 @@ def lines_bytes(head_dim: int, kind: str) -> int:
 
 def group_bytes(head_dim: int, kind: str) -> int:
     """Bytes of 16 tokens in K, and in V, and of their scales where they have any."""
-    return lines_bytes(head_dim, kind) + (LANES * _SCALE_BYTES if _VALUE_BYTES[kind] == 1 else 0)
+    return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES if _VALUE_BYTES[kind] == 1 else 0)
 
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:

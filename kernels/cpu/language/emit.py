@@ -534,6 +534,25 @@ class Kernel:
             value = value + self._rotated(value, distance)
         return value
 
+    def store_sums(self, ptr: Ptr, one: Vec, two: Vec, three: Vec, four: Vec) -> None:
+        """Stores the sums of all lanes of four vectors, with the bits of :meth:`sum`, as four float32.
+
+        Halves of two vectors, then quarters of four, share a vector whose additions are those of one.
+        """
+
+        def joined(a: Vec, b: Vec, width: Count) -> Vec:
+            """The first and the second ``width`` of each 2 * width lanes, added; those of ``a`` before those of b."""
+            first = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
+            sides = ([lane + shift for lane in first] for shift in (0, width))
+            parts = (self.builder.shuffle_vector(a.ir, b.ir, ir.Constant(VI, side)) for side in sides)
+            return Vec(self, next(parts)) + Vec(self, next(parts))
+
+        total = joined(joined(one, two, 8), joined(three, four, 8), 4)
+        for width in (2, 1):
+            total = joined(total, total, width)
+        first_four = ir.Constant(ir.VectorType(I32, 4), list(range(4)))
+        self.write(ptr, self.builder.shuffle_vector(total.ir, total.ir, first_four), 4)
+
     def maximum(self, value: Vec) -> Vec:
         """The largest lane, in every lane."""
         for distance in (8, 4, 2, 1):

@@ -38,7 +38,7 @@ _MAGNITUDES = 0x7F
 # The highest place of a nibble in the 23 bits of a float32's mantissa, and how far nibbles above it are moved.
 _MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
 # fp8 numbers are 256 times smaller in registers, so that their bits are those of a float16 half; scales make up for it.
-_FP8_SHRINK = 256.0
+FP8_SHRINK = 256.0
 
 _BYTES = ir.VectorType(I8, LINE_BYTES)
 _WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
@@ -104,7 +104,7 @@ def _code_kinds() -> Iterator[CodeKind]:
     for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):
         yield whole
         yield replace(whole, constant_bytes=2)
-    yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / _FP8_SHRINK).tolist()), _FP8_SHRINK)
+    yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / FP8_SHRINK).tolist()), FP8_SHRINK)
 
 
 CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
@@ -296,30 +296,45 @@ def _table(k: Kernel, places: Any, table: list[int]) -> Any:
 
 def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
     """The float32 of both inputs of a column; a word of 16 bits holds their codes."""
-    b = k.builder
-    order = [quarter * 8 + tile * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
-    mine = b.shuffle_vector(words, words, ir.Constant(VI, order))
-    return tuple(_byte_float(k, kind, mine, place) for place in (0, 8))
+    if kind.codes == "fp8_e4m3":
+        return fp8_floats(k, words, tile)
+    mine = _half_words(k, words, tile)
+    return tuple(_int8_float(k, kind, mine, place) for place in (0, 8))
 
 
-def _byte_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
-    """Moves the sign and the 7 bits below it to where float16 has the like, and converts that.
+def fp8_floats(k: Kernel, words: Any, half: int) -> tuple[Vec, Vec]:
+    """The float32 of the lower and of the upper bytes of 16 words, FP8_SHRINK times too small. ``words``: 32 words of
+    16 bits, of which each quarter has 4 for each ``half``.
 
-    These are the exponent and mantissa of FP8, which become those of a float16. A magnitude of int8 becomes the lowest
-    bits, whose unit is 2**-24.
+    The sign stays the top bit. The 7 bits below it go one place down, where they are the exponent and mantissa of a
+    float16.
     """
-    b, lowest = k.builder, 7 if kind.codes == "fp8_e4m3" else 0
+    b, mine = k.builder, _half_words(k, words, half)
+    found = []
+    for upper in (b.shl(mine, _word_lanes(8)), mine):
+        bits = b.and_(b.ashr(upper, _word_lanes(1)), _word_lanes(0xBF80 - 2**16))
+        found.append(Vec(k, b.fpext(b.bitcast(bits, _HALVES), VF)))
+    return found[0], found[1]
 
-    def lanes(value: int) -> Any:
-        return ir.Constant(_LANE_WORDS, [value] * LANES)
 
-    def moved(by: int) -> Any:
-        return words if not by else b.shl(words, lanes(by)) if by > 0 else b.lshr(words, lanes(-by))
+def _half_words(k: Kernel, words: Any, half: int) -> Any:
+    order = [quarter * 8 + half * 4 + column for quarter in range(_QUARTERS) for column in range(4)]
+    return k.builder.shuffle_vector(words, words, ir.Constant(VI, order))
 
-    sign = lanes(0x8000 - 0x10000)
-    half = b.or_(b.and_(moved(lowest - place), lanes(_MAGNITUDES << lowest)), b.and_(moved(8 - place), sign))
+
+def _word_lanes(value: int) -> Any:
+    """An LLVM constant: a vector with the 16-bit integer ``value`` in all sixteen lanes."""
+    return ir.Constant(_LANE_WORDS, [value] * LANES)
+
+
+def _int8_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
+    """Moves the sign to that of a float16, and the magnitude to its lowest bits, whose unit is 2**-24."""
+    b = k.builder
+    magnitude = b.and_(b.lshr(words, _word_lanes(place)) if place else words, _word_lanes(_MAGNITUDES))
+    sign = _word_lanes(0x8000 - 0x10000)
+    half = b.or_(magnitude, b.and_(words if place else b.shl(words, _word_lanes(8)), sign))
     if kind.codes == "int8_whole":
-        half = b.select(b.icmp_unsigned("==", half, sign), lanes(0x8000 + _SIGN - 0x10000), half)
+        half = b.select(b.icmp_unsigned("==", half, sign), _word_lanes(0x8000 + _SIGN - 0x10000), half)
     return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
 
 

@@ -16,6 +16,8 @@ from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, SYMMET
 # of stored codes; int32 zero; float32 sum of the numbers that its codes stand for.
 ROW_CONSTANTS = {"scale": 0, "shift": 4, "zero": 8, "sum": 12}
 ROW_CONSTANTS_BYTES = 16
+# Groups of inputs whose lanes are added up together.
+SUMMED_GROUPS = 4
 _BYTES = ir.VectorType(I8, LANES)
 
 
@@ -49,7 +51,8 @@ class SumInputs(KernelSpec):
     """``sums`` [rows, groups] float32 = the sum of each row's values in each group of ``inputs`` columns.
 
     ``x`` [rows, depth] is bfloat16 or float32; ``depth`` and ``inputs`` are multiples of 16, and the last group may be
-    shorter. There are ``each`` rows for each of ``rows_of``. The tree of additions is fixed.
+    shorter. There are ``each`` rows for each of ``rows_of``. The tree of additions is fixed. Rows of ``sums`` have room
+    for a multiple of SUMMED_GROUPS groups, of which those behind the last one become 0.
     """
 
     layout = RecordLayout("sum_inputs", pointers=("x", "sums"), numbers=("depth", "inputs", "x_stride", "sums_stride"))
@@ -64,14 +67,17 @@ class SumInputs(KernelSpec):
         depth, inputs, x_stride, sums_stride = (args.number(field) for field in self.layout.numbers)
         groups = (depth + (inputs - 1)) // inputs
         vector_bytes = VECTOR_BYTES // (2 if self.bf16 else 1)
-        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * groups) as item:
-            row = item // groups
-            group = item - row * groups
-            total = k.variable(k.vector(0.0))
-            first, behind = group * inputs // LANES, k.least((group + 1) * inputs, depth) // LANES
-            with k.range(behind, first) as vector:
-                total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
-            k.store_first(sums + (row * sums_stride + group * 4), k.sum(total.value))
+        items = (groups + (SUMMED_GROUPS - 1)) // SUMMED_GROUPS
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * items) as item:
+            row = item // items
+            group = (item - row * items) * SUMMED_GROUPS
+            totals = [k.variable(k.vector(0.0)) for _ in range(SUMMED_GROUPS)]
+            for place, total in enumerate(totals):
+                first = (group + place) * inputs // LANES
+                behind = k.least((group + (place + 1)) * inputs, depth) // LANES
+                with k.range(behind, first) as vector:
+                    total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
+            k.store_sums(sums + (row * sums_stride + group * 4), *(total.value for total in totals))
 
 
 @dataclass(frozen=True, slots=True)

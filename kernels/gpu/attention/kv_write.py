@@ -27,10 +27,11 @@ from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-SCALE_BYTES = tl.constexpr(4)
+SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 
 class HeadNorm(NamedTuple):
@@ -172,7 +173,7 @@ def kv_write(
     check(0 <= mine.start < mine.stop <= pool_heads, f"heads {mine.start} to {mine.stop} of {pool_heads}")
     head_dim, rest = divmod(width, heads + 2 * len(mine))
     check(rest == 0 and head_dim % 2 == 0 and 0 < head_dim <= MAX_HEAD_DIM, f"{width} columns are no {heads} heads")
-    block_size, rest = divmod(pool.shape[4], head_dim + SCALE_BYTES.value) if is_fp8 else (pool.shape[4], 0)
+    block_size, rest = divmod(pool.shape[4], head_dim + KV_SCALE_BYTES) if is_fp8 else (pool.shape[4], 0)
     check(rest == 0 and block_size * head_dim % 4 == 0, f"{pool.shape[4]} bytes are no piece of {head_dim} values")
     check(is_fp8 or pool.shape[-1] == head_dim, f"pool has {pool.shape[-1]} values a head, not {head_dim}")
     check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)

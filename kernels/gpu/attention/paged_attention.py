@@ -24,11 +24,10 @@ from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
 from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A float8 piece has a float32 scale for each row.
-SCALE_BYTES = 4
 # Rows of a decode tile: least for tensor cores, and most with which attention is still bound by memory.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
@@ -52,7 +51,7 @@ def decode_tile_rows(rows: int, width: int) -> int:
 
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
     """Returns the size of a (layer, K or V, head) piece: elements of the pool's type, or bytes for float8."""
-    return block_size * (head_dim + SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
+    return block_size * (head_dim + KV_SCALE_BYTES if kv == "fp8_e4m3" else head_dim)
 
 
 class PagedAttention:
@@ -152,7 +151,7 @@ class PagedAttention:
         self._check(layer, queries, out, record, window)
         planner = self.planner
         strides = self._pool.stride(0), layer * self._pool.stride(1) + self._first_head_at
-        scale_strides = (stride // SCALE_BYTES for stride in strides)
+        scale_strides = (stride // KV_SCALE_BYTES for stride in strides)
         places = (queries.stride(0), *strides, *scale_strides, self._score_scale, self._softcap)
         inputs, partials = (queries, self._pool, self._scales, record), (self._partials, self._partial_logs)
         for chunk in (False, True) if with_chunks else (False,):

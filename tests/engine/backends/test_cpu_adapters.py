@@ -77,14 +77,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(llama):
         others = [driver.sequences.add(adapter=place)[0] for place in (0, 1, 2, -1)]
         for place, logits in wanted.items():
             (mine,) = driver.sequences.add(adapter=place)
-            begin = 0
-            for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
-                parts = [(other, tokens_of(1 + (step * 7 + other) % 20, step)) for other in others]
-                parts.insert(step % 5, (mine, text[begin : begin + count]))
-                first = sum(len(tokens) for _, tokens in parts[: step % 5])
-                found = driver.step(*parts, sample=range(first, first + count))
-                assert torch.equal(found, logits[begin : begin + count]), f"{threads} threads, tokens from {begin}"
-                begin += count
+            driver.check_among_others(mine, text, chunks, logits, others)
         driver.backend.check_integrity()
         driver.backend.close()
 

@@ -119,14 +119,7 @@ def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared, 
         backend = cpu_backend(prepared, threads=threads, checked=checked, kv_cache_dtype=kv)
         driver = CpuDriver(prepared, num_slots=400, backend=backend)
         mine, *others = driver.sequences.add(5)
-        begin = 0
-        for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
-            parts = [(other, text_of(1 + (step * 7 + other) % 20, step)) for other in others]
-            parts.insert(step % 5, (mine, text[begin : begin + count]))
-            first = sum(len(tokens) for _, tokens in parts[: step % 5])
-            found = driver.step(*parts, sample=range(first, first + count))
-            assert torch.equal(found, wanted[begin : begin + count]), f"{threads} threads, tokens from {begin}"
-            begin += count
+        driver.check_among_others(mine, text, chunks, wanted, others)
         driver.backend.check_integrity()
         driver.backend.close()
 

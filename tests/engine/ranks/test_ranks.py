@@ -122,14 +122,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_thread(prepared_of)
         group = RankGroup(prepared, 2, threads=threads, checked=checked, kv_cache_dtype="fp8")
         driver = BackendDriver(prepared, backend=group)
         mine, *others = driver.sequences.add(4)
-        begin = 0
-        for step, count in enumerate([*chunks, len(TEXT) - sum(chunks)]):
-            parts = [(other, tokens_of(1 + (step * 7 + other) % 9, step)) for other in others]
-            parts.insert(step % 4, (mine, TEXT[begin : begin + count]))
-            first = sum(len(tokens) for _, tokens in parts[: step % 4])
-            found = driver.step(*parts, sample=range(first, first + count))
-            assert torch.equal(found, wanted[begin : begin + count]), f"{threads} threads, tokens from {begin}"
-            begin += count
+        driver.check_among_others(mine, TEXT, chunks, wanted, others)
         group.check_integrity()
         group.close()
 

@@ -102,6 +102,7 @@ async def test_streams_with_more_adapters_than_places_and_without(cache: pathlib
         for key, answer in enumerate(answers):
             await check(answer, digests[key % 4])
         record = here.workers.decode.worker.describe()
+        assert record.start_s > 0, "gateways wait for a lost worker by how long its start took"
         assert record.max_loras == 2
         assert len(record.adapters) == 2
         assert set(record.adapters) < set(digests[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -207,7 +208,11 @@ class AnswersWorld:
                 if name == "finished":
                     event = ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
             case _:
-                lost = {"planfailed": ev.PlanFailed, "ticketlost": ev.TicketLost, "spanlost": ev.SpanLost}
+                lost = {
+                    "planfailed": partial(ev.PlanFailed, patience_s=60.0),
+                    "ticketlost": ev.TicketLost,
+                    "spanlost": ev.SpanLost,
+                }
                 event = lost[name](attempt, error, name != "planfailed" or draw(st.booleans()))
         self.perform(self.choices.handle(index, event, 1.0))
 

@@ -14,7 +14,6 @@ from pillion.errors import Conflict, Internal, NotFound
 from pillion.gateway.links import cluster as links
 from pillion.gateway.links.cluster import FIRST_LOOK_S, Served
 from pillion.gateway.request import component_calls as calls
-from pillion.gateway.request import request_machine as machine
 from pillion.gateway.request import runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.runner import Generation
@@ -165,7 +164,7 @@ async def test_a_request_waits_for_workers_whose_records_are_gone() -> None:
 
 
 async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         cluster = fakes.gateway.cluster
         cluster.view.grace_s = 0.0
@@ -177,7 +176,7 @@ async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monke
 
 
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
         await until("a stream at the decode worker", lambda: fakes.decode.streams)
@@ -291,7 +290,7 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_node_that_restarts_gets_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         await fakes.servers["kvnode"].stop(0)

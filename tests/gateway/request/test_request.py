@@ -42,6 +42,10 @@ def planned(
     return ev.PlanMade(attempt, make_plan(snapshot))
 
 
+# How long a request waits for what it has lost.
+PATIENCE_S = 40.0
+
+
 def machine(prompt: int = 21, max_tokens: int = 5, attempts: int = 4, arrived: float = 0.0) -> RequestMachine:
     return RequestMachine(tuple(range(100, 100 + prompt)), max_tokens, frozenset({EOS}), attempts, arrived)
 
@@ -242,10 +246,10 @@ def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     m = machine()
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
-    (again,) = m.handle(ev.PlanFailed(2, GONE, False), 20.0)
+    (again,) = m.handle(ev.PlanFailed(2, GONE, False, PATIENCE_S), 20.0)
     assert isinstance(again, ev.LookUp)
     assert (again.attempt, again.after_ms) == (2, module.COMPONENT_POLL_MS)
-    last = m.handle(ev.PlanFailed(2, GONE, False), 10.0 + module.RETURN_WAIT_S)
+    last = m.handle(ev.PlanFailed(2, GONE, False, PATIENCE_S), 10.0 + PATIENCE_S)
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
 
 
@@ -257,7 +261,7 @@ def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> No
         ev.StopWork(1),
         ev.LookUp(2, m.prompt, frozenset(), module.FIRST_RETRY_DELAY_MS),
     )
-    (again,) = m.handle(ev.PlanFailed(2, GONE, False), 20.0)
+    (again,) = m.handle(ev.PlanFailed(2, GONE, False, PATIENCE_S), 20.0)
     assert again == ev.LookUp(2, m.prompt, frozenset(), module.COMPONENT_POLL_MS)
 
 

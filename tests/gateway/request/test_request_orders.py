@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +88,7 @@ class RequestWorld:
             case "spanended":
                 return ev.SpanEnded(attempt, draw(st.integers(0, 40)))
         lost = {
-            "planfailed": ev.PlanFailed,
+            "planfailed": partial(ev.PlanFailed, patience_s=60.0),
             "ticketlost": ev.TicketLost,
             "spanlost": ev.SpanLost,
             "decodelost": ev.DecodeLost,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.products.input_rows import GatherInputs, SumInputs
+from pillion.kernels.cpu.products.input_rows import SUMMED_GROUPS, GatherInputs, SumInputs
 from tests.support.cpu_references import reference_gather_inputs, reference_sum_inputs
 from tests.support.kernel_runner import normal, rows_step, runner_of, stride
 
@@ -34,18 +34,21 @@ def check_sums(runner, spec, rows, vectors, inputs, threads):
     """The last group may be shorter; a row's sums have the same bits alone."""
     depth, count = 16 * vectors, rows * spec.each
     x = normal(count, depth + 32, seed=rows).to(TYPES[spec.bf16])
-    sums = torch.full((count + 1, -(-depth // inputs) + 5), 7.0)
+    groups = -(-depth // inputs)
+    room = groups + -groups % SUMMED_GROUPS
+    sums = torch.full((count + 1, room + 5), 7.0)
     values = {"x": x, "sums": sums, "depth": depth, "inputs": inputs, "x_stride": stride(x)}
     values["sums_stride"] = stride(sums)
     runner.run(spec, values, rows_step(rows), threads)
     expected = reference_sum_inputs(x, depth, inputs)
-    torch.testing.assert_close(sums[:count, : expected.shape[1]], expected, rtol=1e-5, atol=1e-5)
-    assert (sums[:count, expected.shape[1] :] == 7).all()
+    torch.testing.assert_close(sums[:count, :groups], expected, rtol=1e-5, atol=1e-5)
+    assert (sums[:count, groups:room] == 0).all()
+    assert (sums[:count, room:] == 7).all()
     assert (sums[count] == 7).all()
     if spec.each == 1:
         alone = torch.zeros_like(sums[:1])
         runner.run(spec, values | {"x": x[rows - 1 :].clone(), "sums": alone}, rows_step(1), threads)
-        assert torch.equal(alone[0, : expected.shape[1]], sums[rows - 1, : expected.shape[1]])
+        assert torch.equal(alone[0, :room], sums[rows - 1, :room])
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
