@@ -39,6 +39,7 @@ pytestmark = pytest.mark.cluster
 
 NAMES = ("red", "green", "blue")
 EPSILON = 1e-3
+GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64"),
     *("--decode-workers", "2", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"),
@@ -198,15 +199,23 @@ def http_port(cluster: ServedCluster) -> int:
 
 def complete(port: int, model: str, ids: list[int]) -> tuple[str, str]:
     """An answer's text, and the version of the weights that it names."""
-    body = {"model": model, "prompt": ids, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answered = post(port, "completions", {"model": model, "prompt": ids, **GREEDY})
+    return answered["choices"][0]["text"], answered["system_fingerprint"]
+
+
+def over_grpc(client: Client, model: str, ids: list[int]) -> tuple[str, str]:
+    """As :func:`complete`."""
+    deltas = list(client.generate(ids, model=model, temperature=0.0, max_tokens=24, ignore_eos=True))
+    assert deltas[-1].timings is not None
+    return "".join(delta.text for delta in deltas), deltas[-1].timings.system_fingerprint
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        f"http://127.0.0.1:{port}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
-        answered = json.load(reply)
-    return answered["choices"][0]["text"], answered["system_fingerprint"]
+        return json.load(reply)
 
 
 def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pathlib.Path, expected: Tokens) -> None:
@@ -228,7 +237,8 @@ def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pat
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             asked = []
             for turn in range(6):
-                now = [pool.submit(complete, port, "live", ids) for _ in range(4)]
+                now = [pool.submit(complete, port, "live", ids) for _ in range(2)]
+                now += [pool.submit(over_grpc, client, "live", ids) for _ in range(2)]
                 asked += now
                 # The version of before is asked at least once, and the others may be under way.
                 next(concurrent.futures.as_completed(now))
