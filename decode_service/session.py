@@ -81,8 +81,18 @@ class _DecodeStream:
         # Set from the adoption of the ticket on; a fork has none.
         self.tickets: Tickets | None = None
         self.generated = 0
+        # Of its guesses, how many the gateway knows of.
+        self.told_guesses = 0
         # The step thread writes it; here it is only read.
         self.progress: SequenceProgress | None = None
+
+    def tells_timings(self, new_tokens: int) -> bool:
+        """Whether a delta that is not the last one has timings, since a stream that the gateway ends has no last delta:
+        that of the first tokens, and one before which guesses were judged."""
+        if self.progress is None:
+            return False
+        told, self.told_guesses = self.told_guesses, self.progress.guessed_tokens
+        return told < self.told_guesses or self.generated == new_tokens
 
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
@@ -204,8 +214,8 @@ class DecodeSession:
             return
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
-            if stream is not None and stream.progress is not None and stream.generated == len(update.token_ids):
-                # With the first token, because a stream that the gateway ends has no last delta.
+            if stream is not None and stream.tells_timings(len(update.token_ids)):
+                assert stream.progress is not None
                 delta.timings.CopyFrom(_timings_of(stream.progress))
             return
         self._drop(key)

@@ -250,13 +250,16 @@ class Usage:
     """Token counts of a request.
 
     ``cached_tokens`` are the prompt's tokens whose KV was found, ``reasoning_tokens`` those of the completion that were
-    reasoning, where the gateway tells it from the answer.
+    reasoning, where the gateway tells it from the answer. Decode workers guessed ``guessed_tokens``, of which
+    ``accepted_tokens`` were right.
     """
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         """The counts of two requests together."""
@@ -265,6 +268,8 @@ class Usage:
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.guessed_tokens + other.guessed_tokens,
+            self.accepted_tokens + other.accepted_tokens,
         )
 
 

@@ -27,6 +27,8 @@ from pillion.errors import ConfigError
 log = logging.getLogger("pillion.worker")
 
 PASS_WEIGHT = 0.1
+# A pass over so many known tokens tells what reading a text takes.
+LEAST_READ_TOKENS = 32
 
 
 def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
@@ -65,6 +67,7 @@ class DraftModel:
         self.took_s = 0.0
         # Seconds of a pass of one token each, by the number of sequences' bits; each new one counts for PASS_WEIGHT.
         self._pass_s: dict[int, float] = {}
+        self.seconds_to_read = 0.0
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses the main model's pool."""
@@ -94,7 +97,11 @@ class DraftModel:
         batch = self._first_pass(plan)
         guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
         batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
+        began_s = time.perf_counter()
         tokens, seqs = self._pass(batch), guessing
+        if plan.num_tokens >= LEAST_READ_TOKENS:
+            read_s = (time.perf_counter() - began_s) / plan.num_tokens
+            self.seconds_to_read += (PASS_WEIGHT if self.seconds_to_read else 1.0) * (read_s - self.seconds_to_read)
         guesses: list[list[int]] = [[] for _ in pieces]
         while guessing:
             kept = []

@@ -278,7 +278,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+                size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
+                raise ConfigError(f"{path} ({size}) is cut short, or no safetensors file: {error}") from None
             for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
                 if not name.startswith(_IGNORED_PREFIXES):
                     handles[_plain(name)] = (handle, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,8 @@ Float64 = npt.NDArray[np.float64]
 # Weight of a judged guess when the next one is judged: a stream's own, and of all streams together.
 STREAM_FADING = 0.85
 WORKER_FADING = 0.98
+# A stream whose last probes were wrong, or for which nothing was found, is probed this many times more rarely at most.
+MOST_PATIENCE = 4
 # What nobody has measured yet: half of the guesses are right, said by as much as so many judged guesses.
 UNKNOWN_RATE = 0.5
 UNKNOWN_WEIGHT = 8.0
@@ -59,20 +63,36 @@ class GuessRecord:
     Attributes:
         chances: float64 [MAX_SPECULATIVE_TOKENS], how likely it is that the first 1, 2, 3... guesses are all right;
             falls from place to place.
+        likeliest: the first of them, as a plain number.
         found: whether the drafter knew a guess when it was asked last.
         expected: how many tokens of the guess that a step judges now were expected to be right.
+        worth_s: how many seconds guesses save in the rest of the stream's life; infinite where nobody knows.
     """
 
-    __slots__ = ("_acceptance", "_probe", "_probed_at", "chances", "expected", "found")
+    __slots__ = (
+        "_acceptance",
+        "_patience",
+        "_probe",
+        "_probed_at",
+        "chances",
+        "expected",
+        "found",
+        "likeliest",
+        "worth_s",
+    )
 
     def __init__(self) -> None:
         self._acceptance = Acceptance(STREAM_FADING)
         self.chances: Float64 = np.array([UNKNOWN_RATE ** (place + 1) for place in range(MAX_SPECULATIVE_TOKENS)])
+        self.likeliest = UNKNOWN_RATE
         self.found = True
         self.expected = 0.0
+        self.worth_s = inf
         # A guess that no step judges: it is compared with the text once that has come.
         self._probe = NO_TOKENS
         self._probed_at = -1
+        # How many times more rarely than others it is probed: twice as many for each probe that was of no use.
+        self._patience = 1
 
     def judge(self, made: int, right: int) -> None:
         """A guess was judged; see :meth:`Acceptance.judge`."""
@@ -84,18 +104,21 @@ class GuessRecord:
         level = self._acceptance.level(all_level, OTHERS_WEIGHT)
         expected = np.minimum(all_rates * (level / all_level), MOST_EXPECTED)
         chances: Float64 = self._acceptance.rates(expected, PLACE_WEIGHT).cumprod()
-        self.chances = chances
+        self.chances, self.likeliest = chances, chances.item(0)
 
     def probe_is_due(self, num_tokens: int, every_tokens: int) -> bool:
-        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never."""
-        return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens
+        """Whether the last probe was made ``every_tokens`` before the text's end, or earlier, or never. Where probes
+        were of no use, the next one is due later."""
+        return self._probed_at < 0 or num_tokens - self._probed_at >= every_tokens * self._patience
 
     def take_probe(self, text: Int32) -> tuple[int, int]:
         """(tokens, right ones) of the last probe, given all of the text. Nothing is left of it."""
         came = text[self._probed_at : self._probed_at + len(self._probe)] if len(self._probe) else NO_TOKENS
         wrong = np.flatnonzero(came != self._probe[: len(came)])
+        right = int(wrong[0]) if len(wrong) else len(came)
+        self._patience = 1 if right or self._probed_at < 0 else min(2 * self._patience, MOST_PATIENCE)
         self._probe = NO_TOKENS
-        return len(came), int(wrong[0]) if len(wrong) else len(came)
+        return len(came), right
 
     def probe(self, guess: Int32, num_tokens: int) -> None:
         """Remember what was guessed behind the first ``num_tokens`` tokens of the text."""
@@ -104,6 +127,6 @@ class GuessRecord:
 
     def asked(self, guess: Int32, num_tokens: int) -> None:
         """A guess was asked for, to be judged by a step; it takes the place of a probe."""
-        self._probe, self._probed_at = NO_TOKENS, num_tokens
+        self._probe, self._probed_at, self._patience = NO_TOKENS, num_tokens, 1
         self.found = len(guess) > 0
         self.expected = float(self.chances[: len(guess)].sum())

@@ -13,8 +13,9 @@ Memory. The draft's slots come out of the worker's stock, beyond what decodes ne
 before any sequence is preempted (:meth:`DraftChains.yield_slots`), and drafting pauses for PAUSE_S.
 
 Work. The passes of a plan run between two steps, so nothing of a draft is in flight when slots change hands. The first
-pass catches up with the tokens that came since; tokens of prompts are cut to what the step's budget leaves (I5). A
-guess stays as KV where it was right, and is overwritten where not. Sans-IO (I9).
+pass catches up with the tokens that came since. Tokens of prompts are cut to what the step's budget leaves (I5), and
+left out for a stream that ends before its guesses can save as much time as they take. A guess stays as KV where it was
+right, and is overwritten where not. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class DraftChain(BlockChain):
         root = request_root(shape.namespace, cache_salt=spec.parent_hash.hex(), short_text=self.rope_shift > 0)
         tokens = sequence.tokens(0, sequence.most_tokens)
         super().__init__(chain_id, tokens, shape.block_size, first_block=0, parent_hash=root)
-        # Whether the node has answered with its ticket, whether the chain is needed no longer, and whether it has
-        # caught up with its sequence once.
-        self.opened = self.closed = self.has_guessed = False
+        # Whether the node has answered with its ticket, whether the chain is needed no longer, whether it has caught up
+        # with its sequence once, and whether that would take longer than it is worth.
+        self.opened = self.closed = self.has_guessed = self.is_too_late = False
         # What stands behind the first ``num_computed`` tokens, and whose KV is there but for the last one's.
         self.guesses: Int32 = NO_GUESSES
 
@@ -140,6 +141,10 @@ class DraftPasses(Protocol):
     def run(self, plan: DraftPlan) -> list[Int32] | None:
         """Each piece's guesses, as many as were asked for or fewer; None where the passes have failed."""
 
+    @property
+    def seconds_to_read(self) -> float:
+        """Seconds that a token of a long text takes; 0.0 before any was seen."""
+
     def seconds_per_token(self, sequences: int) -> float:
         """Seconds of a pass of one token for each of so many sequences; 0.0 before any was seen."""
 
@@ -174,7 +179,9 @@ class DraftChains:
     def catches_up(self, sequence: Sequence) -> bool:
         """Whether a sequence's chain has a ticket, and has guessed nothing yet: it needs steps that know its tokens."""
         chain = self._of.get(sequence.seq_id)
-        return chain is not None and chain.opened and not chain.has_guessed and self._now >= self._paused_until_s
+        if chain is None or not chain.opened or chain.is_too_late:
+            return False
+        return not chain.has_guessed and self._now >= self._paused_until_s
 
     # A step.
 
@@ -230,6 +237,11 @@ class DraftChains:
             return None
         # What came since the last guess is computed at once, and tokens of a prompt as the step's budget allows.
         is_near = end - start <= self._shape.num_speculative_tokens + 1
+        chain.is_too_late = (
+            not is_near and self._passes.seconds_to_read * (end - start) > chain.sequence.guesses.worth_s
+        )
+        if chain.is_too_late:
+            return None
         reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
         longest = min(self._shape.max_model_len, chain.sequence.most_tokens)
         behind = max(0, min(guesses, longest - end)) if reach == end else 0

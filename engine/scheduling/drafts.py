@@ -39,20 +39,22 @@ def speculate(
 ) -> list[SequencePiece]:
     """``decodes``, lengthened by forced tokens and guesses of ``left`` tokens together, which then stand in their
     sequences."""
+    rests = drafter is None or control.rests(len(decodes))
     streams, rooms = [], []
     for piece in decodes:
-        sequence, room = piece.sequence, min(left, _room(piece))
+        sequence = piece.sequence
         if sequence.grammar is not None and len(sequence.grammar.forced) > 0:
+            room = min(left, _room(piece))
             if room > 0:
                 tokens = _forced(sequence, room)
                 left -= len(tokens)
                 sequence.draft(tokens, forced=True)
-        else:
+        elif not rests:
             streams.append(sequence)
-            rooms.append(room)
+            rooms.append(min(left, _room(piece)))
     if drafter is not None and streams:
         control.observe(decodes, cost, drafter.seconds_per_token(len(streams)) / len(streams))
-        _guess(drafter, control, streams, control.shares(streams, rooms, left))
+        _guess(drafter, control, streams, control.decide(streams, rooms, left))
     return [_lengthened(piece) for piece in decodes]
 
 
@@ -63,12 +65,17 @@ def _guess(drafter: Drafter, control: DraftControl, streams: Seq[Sequence], shar
     due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
     if not (wanted or due):
         return
+    control.drafts_for(len(wanted), len(due))
     guesses = drafter.draft([*wanted, *due])
-    for (stream, most), guess in zip(wanted, guesses, strict=False):
-        tokens = _fitting(stream, guess[:most])
-        stream.guesses.asked(tokens, stream.num_tokens)
-        if len(tokens):
-            stream.draft(tokens)
+    found = [(stream, _fitting(stream, guess[:most])) for (stream, most), guess in zip(wanted, guesses, strict=False)]
+    if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
+        for stream, tokens in found:
+            stream.guesses.asked(tokens, stream.num_tokens)
+            if len(tokens):
+                stream.draft(tokens)
+    else:
+        for stream, tokens in found:
+            control.keep_as_probe(stream, tokens)
     for (stream, _), guess in zip(due, guesses[len(wanted) :], strict=True):
         stream.guesses.probe(guess, stream.num_tokens)
 

@@ -34,7 +34,8 @@ MAX_RINGS = 128
 END = -1
 
 _NOWHERE = -1
-_FACTORS = np.array([0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D], dtype=np.uint32)
+_PLAIN_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_FACTORS = np.array(_PLAIN_FACTORS, dtype=np.uint32)
 
 
 class AnswerRing:
@@ -84,7 +85,10 @@ class AnswerRing:
         """The latest places that end like ``text``, as far as hashes tell, from new to old."""
         found: list[int] = []
         if len(text) >= LEAST_MATCH_TOKENS:
-            first, place = self.first, int(self._last[_hashes(text[-LEAST_MATCH_TOKENS:])[0]])
+            # As in _hashes, in plain numbers: for a single one that takes a tenth of the time.
+            run = text[-LEAST_MATCH_TOKENS:].tolist()
+            mixed = sum(token * factor for token, factor in zip(run, _PLAIN_FACTORS, strict=True))
+            first, place = self.first, self._last.item((mixed & 0xFFFFFFFF) >> 18)
             while place >= first and len(found) < MAX_PLACES:
                 found.append(place)
                 place = int(self._before[place % len(self.tokens)])

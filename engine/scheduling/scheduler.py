@@ -237,7 +237,7 @@ class Scheduler:
     def may_run_ahead(self) -> bool:
         """Whether the next step may be scheduled before the one just launched has landed: guesses follow tokens that
         are known, so it may where nothing would be guessed."""
-        if self._drafter is None:
+        if self._drafter is None or self._draft_control.keeps_resting:
             return True
         drafts = self.draft_chains
         streams = (s for s in self.queues.running if s.decoding and not s.is_span)
@@ -265,6 +265,7 @@ class Scheduler:
             pieces += self._tail_pieces(prompt_tails, left, now)
         # A step's cost is measured without what a draft model's passes took.
         drafted_s = self.draft_chains.took_s if self.draft_chains is not None else 0.0
+        self._draft_control.drafted(drafted_s)
         self.budget.begin(pieces, now + drafted_s, len(self._in_flight))
         placements = self.adapters.take_placements() if pieces else ()
         return StepPlan(tuple(pieces), tuple(copies), most, self._in_flight.unknown(pieces), placements)

@@ -367,14 +367,17 @@ def _whole_call(parts: Sequence[ToolCallDelta]) -> dict[str, Any]:
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Usage by OpenAI's names; cached tokens are always there, those of reasoning where there are any."""
-    details = {"completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens}}
+    """Usage by OpenAI's names; cached tokens are always there, those of reasoning and guesses where there are any."""
+    details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
+    if usage.guessed_tokens:
+        details["accepted_prediction_tokens"] = usage.accepted_tokens
+        details["rejected_prediction_tokens"] = usage.guessed_tokens - usage.accepted_tokens
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        **(details if usage.reasoning_tokens else {}),
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

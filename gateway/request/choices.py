@@ -50,8 +50,8 @@ class Choices:
 
     def usage(self) -> Usage:
         """Tokens so far: the prompt once, and what was generated for all answers."""
-        first = self.machines[0].usage()
-        return replace(first, completion_tokens=sum(len(machine.emitted) for machine in self.machines))
+        first, *others = (machine.usage() for machine in self.machines)
+        return sum((replace(one, prompt_tokens=0, cached_tokens=0) for one in others), first)
 
     def timings(self, now: float) -> Timings:
         """The leader's timings, with the time until the last answer's end, and all answers' guesses."""

@@ -96,8 +96,8 @@ class TicketAdopted(AttemptEvent, frozen=True):
 
 
 class TokensSampled(AttemptEvent, frozen=True):
-    """The decode worker sampled ``token_ids``, in order. ``timings`` come with the first tokens; ``logprobs`` has one
-    entry for each token where the client asked for them."""
+    """The decode worker sampled ``token_ids``, in order. ``timings`` come with the first tokens, and where guesses were
+    judged; ``logprobs`` has one entry for each token where the client asked for them."""
 
     token_ids: tuple[int, ...]
     timings: DecodeTimings | None = None

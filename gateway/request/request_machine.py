@@ -39,6 +39,7 @@ cancels its stream (I8). Every request has exactly one terminal action.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
@@ -175,7 +176,9 @@ class RequestMachine:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
+        guessed, accepted = self._timeline.guesses
+        found = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
+        return replace(found, guessed_tokens=guessed, accepted_tokens=accepted) if guessed else found
 
     def timings(self, now: float) -> Timings:
         """Where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
@@ -352,6 +355,7 @@ class RequestMachine:
         leaving = self._leave(stream_over)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
         self.attempt += 1
+        self._timeline.retry()
         self.state = RequestState.PLANNING
         self._lost_s = now
         return [*leaving, self._look_up(delay_ms)]
@@ -406,6 +410,20 @@ class _Timeline:
         self.first_token: float | None = None
         self.ended: float | None = None
         self.decode: DecodeTimings | None = None
+        # Guesses of earlier attempts, and those of them that were right.
+        self.guesses_before = 0, 0
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """Guessed tokens of all attempts, as far as workers have told of them, and those that were right."""
+        guessed, accepted = self.guesses_before
+        if self.decode is None:
+            return guessed, accepted
+        return guessed + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
+
+    def retry(self) -> None:
+        """Notes that the attempt is over, and another one follows."""
+        self.guesses_before, self.decode = self.guesses, None
 
     def find(self, plan: RequestPlan) -> None:
         """Notes what is cached: of the first attempt, before anything was computed for this request."""
@@ -434,6 +452,7 @@ class _Timeline:
         """The figures so far; common.proto describes them (Timings)."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
+        guessed, accepted = self.guesses
         prefill = plan.prefill.component_id if plan and plan.prefill and self.chunks else ""
 
         def since_arrival_ms(moment: float | None) -> float:
@@ -455,6 +474,6 @@ class _Timeline:
             prefill_worker=prefill,
             decode_worker=plan.decode.component_id if plan else "",
             plan_reason=plan.reason if plan else "",
-            guessed_tokens=worker.guessed_tokens,
-            accepted_tokens=worker.accepted_tokens,
+            guessed_tokens=guessed,
+            accepted_tokens=accepted,
         )

@@ -408,12 +408,17 @@ class Usage(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Part of the prompt whose KV was found, never computed for this request. At most prompt_tokens - 1."""
     completion_tokens: _builtins.int
     reasoning_tokens: _builtins.int
     """Those of completion_tokens that were the model's reasoning, where the gateway tells it from the answer."""
+    guessed_tokens: _builtins.int
+    """As in Timings."""
+    accepted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -421,10 +426,12 @@ class Usage(_message.Message):
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         reasoning_tokens: _builtins.int = ...,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "guessed_tokens", b"guessed_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,8 +487,9 @@ class Timings(_message.Message):
     plan_reason: _builtins.str
     """Why the planner split the prompt there, as text for people."""
     guessed_tokens: _builtins.int
-    """Tokens that decode workers guessed (--speculative-config) for all answers that ended at a worker, and those of them
-    that were right. Unknown, and not counted, for an answer that a stop string ended.
+    """Tokens that decode workers guessed (--speculative-config) for all answers, and those of them that were right. Of
+    guesses that run past an answer's end or its stop string, all are counted; of a worker that was lost, those that it
+    had told of.
     """
     accepted_tokens: _builtins.int
     system_fingerprint: _builtins.str

@@ -250,7 +250,9 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___DecodeTimings:
-        """With the first token, as far as it is known then, and with the last delta."""
+        """With the first token, as far as it is known then, with each delta before which guesses were judged, and with the last
+        delta.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:

@@ -195,6 +195,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.scripts: dict[int, tuple[int, ...]] = {}
         self.worth: dict[int, float] = {}
         self.per_delta = 1
+        # Sent at the end, and where there are guesses with each delta.
+        self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
         # Whether a stream that the gate holds says every 50 ms that it waits; spans likewise.
         self.tells_queued = False
@@ -329,8 +331,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             delta = DecodeDelta(key=submit.key, token_ids=ids, finish_reason=finish_to_pb(reason))
             if submit.sampling.HasField("logprobs"):
                 delta.logprobs.extend(logprob_to_pb(self.logprob(submit, begun + n, one)) for n, one in enumerate(ids))
-            if reason:
-                delta.timings.CopyFrom(DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25))
+            if reason or self.timings.guessed_tokens:
+                delta.timings.CopyFrom(self.timings)
             out.put_nowait(delta)
 
 

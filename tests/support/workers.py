@@ -120,6 +120,8 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
+    # How many guesses the worker told of, as often as it did, and how many of them were right.
+    guesses: list[tuple[int, int]] = field(default_factory=list)
     # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,6 +174,8 @@ class Connection:
                 answer.token_ids.extend(delta.token_ids)
                 answer.logprobs.extend(delta.logprobs)
                 answer.prompt_logprobs.extend(delta.prompt_logprobs)
+                if delta.timings is not None:
+                    answer.guesses.append((delta.timings.guessed_tokens, delta.timings.accepted_tokens))
                 answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta

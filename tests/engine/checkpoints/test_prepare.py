@@ -243,10 +243,13 @@ def test_huge_weights_are_finite(folder):
 
 
 def test_a_damaged_weight_file_is_refused(folder):
-    (folder / "model.safetensors").write_bytes(b"\1" * 100)
-    with pytest.raises(ConfigError, match="not a safetensors file"):
-        TorchBackend(prepare(flags(folder)), 16, 0)
-    (folder / "model.safetensors").unlink()
+    path = folder / "model.safetensors"
+    for content in (b"\1" * 100, path.read_bytes()[:20_000], b""):
+        path.write_bytes(content)
+        words = rf"model.safetensors \({len(content):,} bytes\) is cut short, or no safetensors file: "
+        with pytest.raises(ConfigError, match=words):
+            TorchBackend(prepare(flags(folder)), 16, 0)
+    path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     assert "safetensors or GGUF only" in refused(flags(folder))
 

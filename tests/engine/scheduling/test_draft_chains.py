@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from pillion.engine.backends.batch import Int32
 from pillion.engine.backends.draft_model import DraftModel
+from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
+from pillion.engine.scheduling.step_plan import StepPlan
+from tests.engine.scheduling.test_draft_control import ROW_S, TimedHarness
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
@@ -25,8 +28,11 @@ class CheckedPasses:
     """A draft model with the fake model's arithmetic, whose guesses must be those of its whole text: so each row of KV
     that it reads was written for that text. Seeds shift the main model's tokens, and make guesses wrong.
 
-    ``failing``: the passes fail from now on. ``first_passes`` are the tokens of each plan's first pass.
+    ``failing``: the passes fail from now on. ``first_passes`` are the tokens of each plan's first pass. The passes are
+    said to take ``pass_s`` each, and ``seconds_to_read`` for each token of the first one; ``drafted_s`` is their sum.
     """
+
+    seconds_to_read = pass_s = 0.0
 
     def __init__(self, pool: Pool) -> None:
         backend = FakeBackend(BLOCK)
@@ -35,16 +41,16 @@ class CheckedPasses:
         self.failing = False
         self.first_passes: list[int] = []
         self.guessed = 0
-
-    @property
-    def took_s(self) -> float:
-        return 0.0
+        self.took_s = self.drafted_s = 0.0
 
     def seconds_per_token(self, sequences: int) -> float:
-        return 0.0
+        return self.pass_s
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
         self.first_passes.append(sum(piece.count for piece in plan.pieces))
+        passes = max(1, *(piece.guesses for piece in plan.pieces))
+        self.took_s = self.seconds_to_read * plan.num_tokens + self.pass_s * passes
+        self.drafted_s += self.took_s
         if self.failing:
             return None
         guesses = self.model.run(plan)
@@ -238,8 +244,9 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
 )
 def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
     slots, budget, seqs = shape
+    # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
-        slots=slots, budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
+        slots=max(slots, 17), budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
     )
     for event in events:
         if event[0] == "recall":
@@ -249,3 +256,52 @@ def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...
             play(harness, [event])
     harness.finish()
     harness.check_answers()
+
+
+class DraftingHarness(TimedHarness):
+    """A machine whose steps and passes take their time. ``read_s``: what reading a token takes the draft model."""
+
+    def __init__(self, pass_s: float, read_s: float, row_s: float = ROW_S) -> None:
+        super().__init__(None, row_s, draft=drafting(256))
+        self.passes = passes_of(self)
+        self.passes.pass_s, self.passes.seconds_to_read = pass_s, read_s
+
+    def run_plan(self, plan: StepPlan) -> Sampled:
+        assert self.scheduler.draft_chains is not None
+        self.now += self.scheduler.draft_chains.took_s
+        return super().run_plan(plan)
+
+
+def staggered_s(harness: TimedHarness, prompt_tokens: int, answer_tokens: int, every: int) -> float:
+    """Return the machine's seconds for 30 requests, of which another one comes after so many steps, 16 at once at most.
+    Half of them have answers that the draft model guesses, the others none."""
+    steps, waiting = 0, [prompt(seed % 4, prompt_tokens + seed % 3) for seed in range(30)]
+    while waiting or harness.scheduler.sequences:
+        if waiting and steps % every == 0 and len(harness.scheduler.sequences) < 16:
+            harness.submit(waiting.pop(), answer_tokens, seed=5 * (len(waiting) % 2))
+        harness.step()
+        steps += 1
+        while harness.answer():
+            pass
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    return harness.now - 0.01 * steps
+
+
+@pytest.mark.parametrize("answer_tokens", [6, 12, 40])
+def test_streams_that_come_one_by_one_are_hardly_slower_with_a_draft_model(answer_tokens: int) -> None:
+    plain, harness = TimedHarness(None), DraftingHarness(0.004, 0.0005)
+    assert staggered_s(harness, 100, answer_tokens, 3) < staggered_s(plain, 100, answer_tokens, 3) / 0.97
+
+
+def test_no_prompt_is_caught_up_with_for_a_stream_that_ends_before_that_pays() -> None:
+    read = []
+    for answer_tokens in (8, 150):
+        harness = DraftingHarness(0.001, 0.001)
+        harness.submit(prompt(1, 90), answer_tokens)
+        harness.run_all()
+        read.append(sum(count for count in harness.passes.first_passes if count > 2 * GUESSES))
+    # The prompt's last token is not behind what a step computes.
+    assert read[0] == 0
+    assert read[1] >= 90

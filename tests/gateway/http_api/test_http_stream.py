@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pillion.errors import Overloaded
+from pillion.v1.decode_pb2 import DecodeTimings
 from testbed.conditions import until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call, connected, request_bytes
@@ -46,6 +47,17 @@ async def test_the_stop_string_that_ended_an_answer_is_told() -> None:
             (whole,) = (await call(address, "/v1/completions", {**body, "stream": False})).json["choices"]
             assert last["choices"][0].get("stop_reason") == whole.get("stop_reason") == reason
             assert whole["finish_reason"] == "stop"
+        await fakes.settled()
+
+
+async def test_usage_counts_guesses_also_where_a_stop_string_ends_the_answer() -> None:
+    async with running_fake_cluster(ANSWER) as fakes:
+        fakes.decode.timings = DecodeTimings(guessed_tokens=9, accepted_tokens=5)
+        expected = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4}
+        for more in ({}, {"stop": ["x", ": "]}):
+            asked = {**TEXT, **more, "stream_options": {"include_usage": True}}
+            last = (await call(fakes.gateway.http_address, "/v1/completions", asked)).events[-1]
+            assert last["usage"]["completion_tokens_details"] == expected
         await fakes.settled()
 
 

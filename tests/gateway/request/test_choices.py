@@ -59,7 +59,7 @@ def test_one_submit_begins_all() -> None:
         worker = DecodeTimings(guessed_tokens=4, accepted_tokens=index)
         finished = ev.DecodeFinished(1, FinishReason.STOP, worker)
         assert actions_of(c.handle(index, finished, 3.0 + index))[-1] == (index, "Finish")
-    assert c.usage() == Usage(21, 20, 2)
+    assert c.usage() == Usage(21, 20, 2, guessed_tokens=12, accepted_tokens=3)
     assert c.timings(99.0).total_ms == 5000
     assert (c.timings(99.0).guessed_tokens, c.timings(99.0).accepted_tokens) == (12, 3)
 

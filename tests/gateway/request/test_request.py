@@ -11,7 +11,7 @@ from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
 from pillion.gateway.request.request_machine import LAST_ACK_WAIT_MS, RequestMachine, RequestState
-from pillion.types import FinishReason, TokenLogprob
+from pillion.types import FinishReason, TokenLogprob, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.registry import ComponentRecord
@@ -99,6 +99,7 @@ def test_a_whole_life() -> None:
     assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (4, 16, 1)
     assert (timings.prefill_chunks, timings.tail_steps, timings.preemptions) == (2, 1, 2)
     assert (timings.guessed_tokens, timings.accepted_tokens) == (9, 5)
+    assert (usage.guessed_tokens, usage.accepted_tokens) == (9, 5)
     times = (timings.admission_ms, timings.prefill_ms, timings.decode_queue_ms, timings.time_to_first_token_ms)
     assert (*times, timings.total_ms) == pytest.approx((200, 300, 3, 700, 1000))
     assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
@@ -119,6 +120,20 @@ def test_everything_cached_needs_no_prefill() -> None:
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
+
+
+def test_guesses_of_all_attempts_are_counted() -> None:
+    m = machine()
+    for attempt in (1, 2):
+        to_decoding(m, attempt)
+        for guessed in (3, 7):
+            told = DecodeTimings(guessed_tokens=guessed, accepted_tokens=attempt)
+            m.handle(ev.TokensSampled(attempt, (1,), told), 2.0)
+        if attempt == 1:
+            m.handle(ev.DecodeLost(1, GONE, True), 3.0)
+            assert m.usage().guessed_tokens == 7
+    assert (m.usage().guessed_tokens, m.usage().accepted_tokens) == (14, 3)
+    assert (m.timings(9.0).guessed_tokens, m.timings(9.0).accepted_tokens) == (14, 3)
 
 
 def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
@@ -336,9 +351,9 @@ def test_log_probabilities_go_with_their_tokens() -> None:
 def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
     m = machine()
     to_decoding(m)
-    m.handle(ev.TokensSampled(1, (1, 2, 3)), 2.0)
+    m.handle(ev.TokensSampled(1, (1, 2, 3), DecodeTimings(guessed_tokens=4, accepted_tokens=2)), 2.0)
     assert kinds(m.handle(ev.StopStringFound(2), 2.0)) == ["CancelDecode", "ReleaseTicket", "Finish"]
-    assert m.usage().completion_tokens == 2
+    assert m.usage() == Usage(21, 20, 2, guessed_tokens=4, accepted_tokens=2)
 
 
 @pytest.mark.parametrize("event", [ev.RequestCancelled(), ev.DeadlinePassed()])
