@@ -30,6 +30,9 @@ ANSWER_HEAD = struct.Struct("<QQ")
 # as its slowest thread, and a process that runs may keep a core for milliseconds, however nice it is.
 BURST_S = 0.0005
 PAUSE_S = 0.002
+# Where many wait for each core it waits long for its turn, and so it computes for a share of that, up to this long.
+LONGEST_BURST_S = 0.004
+BURSTS_OF_A_WAIT = 20
 # Others need the cores where a burst and its pause took so much longer than planned; that holds for some bursts.
 LATE_S = 0.0003
 CROWDED_BURSTS = 16
@@ -40,6 +43,7 @@ class WorkPace:
 
     def __init__(self) -> None:
         self._crowded = 0
+        self._burst_s = BURST_S
         self.begin(0.0, 0.0)
 
     def begin(self, now_s: float, computed_s: float) -> None:
@@ -51,10 +55,11 @@ class WorkPace:
     def pause_s(self, now_s: float, computed_s: float) -> float:
         """How long to pause now; 0 to go on."""
         used_s = computed_s - self._before_s
-        if used_s < BURST_S:
+        if used_s < self._burst_s:
             return 0.0
         late_s = now_s - self._began_s - used_s - self._paused_s
         self._crowded = CROWDED_BURSTS if late_s > LATE_S else max(0, self._crowded - 1)
+        self._burst_s = min(max(BURST_S, late_s / BURSTS_OF_A_WAIT), LONGEST_BURST_S)
         self._began_s, self._before_s = now_s, computed_s
         self._paused_s = PAUSE_S if self._crowded else 0.0
         return self._paused_s

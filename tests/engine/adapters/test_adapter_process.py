@@ -10,7 +10,13 @@ import pytest
 
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_process import AdapterProcess
-from pillion.engine.adapters.adapter_process_main import BURST_S, CROWDED_BURSTS, PAUSE_S, WorkPace
+from pillion.engine.adapters.adapter_process_main import (
+    BURST_S,
+    CROWDED_BURSTS,
+    LONGEST_BURST_S,
+    PAUSE_S,
+    WorkPace,
+)
 from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
 from testbed.conditions import WITHIN_S
 from tests.support.fake_adapter_jobs import FakeJobs
@@ -62,9 +68,12 @@ def test_it_pauses_while_others_need_the_cores() -> None:
     bursts(4, 0.0)
     assert pauses == [True, False, False, False]
     pauses.clear()
-    bursts(1, 0.01)
+    bursts(1, 0.005)
     bursts(CROWDED_BURSTS + 3, 0.0)
     assert pauses == [True] * CROWDED_BURSTS + [False] * 4
     # What has computed less than a burst, because others did, goes on.
     assert pace.pause_s(now + 1, computed + BURST_S / 2) == 0
     assert pace.pause_s(now + 1, computed + BURST_S) == PAUSE_S
+    # After so long a wait for its turn it computes for longer.
+    assert pace.pause_s(now + 2, computed + BURST_S + LONGEST_BURST_S / 2) == 0
+    assert pace.pause_s(now + 2, computed + BURST_S + 2 * LONGEST_BURST_S) == PAUSE_S

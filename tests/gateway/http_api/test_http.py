@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import types
 
 import pytest
+import uvicorn.server
 
 from pillion import errors
 from pillion.errors import FieldViolation, InvalidRequest
@@ -45,6 +47,25 @@ async def test_pages() -> None:
             assert (missing.status, missing.error["code"]) == (404, "model_not_found")
         head = await call(address, "/health", method="HEAD")
         assert (head.status, head.body) == (200, b"")
+
+
+async def test_a_port_without_connections_ends_without_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn itself rests 100 ms between looks whether it is to end, and as long again before it ends."""
+    rests: list[float] = []
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await asyncio.sleep(seconds)
+
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        assert (await call(address, "/health")).status == 200
+        await until("the connection's end", lambda: not fakes.gateway.http.connections)
+        monkeypatch.setattr(uvicorn.server, "asyncio", types.SimpleNamespace(**vars(asyncio) | {"sleep": rest}))
+        await fakes.gateway.http.stop(0.0)
+        assert not rests
+        with pytest.raises(ConnectionRefusedError):
+            await call(address, "/health")
 
 
 async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:

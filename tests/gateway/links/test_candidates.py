@@ -137,7 +137,7 @@ def test_a_worker_that_ran_adapters_is_waited_for_as_a_model_is(cluster: Cluster
     assert cluster._patience_s(("m", "", 0)) == LEAST_RETURN_WAIT_S
 
 
-@pytest.mark.parametrize(("start_s", "wait_s"), [(2.0, 36.0), (60.0, 210.0), (900.0, 600.0)])
+@pytest.mark.parametrize(("start_s", "wait_s"), [(2.0, 55.0), (60.0, 345.0), (900.0, 600.0)])
 def test_a_lost_model_is_waited_for_by_the_time_that_its_workers_took_to_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, start_s: float, wait_s: float
 ) -> None:
