@@ -5,9 +5,7 @@
     node_memory.py   NodeMemory: a node's pool and shared regions out of its domain.
     segment.py       host memory that other processes map: an anonymous file.
     cuda_segment.py  a GPU's memory that other processes map.
-    cuda_memory.py   CudaMemory: a pool on GPUs, copied through pinned host memory.
-    cuda_copies.py   CudaCopies: a stream of copies between blocks and their slots.
-    shards.py        Shards: how a block is divided over the memories of several GPUs.
+    cuda_memory.py   CudaMemory: a pool on a GPU, copied through pinned host memory.
     cuda_driver.py   CUDA's driver API by ctypes.
 
 Which slot holds what, and who may use it, is decided in kvstore/ledger; here a slot is a place.

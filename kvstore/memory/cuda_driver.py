@@ -38,8 +38,6 @@ GRANULARITY_MINIMUM = 0
 ACCESS_READ_WRITE = 3
 STREAM_NON_BLOCKING = 1
 HOST_REGISTER_PORTABLE = 1
-MEMORY_HOST = 1
-MEMORY_DEVICE = 2
 _UUID_BYTES = 16
 
 
@@ -86,29 +84,6 @@ class AccessDesc(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 
 
-class PitchedCopy(ctypes.Structure):
-    """CUDA_MEMCPY2D: ``height`` rows of ``width`` bytes, on each side at a pitch of its own."""
-
-    _fields_ = (
-        ("source_x", c_size_t),
-        ("source_y", c_size_t),
-        ("source_type", c_int),
-        ("source_host", c_void_p),
-        ("source_device", c_ulonglong),
-        ("source_array", c_void_p),
-        ("source_pitch", c_size_t),
-        ("target_x", c_size_t),
-        ("target_y", c_size_t),
-        ("target_type", c_int),
-        ("target_host", c_void_p),
-        ("target_device", c_ulonglong),
-        ("target_array", c_void_p),
-        ("target_pitch", c_size_t),
-        ("width", c_size_t),
-        ("height", c_size_t),
-    )
-
-
 # Every symbol that is used, under its exported name, with its arguments; each returns a CUresult.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -139,7 +114,6 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
-    "cuMemcpy2DAsync_v2": (POINTER(PitchedCopy), c_void_p),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
@@ -342,40 +316,6 @@ class CudaStream:
     def within(self, target: int, source: int, size_bytes: int) -> None:
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
-    def rows_to_host(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
-    ) -> None:
-        """Copies ``rows`` rows of ``width`` bytes, each a pitch behind the one before."""
-        self._copy_rows(
-            PitchedCopy(
-                source_type=MEMORY_DEVICE,
-                source_device=source,
-                source_pitch=source_pitch,
-                target_type=MEMORY_HOST,
-                target_host=target,
-                target_pitch=target_pitch,
-                width=width,
-                height=rows,
-            )
-        )
-
-    def rows_to_device(
-        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
-    ) -> None:
-        """Copies as :meth:`rows_to_host` does, the other way."""
-        self._copy_rows(
-            PitchedCopy(
-                source_type=MEMORY_HOST,
-                source_host=source,
-                source_pitch=source_pitch,
-                target_type=MEMORY_DEVICE,
-                target_device=target,
-                target_pitch=target_pitch,
-                width=width,
-                height=rows,
-            )
-        )
-
     def synchronize(self) -> None:
         """Returns when all copies that were started are done. Raises CudaError if one failed."""
         with self._device.current():
@@ -391,7 +331,3 @@ class CudaStream:
     def _copy(self, name: str, target: int, source: int, size_bytes: int) -> None:
         with self._device.current():
             self._device.driver.call(name, target, source, size_bytes, self._stream)
-
-    def _copy_rows(self, rows: PitchedCopy) -> None:
-        with self._device.current():
-            self._device.driver.call("cuMemcpy2DAsync_v2", byref(rows), self._stream)

@@ -17,7 +17,6 @@ from pillion.kvstore.memory.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.memory.shards import Shards
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -96,7 +95,7 @@ class CudaDomain:
 
     def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
         assert isinstance(segment, DeviceSegment)
-        return CudaMemory([segment.mapping], num_slots, Shards.whole(block_bytes))
+        return CudaMemory(segment.mapping, num_slots, block_bytes)
 
     def pinned(self, size_bytes: int) -> PinnedMemory:
         return PinnedMemory(self._device, size_bytes)

@@ -26,8 +26,7 @@ struct allocation { int used, fd, device, handles, maps; ino_t file; size_t size
 struct mapping { int used, allocation, access, reservation; CUdeviceptr at; size_t size; char *bytes; };
 struct reservation { int used; CUdeviceptr at; size_t size; };
 struct pinned { int used; char *at; size_t size; };
-/* `rows` of `size` bytes; a plain copy has one. */
-struct copy { int to_device, from_device; unsigned long long target, source; size_t size, rows, target_pitch, source_pitch; };
+struct copy { int to_device, from_device; unsigned long long target, source; size_t size; };
 struct CUstream_st { int used, device; int count; struct copy copies[MANY]; };
 struct CUctx_st { int device, retained; };
 
@@ -283,7 +282,6 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDe
         out:;
     });
 }
-static size_t extent(const struct copy *one, size_t pitch) { return (one->rows - 1) * pitch + one->size; }
 static int inside(unsigned long long at, size_t size, CUdeviceptr from, size_t length) {
     return at >= from && at + size <= from + length;
 }
@@ -295,8 +293,8 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr at, size_t size) {
         for (int s = 0; s < MANY; s++)
             for (int c = 0; streams[s].used && c < streams[s].count; c++) {
                 struct copy *one = &streams[s].copies[c];
-                int busy = (one->to_device && inside(one->target, extent(one, one->target_pitch), at, size))
-                        || (one->from_device && inside(one->source, extent(one, one->source_pitch), at, size));
+                int busy = (one->to_device && inside(one->target, one->size, at, size))
+                        || (one->from_device && inside(one->source, one->size, at, size));
                 NEED(!busy, CUDA_ERROR_ILLEGAL_ADDRESS)
             }
         struct allocation *it = &allocations[mappings[found].allocation];
@@ -339,13 +337,11 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
         NEED(stream && stream->used, CUDA_ERROR_INVALID_HANDLE)
         for (int i = 0; i < stream->count; i++) {
             struct copy *one = &stream->copies[i];
-            size_t reach = extent(one, one->target_pitch), from = extent(one, one->source_pitch);
-            char *target = one->to_device ? bytes_at(one->target, reach) : (char *)one->target;
-            char *source = one->from_device ? bytes_at(one->source, from) : (char *)one->source;
+            char *target = one->to_device ? bytes_at(one->target, one->size) : (char *)one->target;
+            char *source = one->from_device ? bytes_at(one->source, one->size) : (char *)one->source;
             if (!target || !source) { stream->count = 0; done = CUDA_ERROR_ILLEGAL_ADDRESS; goto out; }
-            for (size_t row = 0; row < one->rows; row++)
-                memcpy(target + row * one->target_pitch, source + row * one->source_pitch, one->size);
-            copied += one->rows * one->size;
+            memcpy(target, source, one->size);
+            copied += one->size;
         }
         stream->count = 0;
         done = (CUresult)fail_next;
@@ -357,32 +353,21 @@ static CUresult ask(CUstream stream, struct copy said) {
     LOCKED({
         CONTEXT
         NEED(stream && stream->used && stream->count < MANY, CUDA_ERROR_INVALID_HANDLE)
-        NEED(said.size && said.rows && said.target && said.source, CUDA_ERROR_INVALID_VALUE)
-        NEED(said.rows == 1 || (said.target_pitch >= said.size && said.source_pitch >= said.size), CUDA_ERROR_INVALID_VALUE)
-        NEED(!said.to_device || bytes_at(said.target, extent(&said, said.target_pitch)), CUDA_ERROR_INVALID_VALUE)
-        NEED(!said.from_device || bytes_at(said.source, extent(&said, said.source_pitch)), CUDA_ERROR_INVALID_VALUE)
+        NEED(said.size && said.target && said.source, CUDA_ERROR_INVALID_VALUE)
+        NEED(!said.to_device || bytes_at(said.target, said.size), CUDA_ERROR_INVALID_VALUE)
+        NEED(!said.from_device || bytes_at(said.source, said.size), CUDA_ERROR_INVALID_VALUE)
         stream->copies[stream->count++] = said;
         out:;
     });
 }
 CUresult CUDAAPI cuMemcpyDtoHAsync(void *target, CUdeviceptr source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){0, 1, (unsigned long long)target, source, size, 1, 0, 0});
+    return ask(stream, (struct copy){0, 1, (unsigned long long)target, source, size});
 }
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr target, const void *source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){1, 0, target, (unsigned long long)source, size, 1, 0, 0});
+    return ask(stream, (struct copy){1, 0, target, (unsigned long long)source, size});
 }
 CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){1, 1, target, source, size, 1, 0, 0});
-}
-CUresult CUDAAPI cuMemcpy2DAsync(const CUDA_MEMCPY2D *said, CUstream stream) {
-    int to_device = said->dstMemoryType == CU_MEMORYTYPE_DEVICE, from_device = said->srcMemoryType == CU_MEMORYTYPE_DEVICE;
-    if (said->srcXInBytes || said->srcY || said->dstXInBytes || said->dstY || said->srcArray || said->dstArray
-        || (!to_device && said->dstMemoryType != CU_MEMORYTYPE_HOST)
-        || (!from_device && said->srcMemoryType != CU_MEMORYTYPE_HOST)) return CUDA_ERROR_INVALID_VALUE;
-    unsigned long long target = to_device ? said->dstDevice : (unsigned long long)said->dstHost;
-    unsigned long long source = from_device ? said->srcDevice : (unsigned long long)said->srcHost;
-    return ask(stream, (struct copy){to_device, from_device, target, source, said->WidthInBytes, said->Height,
-                                     said->dstPitch, said->srcPitch});
+    return ask(stream, (struct copy){1, 1, target, source, size});
 }
 
 CUresult CUDAAPI cuMemHostRegister(void *at, size_t size, unsigned int flags) {
