@@ -86,9 +86,9 @@ class _DecodeStream:
         # The step thread writes it; here it is only read.
         self.progress: SequenceProgress | None = None
 
-    def tells_timings(self, new_tokens: int) -> bool:
+    def tell_timings(self, new_tokens: int) -> bool:
         """Whether a delta that is not the last one has timings, since a stream that the gateway ends has no last delta:
-        that of the first tokens, and one before which guesses were judged."""
+        that of the first tokens has, and one before which guesses were judged. These count as told then."""
         if self.progress is None:
             return False
         told, self.told_guesses = self.told_guesses, self.progress.guessed_tokens
@@ -214,7 +214,7 @@ class DecodeSession:
             return
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
-            if stream is not None and stream.tells_timings(len(update.token_ids)):
+            if stream is not None and stream.tell_timings(len(update.token_ids)):
                 assert stream.progress is not None
                 delta.timings.CopyFrom(_timings_of(stream.progress))
             return

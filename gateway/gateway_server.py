@@ -115,6 +115,9 @@ class GatewayServer:
         """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
         for task in self._tasks:
             task.cancel()
+        if self.gateway.adapters is not None:
+            # What receives an adapter's files may wait for the process that reads them.
+            await self.gateway.adapters.end_reading()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             await self._registry.leave(self.component_id)

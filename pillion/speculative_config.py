@@ -84,6 +84,7 @@ class SpeculativeConfig:
             served_model_name="",
             max_model_len=0,
             tensor_parallel_size=self.draft_tensor_parallel_size,
+            enable_lora=False,
         )
         return found
 

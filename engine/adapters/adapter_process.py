@@ -25,10 +25,9 @@ from pillion.errors import Internal, PillionError, Unavailable
 _PROGRAM = "pillion.engine.adapters.adapter_process_main"
 # Longest wait for the end of a process that was killed.
 END_TIMEOUT_S = 2.0
-# Longest time that an adapter may take to be read and packed, while others leave few cores for that. The ranks of a
-# worker have as long again to pack their shares.
+# Longest time that an adapter may take to be read and packed, while others leave few cores for that.
 READ_TIMEOUT_S = 120.0
-# A larger pipe wakes the owner's thread less often. Without privileges Linux allows so much.
+# A larger pipe wakes the owner's thread less often. Linux allows this size without privileges.
 _PIPE_BYTES = 2**20
 
 
@@ -50,49 +49,52 @@ class AdapterProcess:
         # Any thread may call close.
         self._changing = threading.Lock()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a job is under way."""
-        return self._turn.locked()
-
     def start(self) -> None:
         """Starts the process, so that the first job need not wait for it. Raises Unavailable."""
         with self._turn:
             self._running()
 
     def run(self, limit_s: float, method: str, *arguments: Any) -> tuple[list[Any], Bytes]:
-        """Does a job, which may wait for another one. Takes as long as others leave it cores for, but not longer than
-        ``limit_s``. The bytes begin at a cache line.
+        """Does a job when those before it have ended. Waits for them for up to ``limit_s``, and then works for up to
+        ``limit_s``: it computes only where others leave it cores. The bytes begin at a cache line.
 
-        Raises what the job raises, Unavailable where the time is over or the process has ended meanwhile, Internal for
-        a defect.
+        Raises what the job raises, Unavailable where a time is over or the process has ended meanwhile, Internal for a
+        defect.
         """
-        with self._turn:
-            process = self._running()
-            late = threading.Event()
-
-            def end() -> None:
-                late.set()
-                process.kill()
-
-            timer = threading.Timer(limit_s, end)
-            timer.start()
-            try:
-                about, data = _exchange(process, [method, *arguments])
-            except (OSError, ValueError) as error:
-                self._end(process)
-                reason = f"it took more than {limit_s:g} s" if late.is_set() else str(error)
-                raise Unavailable(f"the process that reads adapters has ended: {reason}") from None
-            finally:
-                timer.cancel()
-            if late.is_set():
-                # It was killed behind its answer.
-                self._end(process)
+        if not self._turn.acquire(timeout=limit_s):
+            raise Unavailable(f"the process that reads adapters was busy for more than {limit_s:g} s")
+        try:
+            about, data = self._job(limit_s, [method, *arguments])
+        finally:
+            self._turn.release()
         if "error" in about:
             raise _error(*about["error"])
         if "failed" in about:
             raise Internal(f"the process that reads adapters failed: {about['failed']}")
         return about["about"], data
+
+    def _job(self, limit_s: float, job: list[Any]) -> tuple[dict[str, Any], Bytes]:
+        process = self._running()
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(limit_s, end)
+        timer.start()
+        try:
+            answer = _exchange(process, job)
+        except (OSError, ValueError) as error:
+            self._end(process)
+            reason = f"it took more than {limit_s:g} s" if late.is_set() else str(error)
+            raise Unavailable(f"the process that reads adapters has ended: {reason}") from None
+        finally:
+            timer.cancel()
+        if late.is_set():
+            # It was killed behind its answer.
+            self._end(process)
+        return answer
 
     def digest(self, folder: Path) -> str:
         """The digest of the adapter in a folder. Raises as :meth:`run` does, and ConfigError where there is none."""

@@ -30,7 +30,8 @@ ANSWER_HEAD = struct.Struct("<QQ")
 # as its slowest thread, and a process that runs may keep a core for milliseconds, however nice it is.
 BURST_S = 0.0005
 PAUSE_S = 0.002
-# Where many wait for each core it waits long for its turn, and so it computes for a share of that, up to this long.
+# Where many wait for each core, this process waits long for its turn; then it computes for a share of that wait, up to
+# this long.
 LONGEST_BURST_S = 0.004
 BURSTS_OF_A_WAIT = 20
 # Others need the cores where a burst and its pause took so much longer than planned; that holds for some bursts.
@@ -49,7 +50,7 @@ class WorkPace:
     def begin(self, now_s: float, computed_s: float) -> None:
         """A job begins. ``computed_s``: how long this process has computed so far."""
         self._began_s, self._before_s, self._paused_s = now_s, computed_s, 0.0
-        # Until a first pause has ended it is unknown, so that one is made.
+        # Whether others need the cores is unknown before a first pause has ended, so each job begins with one.
         self._crowded = max(self._crowded, 2)
 
     def pause_s(self, now_s: float, computed_s: float) -> float:
@@ -80,7 +81,7 @@ def _in_bursts(pace: WorkPace) -> Iterator[None]:
     try:
         yield
     finally:
-        # One that has fallen due meanwhile sets no timer again.
+        # A timer that has fallen due meanwhile must not set the next one.
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -48,7 +48,7 @@ class AdapterJobs:
 
 @dataclass(frozen=True, slots=True)
 class AdapterKeeper(AdapterJobs):
-    """Copies adapters into a store, in a process to which it was described: files of strangers' making are read there.
+    """Copies adapters into a store, in a process to which it was described, because the files may be anybody's.
 
     ``root`` and ``limits`` are those of :class:`AdapterStore`.
     """
@@ -166,7 +166,7 @@ class AdapterStore:
         target = self._folder(digest)
         if target.is_dir():
             try:
-                if AdapterFiles(target).digest() == digest:
+                if self._digest_of(target) == digest:
                     os.utime(target)
                     return target
             except ConfigError:

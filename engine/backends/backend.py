@@ -275,8 +275,8 @@ class Backend(Protocol):
         """The form into which another process brings adapters for this backend, after ``bind_adapters``."""
 
     def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Makes a packed adapter of what the form gave. Where that is plain, it takes cores and the interpreter from
-        steps; called in any thread, beside them.
+        """Makes a packed adapter of what the form gave. Any thread may call it, beside steps. Where the form is plain,
+        the packing is done here, and takes cores and the interpreter from these.
 
         Raises ConfigError for a rank above ``max_rank`` and for layers or shapes that the model does not have.
         """

@@ -51,7 +51,7 @@ def load_draft(
     if config.method == "eagle3":
         return load_eagle_head(flags, config, main, most_tokens)
     with _named(config.model):
-        flags = replace(config.model_flags(flags), enable_lora=False)
+        flags = config.model_flags(flags)
         prepared = prepare(flags, log.info)
         check_tokenizer(main.prepared.folder, prepared.folder)
         longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)

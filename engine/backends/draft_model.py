@@ -94,10 +94,10 @@ class DraftModel:
 
     def _run(self, plan: DraftPlan) -> list[Int32]:
         pieces = plan.pieces
+        began_s = time.perf_counter()
         batch = self._first_pass(plan)
         guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
         batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
-        began_s = time.perf_counter()
         tokens, seqs = self._pass(batch), guessing
         if plan.num_tokens >= LEAST_READ_TOKENS:
             read_s = (time.perf_counter() - began_s) / plan.num_tokens

@@ -335,8 +335,8 @@ def is_ready(flags: PrepareFlags) -> bool:
 
 
 def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:
-    """The ranks that are loaded for the CPU kernels, where these run the model: those whose weights are not packed yet,
-    and with adapters, whose machine code is looked for by what is loaded, all."""
+    """The ranks that are to be loaded for the CPU kernels, where these run the model: those whose weights are not
+    packed yet. With adapters these are all ranks: only a loaded model can tell which machine code is missing."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
     check_ranks(flags, device, prepared)
     isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None

@@ -28,7 +28,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, error_text, json_to_bytes
 from pillion.errors import ConfigError, Internal
@@ -36,10 +35,9 @@ from pillion.errors import ConfigError, Internal
 log = logging.getLogger("pillion.worker")
 
 MODULE = "pillion.engine.ranks.rank_main"
-# Longest silence of a rank that rank 0 waits for: in a step, while it loads or compiles, and while it packs an adapter.
+# Longest silence of a rank that rank 0 waits for: in a step, and while it loads, compiles or packs.
 STEP_SILENCE_MS = 20_000
 LOAD_SILENCE_MS = 600_000
-PACK_SILENCE_MS = int(READ_TIMEOUT_S * 1000)
 # Time in which a rank has to end by itself, and to be gone when it was killed.
 END_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 5.0
@@ -198,8 +196,8 @@ class RankProcesses:
         with self._packing:
             try:
                 for rank in self._ranks:
-                    rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=PACK_SILENCE_MS)
-                answers = [rank.packing.receive(PACK_SILENCE_MS) for rank in self._ranks]
+                    rank.packing.send(RankMessage.PACK, payload, [descriptor], limit_ms=LOAD_SILENCE_MS)
+                answers = [rank.packing.receive(LOAD_SILENCE_MS) for rank in self._ranks]
             except (RankSilent, ConnectionError) as error:
                 self._lose(f"a rank does not answer while it packs an adapter: {error!r}")
                 raise Internal(f"{self.lost}; this worker ends") from None

@@ -161,7 +161,8 @@ class RankedGpuBackend(_RankedCalls):
 
 @dataclass(frozen=True, slots=True)
 class RankedStep:
-    """A step that all ranks have begun: ``own`` is rank 0's, ``number`` that of the others'."""
+    """A step that all ranks have begun. ``own`` is rank 0's; ``number`` is what :meth:`RankProcesses.ended` takes for
+    the others'."""
 
     own: InFlightStep
     ranks: RankProcesses
@@ -172,8 +173,8 @@ class RankedStep:
         self.own.choose(rows)
 
     def wait(self) -> Sampled:
-        """Where rank 0's step has ended, no rank uses a slot any more; what the others answer says whether one
-        failed."""
+        """Returns rank 0's tokens. When its step has ended no rank uses a slot any more; the answers of the others tell
+        whether one of them failed. Raises BackendLost."""
         sampled = self.own.wait()
         self.ranks.ended(self.number)
         return sampled

@@ -73,6 +73,7 @@ class GuessRecord:
         "_acceptance",
         "_patience",
         "_probe",
+        "_probed",
         "_probed_at",
         "chances",
         "expected",
@@ -90,6 +91,8 @@ class GuessRecord:
         self.worth_s = inf
         # A guess that no step judges: it is compared with the text once that has come.
         self._probe = NO_TOKENS
+        # Whether there is one that has not been compared yet, be it empty; and behind how many tokens it was made.
+        self._probed = False
         self._probed_at = -1
         # How many times more rarely than others it is probed: twice as many for each probe that was of no use.
         self._patience = 1
@@ -116,17 +119,17 @@ class GuessRecord:
         came = text[self._probed_at : self._probed_at + len(self._probe)] if len(self._probe) else NO_TOKENS
         wrong = np.flatnonzero(came != self._probe[: len(came)])
         right = int(wrong[0]) if len(wrong) else len(came)
-        self._patience = 1 if right or self._probed_at < 0 else min(2 * self._patience, MOST_PATIENCE)
-        self._probe = NO_TOKENS
+        self._patience = 1 if right or not self._probed else min(2 * self._patience, MOST_PATIENCE)
+        self._probe, self._probed = NO_TOKENS, False
         return len(came), right
 
     def probe(self, guess: Int32, num_tokens: int) -> None:
         """Remember what was guessed behind the first ``num_tokens`` tokens of the text."""
-        self._probe, self._probed_at = guess.copy(), num_tokens
+        self._probe, self._probed, self._probed_at = guess.copy(), True, num_tokens
         self.found = len(guess) > 0
 
     def asked(self, guess: Int32, num_tokens: int) -> None:
         """A guess was asked for, to be judged by a step; it takes the place of a probe."""
-        self._probe, self._probed_at, self._patience = NO_TOKENS, num_tokens, 1
+        self._probe, self._probed, self._probed_at, self._patience = NO_TOKENS, False, num_tokens, 1
         self.found = len(guess) > 0
         self.expected = float(self.chances[: len(guess)].sum())

@@ -255,7 +255,7 @@ class DraftChains:
             return None
         reach = min(end, start + (left if is_near else min(self._spare_tokens, left)))
         longest = min(self._shape.max_model_len, chain.sequence.most_tokens)
-        behind = max(0, min(guesses, longest - end)) if reach == end else 0
+        behind = max(0, min(guesses, longest - chain.sequence.num_tokens)) if reach == end else 0
         if end > self._shape.max_model_len or (
             reach > start and int(chain.tokens(start, reach).max()) >= self._shape.vocab_size
         ):

@@ -193,7 +193,7 @@ class DraftControl:
             return True
         if count:
             self._probing_part, self._unpaid_decodes = 1.0, self._decodes
-        # A stream of few is asked in each step: a guess for it is worth much.
+        # With fewer than four decodes there is no rest: a guess is worth much there.
         self._rest(self._decodes // 4)
         return False
 

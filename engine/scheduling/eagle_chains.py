@@ -16,6 +16,7 @@ model's: the entries of guesses, whose states are the head's own, are overwritte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -36,7 +37,6 @@ class EagleChain(DraftChain):
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
-        self.rope_shift = 0
         self.open(Holding(0, (), ()))
         self.begin = 0
         # Of the positions behind the computed entries.
@@ -81,6 +81,10 @@ class EagleChain(DraftChain):
         found: States = self._states[0][:count]
         return found
 
+    def check_states(self) -> None:
+        """Raises AssertionError where the states are not those that the chain counts, or are too many."""
+        assert self._num_states == sum(map(len, self._states)) <= MAX_STATES_TOKENS
+
     def settle(self) -> None:
         """Forget the guesses once there are new tokens."""
         if self.num_computed != self.end:
@@ -95,6 +99,13 @@ class EagleChain(DraftChain):
 
 class EagleChains(DraftChains):
     """The chains of one scheduler."""
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError where chains, their states and sequences do not fit."""
+        super().check_integrity(sequences)
+        for chain in self._of.values():
+            assert isinstance(chain, EagleChain)
+            chain.check_states()
 
     def landed(self, pieces: Seq[SequencePiece], states: States) -> None:
         """Keeps the states of a step's rows that belong to texts now; those behind a wrong guess do not."""

@@ -344,8 +344,9 @@ class Sequence(BlockChain):
             if self.grammar is not None:
                 self.grammar.take(self.tokens(self.num_tokens - accepted, self.num_tokens).tolist())
         if drafts and not self.drafts_are_forced:
-            self.progress.guessed_tokens += len(drafts)
+            # In this order: whoever reads both meanwhile knows the results of all guesses that it counts.
             self.progress.accepted_tokens += max(accepted - 1, 0)
+            self.progress.guessed_tokens += len(drafts)
         self.extend_hashes(self.num_computed)
         return accepted, reason
 

@@ -28,6 +28,7 @@ from pillion.errors import (
     NotFound,
     Overloaded,
     PermissionDenied,
+    PillionError,
     Unavailable,
 )
 from pillion.gateway.adapters.name_table import MAX_NAMES, NamedAdapter, NameTable
@@ -144,7 +145,8 @@ class AdapterNames:
         for module in modules:
             try:
                 found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
-            except (InvalidRequest, Conflict, Overloaded, Unavailable) as error:
+            except PillionError as error:
+                self._process.close()
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
         self.table = NameTable(found)
         if not self._options.updating:
@@ -197,7 +199,8 @@ class AdapterNames:
         Raises:
             Overloaded: too many adapters are being loaded, or there is no room for this one. PermissionDenied: names
                 are fixed here, or the folder is in none of --lora-path. NotFound: no such folder. InvalidRequest: the
-                adapter cannot be served. Conflict: the name is taken.
+                adapter cannot be served. Conflict: the name is taken. Unavailable: it was not read within
+                LOAD_TIMEOUT_S, or the process that reads adapters has ended.
         """
         load = asyncio.create_task(self._change(name, path, in_place, model))
         self._loads.add(load)
@@ -271,11 +274,15 @@ class AdapterNames:
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
+    async def end_reading(self) -> None:
+        """Ends the process that reads adapters, and what waits for it. Idempotent."""
+        await asyncio.to_thread(self._process.close)
+
     async def aclose(self) -> None:
         """Ends loads and looks, and closes the connections to Redis."""
         for task in (*self._loads, *filter(None, [self._looking])):
             task.cancel()
-        await asyncio.to_thread(self._process.close)
+        await self.end_reading()
         if self._shared is not None:
             await self._shared.aclose()
 

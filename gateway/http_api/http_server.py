@@ -100,7 +100,7 @@ class _Pages:
         except PillionError:
             raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
         for info in self._gateway.models(call.tenant):
-            if info.name == asked:
+            if info.name == (asked or entry.name):
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
         raise Unavailable(self._gateway.missing(entry.limits.name))

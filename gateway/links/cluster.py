@@ -40,8 +40,9 @@ MAX_FETCH_S = 5.0
 FIRST_LOOK_S = 0.5
 # How long a request waits for components that were there a short time ago: they answer no more, or their records are
 # gone, and a supervisor is bringing them back. Two new processes, a KV node's and then a worker's, take some 6 s on two
-# idle cores and more than 30 s on cores that others use too. The worker then loads its model: it has said how long that
-# took, and takes longer where the files are no longer in memory.
+# idle cores and more than 30 s on cores that others use too. The worker then loads its model. Its record says how
+# long its last start took, and the next one takes longer where the model's files are no longer in memory. So a request
+# waits LEAST_RETURN_WAIT_S and RETURN_WAIT_STARTS times the longest start, and never longer than MOST_RETURN_WAIT_S.
 LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 45.0, 5, 600.0
 # Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
 SPARE_SLOTS_SHARE = 0.25

@@ -131,7 +131,7 @@ class AttachServer:
             epoch = await self._greet(sock, hello) if hello is not None else 0
             if epoch:
                 log.info("epoch %016x attached", epoch)
-                detached = await until_end(sock, peer.others)
+                detached = await until_end(sock, peer.others if self._exit_is_proof() else None)
                 if self._exit_is_proof():
                     if not detached:
                         self._fence(epoch)
@@ -267,7 +267,9 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
     """Waits for the connection's end; returns whether the worker's last message was DETACHED.
 
     The descriptors that came with PROCESSES are in ``processes`` then, the caller's to close; everything else is
-    ignored. Where more than MAX_PROCESSES come, or this process cannot take them all, the connection counts as ended.
+    ignored. Where more than MAX_PROCESSES come, or this process cannot take them all, the connection counts as ended,
+    without DETACHED; where it could not take them all, ``processes`` also has a number below 0, for a process whose
+    exit is never seen.
     """
     last, found = b"", [] if processes is None else processes
     most = 0 if processes is None else MAX_PROCESSES
@@ -282,7 +284,10 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
                 break
             found += descriptors
             if most and said & socket.MSG_CTRUNC:
-                log.error("processes of a worker cannot be watched, its slots stay in quarantine: too many open files")
+                log.error(
+                    "the node has too many open files to watch all processes of a worker: its slots stay in quarantine"
+                    " until the node restarts"
+                )
                 found.append(_UNSEEN)
             last = (last + chunk)[-len(DETACHED) :]
     return last == DETACHED and len(found) <= most and _UNSEEN not in found

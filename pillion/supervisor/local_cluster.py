@@ -95,7 +95,7 @@ class LocalCluster:
             # All components have to agree on the length that the pool allows.
             self.flags = replace(self.flags, max_model_len=fit.max_model_len_tokens)
             prepared = replace(prepared, max_model_len=fit.max_model_len_tokens)
-        tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags), set(ranks_of(self.flags).values()))
+        tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
 
     async def start(self) -> Supervisor:
         """Starts every process; returns when a request would be served. Raises PillionError; then call :meth:`stop`."""

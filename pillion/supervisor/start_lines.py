@@ -26,10 +26,8 @@ def tell_model(
     prepared: Any,
     fit: PoolFit | None,
     threads: int,
-    sizes: Collection[int] = (1,),
 ) -> None:
-    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU;
-    ``sizes`` are the different numbers of ranks that workers have."""
+    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
     from pillion.engine.backends.devices import device_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.model_config import load_config
@@ -47,6 +45,7 @@ def tell_model(
     notices.fact("type", f"{prepared.dtype}, {choose_dtype(flags.dtype)[1]}{weights}{kv}")
     workers = f"prefill workers: {flags.prefill_workers}, decode workers: {flags.decode_workers}"
     ranks = flags.prefill_tensor_parallel_size or flags.tensor_parallel_size, flags.tensor_parallel_size
+    sizes = {ranks[1], ranks[0] if flags.prefill_workers else ranks[1]}
     if max(ranks) > 1:
         workers += f", of {ranks[0]} and {ranks[1]} processes"
     if flags.device == "cuda":

@@ -250,8 +250,8 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___DecodeTimings:
-        """With the first token, as far as it is known then, with each delta before which guesses were judged, and with the last
-        delta.
+        """Set in the delta of the first token, as far as it is known then, in each later one before which guesses were judged,
+        and in the last one.
         """
 
     @_builtins.property

@@ -177,7 +177,7 @@ async def test_guessed_tokens_change_no_answer() -> None:
         assert answer.last.timings.accepted_tokens < judged
         # A stream that its gateway ends has no last delta, so it is told of them while it goes on.
         assert answer.guesses == sorted(answer.guesses)
-        assert (judged, answer.last.timings.accepted_tokens) in answer.guesses[:-1]
+        assert any(guessed for guessed, _ in answer.guesses[:-1])
         await workers.quiet()
 
 

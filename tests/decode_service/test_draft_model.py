@@ -12,7 +12,7 @@ import pytest
 
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.draft_model import DraftModel
-from pillion.engine.scheduling import draft_chains
+from pillion.engine.scheduling import draft_chains, draft_control
 from pillion.engine.scheduling.draft_chains import DraftChains, DraftShape
 from pillion.engine.scheduling.draft_control import DraftControl
 from pillion.engine.scheduling.sequence import Sequence as Stream
@@ -50,14 +50,21 @@ def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Seque
     return shares
 
 
+def guess_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is guessed as there is room for, whatever steps take."""
+    monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
+    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+
+
 @contextlib.asynccontextmanager
 async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[tuple[Workers, FakeBackend]]:
     """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend.
 
-    As much is guessed as there is room for. A worker counts with the seconds that steps and passes take, and those of
-    fakes on a loaded machine may speak against any guess.
+    A worker counts with the seconds that steps and passes take; those of fakes on a loaded machine may speak against
+    any guess, so they count for nothing here.
     """
-    monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
+    guess_by_no_clock(monkeypatch)
+    monkeypatch.setattr(DraftModel, "seconds_per_token", lambda model, sequences: 0.0)
     backend = FakeBackend(BLOCK, "draft")
     shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, GUESSES, 256)
     draft = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)

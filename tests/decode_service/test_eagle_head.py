@@ -14,7 +14,7 @@ from pillion.engine.worker import worker as worker_module
 from pillion.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2
 from testbed.conditions import WITHIN_S, until
-from tests.decode_service.test_draft_model import answered_first, chains_of, finished, prompt
+from tests.decode_service.test_draft_model import answered_first, chains_of, finished, guess_by_no_clock, prompt
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.fake_head import FakeHead
 from tests.support.workers import (
@@ -34,6 +34,7 @@ GUESSES = 3
 @contextlib.asynccontextmanager
 async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Workers, FakeHead]]:
     """Workers whose decode worker has a head, the fake one; yields them and the head."""
+    guess_by_no_clock(monkeypatch)
     head = FakeHead(FakeBackend(BLOCK, "head"))
     shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, GUESSES, 256, reads_states=True)
     monkeypatch.setattr(worker_module, "load_draft", lambda *arguments, **named: (shape, head))

@@ -18,7 +18,7 @@ from pillion.engine.adapters.adapter_process_main import (
     WorkPace,
 )
 from pillion.errors import ConfigError, Internal, Overloaded, Unavailable
-from testbed.conditions import WITHIN_S
+from testbed.conditions import WITHIN_S, wait_for
 from tests.support.fake_adapter_jobs import FakeJobs
 
 MEMORY_BYTES = 2**30
@@ -41,10 +41,10 @@ def test_jobs_have_limits_and_errors_pass() -> None:
         assert process.run(WITHIN_S, "say")[0][1] == pid
         with pytest.raises(Unavailable, match=r"more than 0\.01 s"):
             process.run(0.01, "hang")
-        assert not psutil.pid_exists(pid)
+        wait_for("the end of the process", lambda: not psutil.pid_exists(pid))
         (_, other, _), _ = process.run(WITHIN_S, "say")
         process.close(for_good=False)
-        assert not psutil.pid_exists(other)
+        wait_for("the end of the other process", lambda: not psutil.pid_exists(other))
         process.start()
     finally:
         process.close()
@@ -53,7 +53,7 @@ def test_jobs_have_limits_and_errors_pass() -> None:
 
 
 def test_it_pauses_while_others_need_the_cores() -> None:
-    """And only then, but for once in each job, because nothing else shows that they do."""
+    """It pauses only then, and once at the beginning of each job, because nothing else shows whether they do."""
     pace, now, computed, pauses = WorkPace(), 100.0, 50.0, []
 
     def bursts(count: int, waited_s: float) -> None:

@@ -192,14 +192,14 @@ def test_states_are_the_inputs_of_layers_and_change_no_bit(main: pathlib.Path) -
         logits.append(backend.forward(batch).clone())
     assert torch.equal(*logits)
     assert plain.launch(batch, (), greedy_rows(2)).wait().states is None
+    model = AutoModelForCausalLM.from_pretrained(main)
+    hidden = model(torch.from_numpy(tokens[None].astype(np.int64)), output_hidden_states=True).hidden_states
+    wanted = torch.cat([hidden[layer][0] for layer in (2, 6, 0)], -1)
     for adapters in (None, np.array([-1], np.int32)):
         step = StepBatch(*(getattr(batch, name) for name in batch.__slots__[:-1]), adapters)
         states = keeping.launch(step, (), greedy_rows(2)).wait().states
         assert states is not None
         assert torch.equal(keeping.forward(step), logits[0])
-        model = AutoModelForCausalLM.from_pretrained(main)
-        hidden = model(torch.from_numpy(tokens[None].astype(np.int64)), output_hidden_states=True).hidden_states
-        wanted = torch.cat([hidden[layer][0] for layer in (2, 6, 0)], -1)
         torch.testing.assert_close(torch.from_numpy(states), wanted, rtol=1e-3, atol=1e-3)
     plain.close()
     keeping.close()

@@ -73,10 +73,10 @@ def test_a_row_that_is_sampled_several_times_is_computed_once(driver, monkeypatc
     computed, run = [], torch_backend.run_decoder
     once = driver.step((number, [5, 6, 7, 8]), sample=[1, 3])
 
-    def counted(*args, adapters):
-        # The last argument is the rows whose logits are computed.
+    def counted(*args, **options):
+        # The last one without a name is the rows whose logits are computed.
         computed.append(len(args[-1]))
-        return run(*args, adapters=adapters)
+        return run(*args, **options)
 
     monkeypatch.setattr(torch_backend, "run_decoder", counted)
     (again,) = driver.sequences.add()

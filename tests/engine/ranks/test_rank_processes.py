@@ -201,7 +201,6 @@ PARENT = """
 import time
 from pillion.engine.ranks import rank_processes
 from tests.support import fake_ranks
-from tests.support.batches import Sequences
 rank_processes.MODULE = "tests.support.fake_ranks"
 print(*fake_ranks.fake_ranks(3).backend.ranks.pids(), flush=True)
 time.sleep(600)

@@ -404,12 +404,12 @@ async def test_reading_holds_up_nobody_and_its_process_ends_with_the_gateway(mad
         assert "pillion.engine.adapters.adapter_process_main" in process.cmdline()
         process.suspend()
         loading = asyncio.create_task(load(fakes, "chat", "v1"))
-        await until("the load to be under way", lambda: fakes.gateway.gateway.adapters._process.busy)
+        await until("the load to be under way", lambda: fakes.gateway.gateway.adapters._process._turn.locked())
         reply = await call(fakes.gateway.http_address, "/v1/completions", TEXT | {"model": "sql"})
         assert (reply.status, loading.done()) == (200, False)
         process.resume()
         assert (await loading).status == 200
-    assert not process.is_running()
+    await until("the end of the process", lambda: not process.is_running())
 
 
 async def test_an_adapter_that_is_too_large_or_takes_too_long_is_refused_by_name(made, flags, folder, monkeypatch):

@@ -30,11 +30,12 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 def test_no_answer_changes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that the machine's speed does not decide whether anything is guessed.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)
     found, guessed = answers(main, save_head(tmp_path / "head", main))
     assert found == plain
-    assert guessed > 100
+    assert guessed > 20
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:

@@ -89,17 +89,17 @@ def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monke
     """Each rank of each size maps a file of its own."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(loading, "choose_kernels", lambda *_: (TABLE[0], ""))
-    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu")
+    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu", prefill_workers=1)
     prepared, cache = prepare(flags), ModelCache()
     for name, size_bytes in (("cpu", 4096), ("cpu0of2", 2048), ("cpu1of2", 1024)):
         cache.packed_weights(prepared.fingerprint, name).write_bytes(bytes(size_bytes))
-    for sizes, words in (
-        ({1}, "; weights 4 KiB, shared by all workers"),
-        ({2}, "; weights 3 KiB, shared by all workers"),
-        ({1, 2}, "; weights 7 KiB, shared by the workers of each size"),
+    for more, words in (
+        ({}, "; weights 4 KiB, shared by all workers"),
+        ({"tensor_parallel_size": 2}, "; weights 3 KiB, shared by all workers"),
+        ({"prefill_tensor_parallel_size": 2}, "; weights 7 KiB, shared by the workers of each size"),
     ):
         notices = RecordedNotices()
-        tell_model(notices, flags, prepared, None, 1, sizes)
+        tell_model(notices, replace(flags, **more), prepared, None, 1)
         assert notices.lines[-1].endswith(words)
 
 
