@@ -346,7 +346,7 @@ class Gateway:
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
         """The models that live workers serve now, each with its alias, then their adapters, as far as a tenant may use
-        them."""
+        them. An alias that is the path of a folder is the operator's business, and not told."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
         for adapter in () if self.adapters is None else self.adapters.all():
@@ -356,7 +356,7 @@ class Gateway:
         for entry in entries:
             if self._may_use(tenant, entry):
                 found.append(_described(entry))
-                if self._by_name.get(entry.alias) is entry:
+                if self._by_name.get(entry.alias) is entry and not entry.alias.startswith(("/", ".", "~")):
                     found.append(replace(found[-1], name=entry.alias, alias_of=entry.name))
         return tuple(found)
 

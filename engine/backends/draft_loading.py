@@ -14,15 +14,9 @@ from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.backends.draft_model import DraftModel, draft_blocks
-from pillion.engine.backends.eagle_head import EagleBackend, EagleModel, eagle_layout
-from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import BackendFactory, LoadedModel
-from pillion.engine.checkpoints.checkpoint import open_checkpoint
-from pillion.engine.checkpoints.eagle_weights import load_eagle_weights
 from pillion.engine.checkpoints.model_files import head_folder
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.checkpoints.weights import DTYPES
-from pillion.engine.models.eagle_config import load_eagle_config
 from pillion.engine.models.model_config import load_config
 from pillion.engine.scheduling.draft_chains import DraftShape
 from pillion.errors import ConfigError
@@ -77,12 +71,20 @@ def load_draft(
 
 def load_eagle_head(
     flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, most_tokens: int
-) -> tuple[DraftShape, EagleModel]:
+) -> tuple[DraftShape, DraftModel]:
     """Loads the EAGLE-3 head ``config.model``, and has the backend of ``main`` give the states that it reads. The
     passes have at most ``most_tokens`` tokens.
 
     Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
     """
+    # They import torch, for which a decode worker waits only once it loads a model.
+    from pillion.engine.backends.eagle_head import EagleBackend, EagleModel, eagle_layout
+    from pillion.engine.backends.host_backend import HostBackend
+    from pillion.engine.checkpoints.checkpoint import open_checkpoint
+    from pillion.engine.checkpoints.eagle_weights import load_eagle_weights
+    from pillion.engine.checkpoints.weights import DTYPES
+    from pillion.engine.models.eagle_config import load_eagle_config
+
     with _named(config.model):
         prepared, backend = main.prepared, main.backend
         if not isinstance(backend, HostBackend) or main.ranks is not None:

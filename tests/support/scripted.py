@@ -18,7 +18,7 @@ class ScriptedGeneration:
     """
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
-        self.job: Any = SimpleNamespace(fingerprint=FINGERPRINT)
+        self.job: Any = SimpleNamespace(system_fingerprint=FINGERPRINT)
         self._left = list(script)
         self._usage = usage
         self._together = together
