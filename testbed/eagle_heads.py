@@ -42,7 +42,7 @@ def head_config(
 
 
 def original_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The same head's config in the original layout."""
+    """The config of a head, given as ``speculators`` writes it, in the original EAGLE-3 layout."""
     kept = {key: config[key] for key in ("draft_vocab_size", "norm_before_residual")}
     named = config["eagle_aux_hidden_state_layer_ids"]
     options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named, "use_aux_hidden_state": True}}

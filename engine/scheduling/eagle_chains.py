@@ -39,7 +39,7 @@ class EagleChain(DraftChain):
         super().__init__(chain_id, sequence, shape)
         self.open(Holding(0, (), ()))
         self.begin = 0
-        # Of the positions behind the computed entries.
+        # The model's states at the positions behind the computed entries.
         self._states: list[States] = []
         self._num_states = 0
 

@@ -122,7 +122,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
 
 
 def take(backend: RankedBackend | RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
-    """As the process that reads adapters brings them."""
+    """Gives a backend an adapter in the form in which the process that reads adapters brings it."""
     return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
 
 
