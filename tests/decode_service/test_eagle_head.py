@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
 from pillion.engine.scheduling.draft_chains import DraftShape
 from pillion.engine.worker import worker as worker_module
 from pillion.speculative_config import SpeculativeConfig
-from pillion.v1 import decode_pb2
 from testbed.conditions import WITHIN_S, until
-from tests.decode_service.test_draft_model import answered_first, chains_of, finished, guess_by_no_clock, prompt
+from tests.decode_service.test_draft_model import (
+    answered_first,
+    answers_of,
+    chains_of,
+    finished,
+    guess_by_no_clock,
+    prompt,
+)
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.fake_head import FakeHead
 from tests.support.workers import (
     BLOCK,
-    GREEDY,
-    Answer,
-    Connection,
     Workers,
     connected,
     running_workers,
@@ -67,16 +69,6 @@ async def test_seeds_and_forks_get_their_own_tokens(monkeypatch: pytest.MonkeyPa
         assert await answers_of(workers, connection) == plain
         assert head.guessed
         await workers.quiet()
-
-
-async def answers_of(workers: Workers, connection: Connection) -> list[list[int]]:
-    sampled = replace(GREEDY, temperature=1.0, seed=7)
-    forks = [decode_pb2.Fork(key=key, seed=key) for key in (2, 3)]
-    others = [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
-    first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, forks=forks)
-    for other in others:
-        await asyncio.wait_for(other.over.wait(), WITHIN_S)
-    return [answer.token_ids for answer in (first, *others)]
 
 
 async def test_a_fenced_worker_guesses_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
