@@ -13,8 +13,8 @@ What all components share:
   `core_board`, `served_models`: rules that several packages must agree on.
 
 What an operator meets: `cli`, `supervisor`, `top`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
-`decode_service`, `engine`, `kvstore`, `kernels`) are links to folders at the root of the repository; nothing here but
-`cli`, `supervisor`, `top` and `offline` imports them, and those do so inside functions.
+`decode_service`, `engine`, `kvstore`, `kernels`) and their `simulator` are links to folders at the root of the
+repository; nothing here but `cli`, `supervisor`, `top` and `offline` imports them, and those do so inside functions.
 """
 
 from importlib import import_module

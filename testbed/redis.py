@@ -103,7 +103,9 @@ class RedisServer:
 
     def _unsaved(self) -> bool:
         found = self.command("INFO", "persistence")
-        return isinstance(found, dict) and found["rdb_last_bgsave_status"] == "err"
+        assert isinstance(found, dict)
+        # What an earlier snapshot ended with says nothing while this one is under way.
+        return bool(found["rdb_last_bgsave_status"] == "err" and not found["rdb_bgsave_in_progress"])
 
     def _answers(self) -> bool:
         import redis

@@ -131,19 +131,32 @@ class SentinelSet:
 
 
 @contextlib.contextmanager
-def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
-    """Run a master, its replica, and Sentinels that take a silence of half a second for a failure."""
+def running_pair() -> Iterator[tuple[PortServer, PortServer]]:
+    """Run a master and a replica that follows it."""
     with _folder() as folder:
         master = PortServer(folder)
         replica = PortServer(folder, ("--replicaof", "127.0.0.1", str(master.port)))
-        made = SentinelSet(master, replica, [free_port() for _ in range(count)])
-        processes = []
         try:
             master.start()
             replica.start()
             _until_redis("the replica to follow", lambda: _synced(replica))
+            yield master, replica
+        finally:
+            for server in (master, replica):
+                if server.process is not None:
+                    server.send_signal(signal.SIGCONT)
+                server.kill()
+
+
+@contextlib.contextmanager
+def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
+    """Run a master, its replica, and Sentinels that take a silence of half a second for a failure."""
+    with running_pair() as (master, replica):
+        made = SentinelSet(master, replica, [free_port() for _ in range(count)])
+        processes = []
+        try:
             for port in made.sentinels:
-                config = folder / f"sentinel-{port}.conf"
+                config = master.folder / f"sentinel-{port}.conf"
                 config.write_text(_sentinel_config(made, port, count))
                 processes.append(spawn([redis_executable(), str(config), "--sentinel"]))
             for port in made.sentinels:
@@ -153,10 +166,6 @@ def running_sentinels(count: int = 3) -> Iterator[SentinelSet]:
             for process in processes:
                 process.kill()
                 process.wait()
-            for server in (master, replica):
-                if server.process is not None:
-                    server.send_signal(signal.SIGCONT)
-                server.kill()
 
 
 def _sentinel_config(made: SentinelSet, port: int, count: int) -> str:

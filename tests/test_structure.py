@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
+PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "simulator")
 ALL = (*PRODUCT, "benchmarks", "testbed", "tests")
 # Folders at the root that are imported as pillion.NAME: by their own name they would be a second copy.
 LINKED = PRODUCT[1:]

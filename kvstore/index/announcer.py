@@ -25,6 +25,7 @@ from itertools import islice
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
@@ -141,7 +142,7 @@ class Announcer:
 
     def __init__(
         self,
-        redis_url: str,
+        redis_url: RedisServerAt,
         *,
         heartbeat_s: float,
         ttl_ms: int,

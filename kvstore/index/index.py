@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pillion.errors import Unavailable
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.kvstore.index.registry import REGISTRY_KEYS, NodeTable
 
 log = logging.getLogger("pillion.index")
@@ -97,7 +97,7 @@ class Index:
     """A gateway's client of the index. It never raises for Redis's trouble; ``available`` is whether Redis answered the
     last look-up."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: RedisServerAt) -> None:
         self.available = True
         self._link = RedisLink(redis_url, "lookup", "nodes")
         self._table = NodeTable()
@@ -130,11 +130,11 @@ class Index:
 
     async def _reached(self, block_hashes: bytes) -> dict[str, int]:
         """Returns node id -> blocks. Raises Unavailable."""
-        until_s = time.monotonic() + LOOKUP_DEADLINE_MS / 1000
-        if time.monotonic() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
+        until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
+        if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
             await self._refresh(NODES_MAX_AGE_MS, until_s)
         ends = await self._ends(block_hashes, until_s)
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if any(self._table.doubtful(entry, now) for entry in ends):
             await self._refresh(NODES_MIN_AGE_MS, until_s)
         named = ((self._table.node_id(entry), blocks) for entry, blocks in ends.items())
@@ -174,7 +174,7 @@ class Index:
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
         """Reads the table of nodes unless that was tried within ``max_age_ms``; the old one stays if that fails."""
         async with self._refreshing:
-            now = time.monotonic()
+            now = asyncio.get_running_loop().time()
             if now - self._asked_s <= max_age_ms / 1000:
                 return
             self._asked_s = now
@@ -208,7 +208,7 @@ def _chain_parts(block_hashes: bytes, part_blocks: int) -> Iterator[_ChainPart]:
 
 
 def _left_ms(until_s: float) -> float:
-    return max(0.0, until_s - time.monotonic()) * 1000
+    return max(0.0, until_s - asyncio.get_running_loop().time()) * 1000
 
 
 def _sorted_hits(reached: dict[str, int]) -> list[PrefixHit]:

@@ -5,6 +5,8 @@
 Each server has its own breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead
 shard of a Cluster, costs a request nothing (I1, I3). Calls to several shards go out side by side, pipelined per shard,
 and the shards that answer are enough. A Cluster's map of slots is read again in the background after a failure.
+
+Time is the event loop's: a loop of another clock moves deadlines and breakers with it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import asyncio
 import contextlib
 import hashlib
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import redis.asyncio
 from redis.exceptions import ClusterDownError, MovedError, NoScriptError, RedisError, ResponseError
 
 from pillion.errors import Unavailable
-from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, connect, parse
+from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, connect, parse
 
 OPEN_MS = 500
 # A call that had less time than this, because an earlier one had used it up, does not show that the server failed.
@@ -88,10 +89,10 @@ class RedisLink:
     """A connection to Redis that runs scripts, each named without its suffix. Raises ConfigError for a URL that cannot
     be one (:mod:`pillion.kvstore.index.redis_url`)."""
 
-    def __init__(self, url: str, *scripts: str) -> None:
-        self._client = connect(parse(url))
+    def __init__(self, server: RedisServerAt, *scripts: str) -> None:
+        self._client = connect(parse(server)) if isinstance(server, str) else server
         self.cluster = isinstance(self._client, redis.asyncio.RedisCluster)
-        self._texts = {name: _text(name) for name in scripts}
+        self._texts = {name: script_text(name) for name in scripts}
         self._shas = {name: hashlib.sha1(text, usedforsecurity=False).hexdigest() for name, text in self._texts.items()}
         self._breakers: dict[str, Breaker] = {}
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -162,16 +163,16 @@ class RedisLink:
     ) -> list[T | None]:
         """Sends all calls of one server and reads the answers. Raises Unavailable if there is none."""
         breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
-        if not breaker.may_try(time.monotonic()):
+        if not breaker.may_try(_now_s()):
             raise Unavailable("Redis does not answer; waiting before the next try")
-        cancels, begun_s = _cancels(), time.monotonic()
+        cancels, begun_s = _cancels(), _now_s()
         try:
             async with asyncio.timeout_at(until), self._free:
                 raw = await self._send(name, script, calls)
                 answers = [_read(read, one) for one in raw]
         except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
-            if not isinstance(error, TimeoutError) or time.monotonic() - begun_s >= LEAST_PATIENCE_MS / 1000:
-                breaker.failed(time.monotonic())
+            if not isinstance(error, TimeoutError) or _now_s() - begun_s >= LEAST_PATIENCE_MS / 1000:
+                breaker.failed(_now_s())
                 self._discover()
             if _cancels() > cancels:
                 raise asyncio.CancelledError from None
@@ -224,7 +225,7 @@ class RedisLink:
 
     def _discover(self) -> None:
         """Reads a Cluster's map of slots again, in the background and not too often."""
-        now = time.monotonic()
+        now = _now_s()
         busy = self._discovery is not None and not self._discovery.done()
         if self.cluster and not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
             self._discovered_s = now
@@ -272,9 +273,14 @@ def as_bytes(raw: Any) -> bytes:
     return raw
 
 
-def _text(name: str) -> bytes:
+def script_text(name: str) -> bytes:
+    """Returns a script as Redis is sent it, behind what all scripts share."""
     parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
     return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _cancels() -> int:

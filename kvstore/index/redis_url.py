@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 from urllib.parse import parse_qsl, unquote, urlencode
 
 import redis.asyncio
@@ -43,6 +43,23 @@ _TLS_OPTIONS = frozenset(
 _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 
 Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
+
+
+class CommandClient(Protocol):
+    """What RedisLink needs of a client of one server, as redis-py's has it."""
+
+    async def execute_command(self, *words: Any) -> Any:
+        """Returns the answer to one command. Raises redis-py's errors."""
+
+    def pipeline(self, transaction: bool = True) -> Any:
+        """Returns commands to be sent together, as redis-py's ``Pipeline``."""
+
+    async def aclose(self) -> None:
+        """Closes connections."""
+
+
+# A --redis-url, or a client that is there already: the simulator's.
+RedisServerAt = str | CommandClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.kvstore.ledger.records import IndexEvent
 
 ANNOUNCE_DEADLINE_MS = 2000
@@ -47,7 +48,7 @@ class SweepPlace:
 class IndexWriter:
     """A KV node's client of the index. Every call raises Unavailable when Redis does not answer."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: RedisServerAt) -> None:
         self._link = RedisLink(redis_url, "announce", "sweep")
 
     async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ import msgspec
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.index")
@@ -45,7 +45,7 @@ class HeartbeatAnswer:
 
 
 class NodeTable:
-    """Entry -> node id of every KV node that lived when Redis was asked, at ``read_s`` on the monotonic clock."""
+    """Entry -> node id of every KV node that lived when Redis was asked, at ``read_s`` on the event loop's clock."""
 
     def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
         now_ms, *rows = raw
@@ -115,7 +115,7 @@ class Registry:
             sent.
     """
 
-    def __init__(self, redis_url: str, ttl_ms: int) -> None:
+    def __init__(self, redis_url: RedisServerAt, ttl_ms: int) -> None:
         self.refusal = ""
         self._ttl_ms = ttl_ms
         self._records = ReadRecords()
@@ -159,7 +159,7 @@ class Registry:
 
     async def nodes(self) -> NodeTable:
         """Returns the live KV nodes."""
-        call, now = ScriptCall(REGISTRY_KEYS, []), time.monotonic()
+        call, now = ScriptCall(REGISTRY_KEYS, []), asyncio.get_running_loop().time()
         return await self._link.call("nodes", call, lambda raw: NodeTable(raw, now), deadline_ms=REGISTRY_DEADLINE_MS)
 
     async def aclose(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import Argument, RedisLink, ScriptCall
+from pillion.kvstore.index.redis_url import RedisServerAt
 
 # A request waits for this call, which takes a fraction of a millisecond where Redis is well.
 TAKE_DEADLINE_MS = 100
@@ -42,7 +43,7 @@ class Shortage:
 class SharedBuckets:
     """Token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: RedisServerAt) -> None:
         self._link = RedisLink(redis_url, "take_tokens")
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import Argument, RedisLink, ScriptCall
+from pillion.kvstore.index.redis_url import RedisServerAt
 
 SHARE_DEADLINE_MS = 500
 
@@ -37,7 +38,7 @@ class SharedNames:
     """At most ``max_names`` names of adapters, those with empty values included; an empty value is forgotten after
     ``forget_ms``. Raises ConfigError for a bad URL."""
 
-    def __init__(self, redis_url: str, max_names: int, forget_ms: int) -> None:
+    def __init__(self, redis_url: RedisServerAt, max_names: int, forget_ms: int) -> None:
         self._link = RedisLink(redis_url, "share_names")
         self._bounds = (max_names, forget_ms)
 

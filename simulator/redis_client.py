@@ -1,0 +1,132 @@
+"""The interface of redis-py's asyncio client to a RedisModel, as far as RedisLink uses it, on the running loop's clock.
+
+    execute_command --way.there_s--> the model answers --way.back_s--> the answer
+      gone:   a connection is refused at once
+      silent: what arrives waits until the server goes on (SIGSTOP), and is answered then; nobody may be left to read it
+
+A command that its caller no longer waits for is carried out all the same, as on a connection that breaks behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from pillion.simulator.redis_keyspace import RedisRefusalError
+from pillion.simulator.redis_model import RedisModel, RedisWord
+
+
+@dataclass
+class WayToRedis:
+    """The way from some clients to a Redis.
+
+    Attributes:
+        there_s: how long a command takes to the server; a slow one is long.
+        back_s: how long its answer takes.
+        gone: whether nobody listens there.
+    """
+
+    there_s: float = 0.0
+    back_s: float = 0.0
+    gone: bool = False
+    _silent: bool = False
+    _waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def silence(self) -> None:
+        """Lets the server answer nothing from now on."""
+        self._silent = True
+
+    def go_on(self) -> None:
+        """Lets it answer again, first what has arrived meanwhile, in that order."""
+        self._silent = False
+        while self._waiting and not self._silent:
+            self._waiting.pop(0)()
+
+    def arrive(self, work: Callable[[], None]) -> None:
+        """Runs what has arrived at the server, now or when it goes on."""
+        if self._silent:
+            self._waiting.append(work)
+        else:
+            work()
+
+
+class RedisModelClient:
+    """A client of one server. Each command travels by itself."""
+
+    def __init__(self, model: RedisModel, way: WayToRedis) -> None:
+        self._model = model
+        self._way = way
+
+    async def execute_command(self, *words: RedisWord) -> Any:
+        """Returns the answer. Raises redis-py's ResponseError for a refusal, ConnectionError where nobody listens."""
+        [answer] = await self._send([words])
+        if isinstance(answer, RedisError):
+            raise answer
+        return answer
+
+    def pipeline(self, transaction: bool = True) -> RedisModelPipeline:
+        """Returns commands that are sent together. Raises AssertionError for a transaction: the model has none."""
+        assert not transaction
+        return RedisModelPipeline(self._send)
+
+    async def aclose(self) -> None:
+        """Does nothing: there is no connection."""
+
+    async def _send(self, commands: list[tuple[RedisWord, ...]]) -> list[Any]:
+        if self._way.gone:
+            raise RedisConnectionError("connection refused")
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[list[Any]] = loop.create_future()
+
+        def settle(answers: list[Any]) -> None:
+            if not answered.done():
+                answered.set_result(answers)
+
+        def carry_out() -> None:
+            answers = [self._answer(words) for words in commands]
+            loop.call_later(self._way.back_s, settle, answers)
+
+        loop.call_later(self._way.there_s, self._way.arrive, carry_out)
+        return await answered
+
+    def _answer(self, words: tuple[RedisWord, ...]) -> Any:
+        try:
+            return self._model.execute(*words)
+        except RedisRefusalError as refusal:
+            code, _, rest = refusal.message.partition(" ")
+            if code == "NOSCRIPT":
+                return NoScriptError(rest)
+            return ResponseError(rest if code == "ERR" else refusal.message)
+
+
+class RedisModelPipeline:
+    """Commands that are sent together."""
+
+    def __init__(self, send: Callable[[list[tuple[RedisWord, ...]]], Any]) -> None:
+        self._send = send
+        self._commands: list[tuple[RedisWord, ...]] = []
+
+    async def __aenter__(self) -> RedisModelPipeline:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._commands.clear()
+
+    def execute_command(self, *words: RedisWord) -> RedisModelPipeline:
+        """Adds a command."""
+        self._commands.append(words)
+        return self
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        """Sends all commands; returns their answers, refusals as exceptions among them."""
+        assert not raise_on_error
+        answers: list[Any] = await self._send(self._commands)
+        return answers

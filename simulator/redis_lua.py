@@ -1,0 +1,100 @@
+"""Runs Redis's scripts in Lua 5.1, the language that Redis runs them in: no second version of a script can be wrong.
+
+lupa brings Lua; Redis's own library is ``redis.call``, ``redis.pcall`` and ``struct.pack``, and no more of it is here.
+Of fakeredis, which has the rest of Redis's commands, neither the clock can be handed in, nor a server's refusals be
+switched, and it has no ``struct``. Sans-IO.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lupa import lua51
+
+from pillion.simulator.redis_keyspace import RedisRefusalError, RedisReply, SimpleStatus
+
+# Runs one command for a script. Raises RedisRefusalError.
+ScriptCommand = Callable[[bytes, list[bytes]], RedisReply]
+
+
+class LuaScripts:
+    """A server's interpreter, and the scripts that it has been sent. ``command`` runs what a script calls."""
+
+    def __init__(self, command: ScriptCommand) -> None:
+        self._command = command
+        self._functions: dict[bytes, Any] = {}
+        self._lua = lua51.LuaRuntime(encoding=None, register_eval=False, register_builtins=False)
+        names = self._lua.globals()
+        names[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._pcall})
+        names[b"struct"] = self._lua.table_from({b"pack": _pack})
+
+    def forget(self) -> None:
+        """Drops all scripts, as SCRIPT FLUSH does."""
+        self._functions.clear()
+
+    def run(self, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
+        """Runs a script. Raises RedisRefusalError for what a command in it refused, and for an error of the script."""
+        names = self._lua.globals()
+        names[b"KEYS"], names[b"ARGV"] = self._lua.table_from(keys), self._lua.table_from(arguments)
+        try:
+            function = self._functions.get(text)
+            if function is None:
+                function = self._functions[text] = self._lua.compile(text)
+            return _reply(function())
+        except lua51.LuaError as error:
+            raise RedisRefusalError(f"ERR {error}") from None
+
+    def _call(self, name: bytes, *words: Any) -> Any:
+        return self._to_lua(self._command(name, [_word(word) for word in words]))
+
+    def _pcall(self, name: bytes, *words: Any) -> Any:
+        try:
+            return self._call(name, *words)
+        except RedisRefusalError as refusal:
+            return self._lua.table_from({b"err": refusal.message.encode()})
+
+    def _to_lua(self, reply: RedisReply) -> Any:
+        if reply is None:
+            return False
+        if isinstance(reply, SimpleStatus):
+            return self._lua.table_from({b"ok": bytes(reply)})
+        if isinstance(reply, list):
+            return self._lua.table_from([self._to_lua(one) for one in reply])
+        return reply
+
+
+def _word(word: Any) -> bytes:
+    """Returns an argument of a script's command as Redis is given it."""
+    if isinstance(word, bytes):
+        return word
+    if isinstance(word, bool) or not isinstance(word, int | float):
+        raise RedisRefusalError("ERR Lua redis() command arguments must be strings or integers")
+    return b"%.17g" % word
+
+
+def _reply(value: Any) -> RedisReply:
+    """Returns what a script returned as a client is sent it: numbers lose their fractions, lists end at a nil."""
+    if isinstance(value, bool):
+        return 1 if value else None
+    if isinstance(value, float):
+        return int(value)
+    if lua51.lua_type(value) != "table":
+        return value
+    for name in (b"ok", b"err"):
+        if (text := value[name]) is not None:
+            if name == b"err":
+                raise RedisRefusalError(text.decode(errors="replace"))
+            return SimpleStatus(text)
+    found: list[RedisReply] = []
+    while (one := value[len(found) + 1]) is not None:
+        found.append(_reply(one))
+    return found
+
+
+def _pack(layout: bytes, *numbers: Any) -> bytes:
+    """Packs numbers as ``struct.pack`` does in Redis's Lua; ``>I4`` is all that Pillion uses of it."""
+    if layout != b">I4":
+        raise RedisRefusalError(f"ERR the model packs no {layout!r}")
+    return struct.pack(">I", *map(int, numbers))
