@@ -4,7 +4,8 @@ Open first: worker.py, which draws a worker's life; then worker_epoch.py, which 
 
     worker.py         model, pool and node of a worker, through all its epochs
     worker_epoch.py   one epoch at the KV node: takes sequences, hands their updates to listeners
-    step_loop.py      the step thread: schedule -> launch -> wait -> commit
+    step_cycle.py     schedule -> launch -> wait -> commit, without a thread
+    step_loop.py      the step thread, which drives it
     node_updates.py   the scheduler's orders, sent to the KV node one batch at a time
     tickets.py        adopting tickets, and opening new ones for preempted streams
     adapter_loader.py brings adapters' files to the machine, and has them read and packed

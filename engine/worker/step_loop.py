@@ -1,13 +1,9 @@
-"""The step thread: schedule -> launch -> wait -> commit, over and over; everything else happens on asyncio's thread.
+"""The step thread: events, then one step (:mod:`pillion.engine.worker.step_cycle`), over and over.
 
     asyncio --post_event--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
 
-Where the backend runs ahead, the step that is committed is the one before the step just launched: while the device runs
-that, the results of the one before are applied, events happen, and the next one is scheduled. If the step just launched
-chooses by tokens of the one before (StepPlan.awaits_tokens), its choice is begun as soon as that one is committed. With
-nothing to schedule, and where the scheduler wants to know their tokens first, the steps in flight are committed.
-
+Everything else happens on asyncio's thread.
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
 """
@@ -15,19 +11,16 @@ fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from pillion.engine.backends.backend import BackendLost, InFlightStep
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import Outcome, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome
+from pillion.engine.worker.step_cycle import Choose, Launch, OnStep, StepCycle
 from pillion.errors import Internal
 
 log = logging.getLogger("pillion.step")
@@ -38,37 +31,15 @@ MAX_UNREAD_OUTCOMES = 64
 # How often the thread looks whether it was stopped while it waits for asyncio.
 UNREAD_POLL_S = 1.0
 
-Launch = Callable[[StepPlan], InFlightStep]
-Choose = Callable[[StepPlan, InFlightStep], None]
-# Called on the step thread with a plan, the seconds that it took and whether it succeeded.
-OnStep = Callable[[StepPlan, float, bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _FailedLaunch:
-    """Stands for a step that could not be launched, so that it fails in its turn."""
-
-    error: Exception
-
-    def choose(self, rows: SamplingRows) -> None:
-        raise self.error
-
-    def wait(self) -> Sampled:
-        raise self.error
-
 
 class StepLoop:
     """Runs a scheduler over a backend.
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        launch: begins a step. What ``launch`` raises, or waiting for its step, fails that step's sequences.
-        choose: begins the choice of a launched step that awaits tokens of the one before; what it raises does so, too.
-        ahead: whether a step may be launched before the one before it has ended, where the scheduler has no objection.
+        launch, choose, ahead, on_step: see :class:`StepCycle`; they are called on the step thread.
         on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
-        on_step: called on the step thread when a step has ended, before it is committed. The step took the time since
-            it was launched, or since the step before it ended, whichever was later.
         may_publish: asked on the asyncio loop before each on_outcome. Outcomes that it forbids are held back, in order,
             for :meth:`publish`.
     """
@@ -86,15 +57,9 @@ class StepLoop:
         may_publish: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
-        self._launch = launch
-        self._choose = choose
-        self._ahead = ahead
-        # Launched steps with the times of their launch, oldest first: one between two steps, two for a moment.
-        self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
-        self._last_end_s = 0.0
+        self._cycle = StepCycle(scheduler, launch, choose, ahead=ahead, on_step=on_step)
         self._on_outcome = on_outcome
         self._on_death = on_death
-        self._on_step = on_step
         self._may_publish = may_publish
         # Counted as unread, and so bounded with them.
         self._held_back: deque[Outcome] = deque()
@@ -150,77 +115,17 @@ class StepLoop:
         try:
             idle = True
             while self._handle_events(wait=idle):
-                idle = not self._step()
+                for event in self._cycle.step():
+                    if isinstance(event, Outcome):
+                        self._report(event)
+                idle = not self._cycle.busy
         except BaseException as error:
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            for _, step, _ in self._in_flight:
-                # Its result is not needed any more, but its end is: until then it uses the pool.
-                with contextlib.suppress(Exception):
-                    step.wait()
-
-    def _step(self) -> bool:
-        """Schedule and launch one step, and commit the steps that are due. False when there was nothing to do."""
-        plan = self._scheduler.schedule(time.monotonic())
-        # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
-        self._report(self._scheduler.flush(time.monotonic()))
-        stays_in_flight = bool(plan.pieces) and self._launch_step(plan)
-        busy = bool(self._in_flight)
-        while len(self._in_flight) > stays_in_flight:
-            self._commit_oldest()
-        if stays_in_flight:
-            chosen = not plan.awaits_tokens or self._choose_tokens()
-            if not (chosen and self._scheduler.may_run_ahead):
-                self._commit_oldest()
-        return busy
-
-    def _launch_step(self, plan: StepPlan) -> bool:
-        """Launch a step. True when it may stay in flight while the next one is scheduled."""
-        began_s = time.monotonic()
-        step: InFlightStep
-        try:
-            step = self._launch(plan)
-        except BackendLost:
-            raise
-        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
-            step = _FailedLaunch(error)
-        if self._ahead:
-            self._scheduler.launched(plan)
-        self._in_flight.append((plan, step, began_s))
-        return self._ahead and not isinstance(step, _FailedLaunch)
-
-    def _choose_tokens(self) -> bool:
-        """Begin the choice of the step in flight. False when it has failed."""
-        plan, step, began_s = self._in_flight[-1]
-        try:
-            self._choose(plan, step)
-        except BackendLost:
-            raise
-        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
-            self._in_flight[-1] = (plan, _FailedLaunch(error), began_s)
-            return False
-        return True
-
-    def _commit_oldest(self) -> None:
-        """Wait for the oldest step and commit, or fail, its plan."""
-        plan, step, began_s = self._in_flight.popleft()
-        began_s = max(began_s, self._last_end_s)
-        failure: Exception | None = None
-        try:
-            sampled = step.wait()
-        except BackendLost:
-            raise
-        except Exception as error:
-            log.exception("a step of %d sequences failed", len(plan.pieces))
-            failure = error
-        self._last_end_s = time.monotonic()
-        self._on_step(plan, self._last_end_s - began_s, failure is None)
-        if failure is None:
-            self._report(self._scheduler.commit(plan, sampled, time.monotonic()))
-        else:
-            internal = Internal(f"the step failed on the worker: {type(failure).__name__}")
-            self._report(self._scheduler.fail_step(plan, internal, time.monotonic()))
+            # Their results are not needed any more, but their ends are.
+            for _ in self._cycle.land():
+                pass
 
     def _handle_events(self, wait: bool) -> bool:
         """Apply the events in the inbox; sleeps for the first one when ``wait``. False: stop."""
