@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
-from pillion.errors import ConfigError, PillionError
+from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
 from pillion.kvstore.memory.memory import HOST, address_of
 from pillion.kvstore.memory.segment import map_shared
@@ -125,7 +125,8 @@ def attach(
     socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
-    Raises ConfigError, in one line, if the node refuses, does not answer or does not exist."""
+    Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
+    not exist: a worker that is started once more may find it again."""
     hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
     with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
         sock,
@@ -149,7 +150,8 @@ def _asked(
     """Sends ``hello`` and yields the connection, the node's answer and the descriptors that came with it.
 
     The descriptors are closed in the end, as a mapping holds the memory; after an error the connection is closed too.
-    Raises ConfigError, in one line, for any failure here or inside the block.
+    Raises, in one line, Unavailable where the connection fails, here or inside the block, and ConfigError for any other
+    failure.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
@@ -162,10 +164,10 @@ def _asked(
     except OSError as error:
         sock.close()
         reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise ConfigError(f"{failure}: {reason}") from None
+        raise Unavailable(f"{failure}: {reason}") from None
     except BaseException as error:
         sock.close()
-        if isinstance(error, PillionError) and not isinstance(error, ConfigError):
+        if isinstance(error, PillionError) and not isinstance(error, ConfigError | Unavailable):
             raise ConfigError(error.message) from None
         raise
     finally:
@@ -194,7 +196,7 @@ def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
 
 
 def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Returns one line and the descriptors that came with it, the caller's to close. Raises ConfigError, OSError."""
+    """Returns one line and the descriptors that came with it, the caller's to close. Raises Unavailable, OSError."""
     line, fds = b"", []
     while not line.endswith(b"\n"):
         chunk, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), 1)
@@ -202,7 +204,7 @@ def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
         if not chunk or len(line) + len(chunk) >= MAX_LINE_BYTES:
             for fd in fds:
                 os.close(fd)
-            raise ConfigError("the KV node ended the connection without an answer")
+            raise Unavailable("the KV node ended the connection without an answer")
         line += chunk
     return line, fds
 
@@ -243,7 +245,8 @@ def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, 
 
     Blocks for up to ``timeout_s`` while another process fills it.
 
-    Raises ConfigError, in one line, if the node refuses, has no memory, does not answer or does not exist.
+    Raises, in one line, ConfigError if the node refuses or has no memory, and Unavailable if it does not answer, ends
+    meanwhile or does not exist.
     """
     hello = RegionHello(component_id=component_id or f"process-{os.getpid()}", region_key=key, size_bytes=size_bytes)
     with _asked(f"no region from the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):

@@ -12,11 +12,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from pillion.errors import ConfigError, Conflict
+from pillion.errors import ConfigError, Conflict, Unavailable
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.node import attach_server
@@ -290,8 +291,21 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
 
 
 def test_no_node_no_attachment(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="cannot attach"):
+    with pytest.raises(Unavailable, match="cannot attach"):
         attach(str(tmp_path / "none"), component_id="w", role="decode", block_bytes=1, timeout_s=0.2)
+
+
+def test_a_node_that_ends_before_it_has_answered_is_no_mistake_of_the_flags(tmp_path: pathlib.Path) -> None:
+    """A supervisor gives a cluster up whose flags cannot work, and this worker can when its node is back."""
+    path = str(tmp_path / "a.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(path)
+        listening.listen()
+        ending = threading.Thread(target=lambda: listening.accept()[0].close())
+        ending.start()
+        with pytest.raises(Unavailable):
+            attach(path, component_id="w", role="decode", block_bytes=1, timeout_s=WITHIN_S)
+        ending.join()
 
 
 def test_the_segment_leaves_no_name_and_cannot_be_cut() -> None:

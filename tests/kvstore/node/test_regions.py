@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded
+from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.client.attachment import Region, share_region
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node import region_server
@@ -328,7 +328,7 @@ async def test_refusals_are_one_line(short_folder: str, kind: str) -> None:
             with pytest.raises(ConfigError, match=why) as caught:
                 await shared(short_folder, key, size)
             assert "\n" not in caught.value.message
-        with pytest.raises(ConfigError, match="no answer in time"):
+        with pytest.raises(Unavailable, match="no answer in time"):
             await shared(short_folder, timeout_s=0.3)
         first.close()
         await until("all connections to end", lambda: not node.regions.waiting)
@@ -378,5 +378,5 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
 
 
 def test_no_node_no_region(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="no region from the KV node"):
+    with pytest.raises(Unavailable, match="no region from the KV node"):
         share_region(str(tmp_path / "none"), KEY, 1, 0.2)
