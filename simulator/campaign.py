@@ -1,0 +1,82 @@
+"""Runs seeds and prints what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from pillion.simulator.mutations import MUTATIONS, Mutation
+from pillion.simulator.schedule import SimSchedule, draw
+from pillion.simulator.shrink import shrink
+from pillion.simulator.world import Result, World
+
+# Findings that are printed.
+MAX_SHOWN = 20
+
+
+def run_schedule(schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> Result:
+    """Runs a world."""
+    return World(schedule, careful=careful, told=told).run()
+
+
+def run_one(seed: int, *, careful: bool, smallest: bool) -> int:
+    """Runs a seed and prints its history; 1 where something was found."""
+    schedule = draw(seed)
+    if smallest:
+        schedule = shrink(schedule, lambda one: bool(run_schedule(one, careful=careful).findings))
+    print(schedule.shape)
+    result = run_schedule(schedule, careful=careful, told=True)
+    print("  event    seconds  process     what")
+    print("\n".join(result.history))
+    print(f"{result.events} events, {result.messages} messages, {result.virtual_s:.1f} s")
+    for finding in result.findings:
+        print(f"FOUND: {finding}")
+    return 1 if result.findings else 0
+
+
+def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
+    """Runs many seeds; 1 where something was found."""
+    states: set[int] = set()
+    endings: Counter[str] = Counter()
+    failing: dict[int, list[str]] = {}
+    count = events = messages = 0
+    virtual_s = 0.0
+    for seed in seeds:
+        result = run_schedule(draw(seed), careful=careful)
+        count += 1
+        events, messages, virtual_s = events + result.events, messages + result.messages, virtual_s + result.virtual_s
+        states |= result.states
+        endings.update(ending.partition(":")[0] for ending in result.endings)
+        if result.findings:
+            failing[seed] = result.findings
+            if len(failing) <= MAX_SHOWN:
+                print(f"seed {seed}: {'; '.join(result.findings[:3])[:400]}", flush=True)
+    took_s = time.process_time() - began_s
+    print(
+        f"{count} schedules in {took_s:.1f} s of processor time ({60 * count / took_s:.0f} a minute):"
+        f" {events} events, {messages} messages, {virtual_s:.0f} virtual seconds, {len(states)} distinct states"
+    )
+    print("requests: " + ", ".join(f"{number} {ending}" for ending, number in endings.most_common()))
+    print(f"{len(failing)} seeds found something" + (f": {list(failing)[:50]}" if failing else ""))
+    return 1 if failing else 0
+
+
+def seeds_to_find(mutation: Mutation, most: int, first: int = 0) -> tuple[int, str]:
+    """How many schedules it takes until a defect made by hand is found, and what is found; 0 where it is not."""
+    with mutation():
+        for count, seed in enumerate(range(first, first + most), 1):
+            findings = run_schedule(draw(seed)).findings
+            if findings:
+                return count, findings[0]
+    return 0, ""
+
+
+def run_mutations(most: int, first: int) -> int:
+    """Looks for each of the defects made by hand; 1 where one is not found within ``most`` schedules."""
+    missed = 0
+    for name, mutation in MUTATIONS.items():
+        count, finding = seeds_to_find(mutation, most, first)
+        missed += not count
+        print(f"{count or 'not found':>9}  {name}: {finding[:160]}", flush=True)
+    return 1 if missed else 0

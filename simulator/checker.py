@@ -1,0 +1,195 @@
+"""What must hold in a simulated cluster, looked at while it runs and when it has come to rest.
+
+    each step        reads and writes what is its worker's, within its token budget (I4, I5)
+    every few events the ledgers add up (I4); the schedulers' books do; each state of the cluster is counted
+    at rest          no request, stream, ticket, pin, promise, wait, hold or share of a load is left anywhere (I7, I8)
+
+The model and the clients look at tokens and KV themselves (I1, I2, I3, I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pillion.errors import PillionError
+from pillion.gateway.request.request_machine import RequestState
+from pillion.simulator.lives import Life
+from pillion.simulator.virtual_loop import Process, ProcessState, VirtualLoop
+
+# Events between two looks.
+EVENTS_BETWEEN_LOOKS = 100
+
+
+class Checker:
+    """Looks at ``lives``; ``generations`` are all requests of all gateways. ``find`` takes what must not be.
+
+    ``node_of`` names a worker's node; ``careful`` looks after every event.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        lives: Mapping[str, Life],
+        generations: list[Any],
+        find: Callable[[str], None],
+        node_of: Callable[[str], str],
+        step_tokens: int,
+        *,
+        careful: bool,
+    ) -> None:
+        self.states: set[int] = set()
+        self._loop = loop
+        self._lives = lives
+        self._generations = generations
+        self._find = find
+        self._node_of = node_of
+        self._step_tokens = step_tokens
+        self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
+        self._next_look = 0
+        self._turn = 0
+
+    def begin(self) -> None:
+        """Looks from now on."""
+        self._next_look = self._loop.events
+        self._loop.after_event = self._after_event
+
+    # -- each step
+
+    def watch_step(self, life: Life, process: Process, tokens: int, reads: set[int], writes: set[int]) -> None:
+        """A step of a worker begins, or ends; it uses these slots."""
+        if tokens > self._step_tokens:
+            self._find(f"{life.name}: a step of {tokens} tokens, {self._step_tokens} are allowed")
+        if life.process is not process or life.component is None:
+            return
+        link = life.component.worker.attachment.link
+        node = self._lives[self._node_of(life.name)]
+        if node.process is not link.point.process or not node.runs:
+            # Its node is gone, and the memory is nobody else's any more.
+            return
+        ledger = node.component.pool.ledger
+        own: set[int] = set()
+        for holder in ledger.holders.values():
+            if holder.name == life.name:
+                own.update(holder.leased)
+        foreign = writes - own
+        if foreign:
+            self._find(f"{life.name} writes to slots {sorted(foreign)}, which are not leased to it")
+        read = reads - own
+        if read:
+            read -= {block.slot for block in ledger.tree.by_hash.values() if block.holds}
+            if read:
+                self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
+
+    # -- every few events
+
+    def _after_event(self) -> None:
+        if self._loop.events < self._next_look:
+            return
+        self._next_look = self._loop.events + self._between
+        self._turn += 1
+        lives = list(self._lives.values())
+        for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
+            if life.runs:
+                for trouble in _books(life):
+                    self._find(trouble)
+        self.states.add(hash(self._state()))
+
+    def _state(self) -> tuple[Any, ...]:
+        """What of the cluster's state makes a difference, without numbers that only grow."""
+        components = tuple(_component_state(life) for life in self._lives.values())
+        requests = sorted(
+            (machine.state.value, machine.attempt, machine._span_open, machine._stream_open, machine.hold is None)
+            for generation in self._generations
+            if not generation.ended
+            for machine in generation._choices.machines
+        )
+        return components, tuple(requests)
+
+    # -- at rest
+
+    def troubles(self) -> list[str]:
+        """What is held still although every request has ended, and what does not add up."""
+        found: list[str] = []
+        for life in self._lives.values():
+            if not life.runs:
+                found.append(f"{life.name} does not run")
+                continue
+            found += (*_books(life), *_left(life), *(self._leases(life) if life.role == "kvnode" else ()))
+        for generation in self._generations:
+            open_ = [m.state for m in generation._choices.machines if m.state is not RequestState.DONE]
+            if open_ and generation.owner.alive:
+                found.append(f"{generation.job.request_id} is {open_[0].value} at a gateway that has nobody to tell")
+        return found
+
+    def _leases(self, node: Life) -> Iterator[str]:
+        """What is leased is in the stocks of workers, and nowhere else."""
+        stocks = {
+            life.component.worker.epoch.number: set(life.component.worker.epoch._steps.scheduler.stock.slots)
+            for life in self._lives.values()
+            if life.is_worker and life.runs
+        }
+        for holder in node.component.pool.ledger.holders.values():
+            lost = set(holder.leased) - stocks.get(holder.epoch, set())
+            if lost:
+                yield f"{node.name}: slots {sorted(lost)} are leased to {holder.name} and in no stock"
+            if holder.fenced:
+                yield f"{node.name}: {holder.name} is fenced still"
+
+
+def _books(life: Life) -> Iterator[str]:
+    """What a component's own proof of integrity says."""
+    try:
+        if life.role == "kvnode":
+            life.component.pool.check_integrity()
+        elif life.is_worker and not life.component.worker.epoch._steps.in_step:
+            life.component.worker.epoch._steps.scheduler.check_integrity()
+    except (PillionError, AssertionError) as error:
+        yield f"{life.name}: {error}"
+
+
+def _left(life: Life) -> Iterator[str]:
+    """What a component at rest holds still."""
+    if life.role == "kvnode":
+        status = life.component.pool.status()
+        for name in ("tickets", "pinned_blocks", "reserved_blocks", "quarantined_blocks", "waiting_tickets"):
+            if getattr(status, name):
+                yield f"{life.name}: {getattr(status, name)} {name.replace('_', ' ')} are left"
+        if life.component.pool.chain_waits:
+            yield f"{life.name}: {life.component.pool.chain_waits} calls wait for chains"
+    elif life.is_worker:
+        epoch = life.component.worker.epoch
+        if epoch.over:
+            yield f"{life.name} is without an epoch"
+        if epoch.listeners:
+            yield f"{life.name}: {len(epoch.listeners)} listeners are left"
+        if epoch._steps.scheduler.sequences:
+            yield f"{life.name}: {len(epoch._steps.scheduler.sequences)} sequences are left"
+        if epoch.tickets._in_use:
+            yield f"{life.name}: {len(epoch.tickets._in_use)} tickets are in use"
+        if epoch.held_back:
+            yield f"{life.name}: {epoch.held_back} outcomes are held back"
+    else:
+        gateway = life.component.gateway
+        if gateway.admission.requests or gateway.admission.waiting:
+            yield f"{life.name}: {gateway.admission.requests} requests are admitted still"
+        if gateway.cluster.load.by_component or gateway.cluster.load.tokens:
+            yield f"{life.name}: a load is left: {dict(gateway.cluster.load.by_component)}"
+
+
+def _component_state(life: Life) -> tuple[Any, ...]:
+    process = life.process
+    if process is None or life.component is None:
+        return (process is not None,)
+    paused = process.state is ProcessState.PAUSED
+    if life.role == "kvnode":
+        ledger = life.component.pool.ledger
+        waiting = len(life.component.pool.waiting)
+        fenced = sum(holder.fenced for holder in ledger.holders.values())
+        return paused, min(waiting, 2), fenced, min(len(ledger.tickets), 4), ledger.unpromised == 0
+    if life.is_worker:
+        epoch = life.component.worker.epoch
+        sequences = epoch._steps.scheduler.sequences.values()
+        states = tuple(sorted({sequence.state.value for sequence in sequences}))
+        return paused, epoch.over, epoch.held_back > 0, min(len(epoch.listeners), 3), states
+    return paused, len(life.component.cluster.view.fenced)

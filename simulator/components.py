@@ -1,0 +1,190 @@
+"""The mains of the simulated processes: the production components, started with flags of a schedule's shape.
+
+What a component's process does in production, :mod:`pillion.supervisor.component_process` has: start, wait for a
+failure or for the word to stop, drain, exit. Here an exit is a return value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
+from pillion.decode_service.decode_server import start_decode
+from pillion.errors import ConfigError, PillionError
+from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.gateway_server import GatewayServer, Ports
+from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.planning.cluster_snapshot import parse_policy
+from pillion.gateway.request.job import GatewayOptions
+from pillion.gateway.request.validation import ModelLimits
+from pillion.gateway.tokens.detokenizer import Spellings
+from pillion.gateway.tokens.tokenizer import ModelTokenizer
+from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.net import rpc
+from pillion.net.in_process import SCHEME
+from pillion.prefill_service.prefill_server import start_prefill
+from pillion.simulator.hash_model import FINGERPRINT, MODEL_NAME, VOCAB_SIZE, layout_of, loaded
+from pillion.simulator.schedule import BLOCK_TOKENS, MAX_MODEL_LEN, ClusterShape
+from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
+from pillion.supervisor.restarts import EXIT_CONFIG
+from pillion.v1 import gateway_pb2_grpc
+from pillion.wire.registry import ComponentRecord
+
+REDIS_URL = "redis://simulated"
+STOP_GRACE_S = 1.0
+MAX_ATTEMPTS = 4
+
+
+def address_of(name: str) -> str:
+    """Where a component listens, in each of its lives."""
+    return f"{SCHEME}{name}"
+
+
+def node_flags(shape: ClusterShape, name: str) -> KVNodeFlags:
+    """The flags of a KV node."""
+    return KVNodeFlags(
+        node_id=name,
+        node_listen=address_of(name),
+        node_advertise=address_of(name),
+        attach_socket=name,
+        redis_url=REDIS_URL,
+        heartbeat_ms=shape.heartbeat_ms,
+        heartbeat_timeout_ms=shape.timeout_ms,
+        kv_pool_bytes=shape.slots * layout_of(BLOCK_TOKENS).block_bytes,
+        eviction_policy=shape.eviction,
+        kv_transport="grpc",
+        fetch_timeout_ms=1000,
+    )
+
+
+def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
+    """The flags that both kinds of workers share."""
+    return {
+        "component_id": name,
+        "listen": address_of(name),
+        "advertise": address_of(name),
+        "attach_socket": shape.node_of(name),
+        "redis_url": REDIS_URL,
+        "heartbeat_ms": shape.heartbeat_ms,
+        "heartbeat_timeout_ms": shape.timeout_ms,
+        "block_size": BLOCK_TOKENS,
+        "cpu_threads": 1,
+        "max_model_len": MAX_MODEL_LEN,
+    }
+
+
+async def start_component(shape: ClusterShape, name: str, backend: Any) -> Any:
+    """Starts a component by its name; ``backend`` is a worker's. Raises ConfigError."""
+    role = name.rpartition("-")[0]
+    if role == "kvnode":
+        return await start_kvnode(node_flags(shape, name))
+    if role == "gateway":
+        return await start_simulated_gateway(shape, name)
+    flags = worker_flags(shape, name)
+
+    def factory(*_: Any) -> Any:
+        return loaded(MAX_MODEL_LEN, backend)
+
+    if role == "prefill":
+        prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_spans=64)
+        return await start_prefill(prefill, backend_factory=factory)
+    guesses = SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
+    decode = DecodeFlags(
+        **flags,
+        max_num_batched_tokens=shape.step_tokens,
+        max_num_seqs=shape.max_seqs,
+        max_waiting_seqs=64,
+        speculative_config=guesses,
+    )
+    return await start_decode(decode, backend_factory=factory)
+
+
+class _NoHttp:
+    """The HTTP port of a gateway that has none."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def stop(self, grace_s: float) -> None:
+        """Does nothing: no call is under way."""
+
+
+class _NoTexts:
+    """Stands for what a model needs to read texts: this world's prompts are ids."""
+
+    async def aclose(self) -> None:
+        """Does nothing: there are no processes."""
+
+
+class _SerializedServicer(GatewayServicer):
+    """Gives the servicer its messages as bytes, as its server's interceptor does, and sends copies of what it writes
+    again and again into one message."""
+
+    async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        async for response in super().Generate(request.SerializeToString(), context):
+            yield type(response).FromString(response.SerializeToString())
+
+
+def _tokenizer() -> ModelTokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB_SIZE]
+    codec = tokenizers.Tokenizer(models.BPE(vocab={text: n for n, text in enumerate(alphabet)}, merges=[]))
+    codec.decoder = decoders.ByteLevel()
+    return ModelTokenizer(codec, {}, "", None, False, False, Spellings(codec))
+
+
+async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServer:
+    """A gateway with its gRPC port alone, put together as :func:`pillion.gateway.gateway_server.start_gateway` does."""
+    nothing: Any = _NoTexts()
+    entry = ModelEntry(
+        limits=ModelLimits(MODEL_NAME, MAX_MODEL_LEN, VOCAB_SIZE),
+        fingerprint=FINGERPRINT,
+        eos_token_ids=(),
+        tokenizer=_tokenizer(),
+        template=nothing,
+        grammars=nothing,
+    )
+    registry = Registry(REDIS_URL, shape.timeout_ms)
+    cluster = Cluster(name, registry, Index(REDIS_URL), shape.timeout_ms / 1000)
+    options = GatewayOptions(
+        policy=parse_policy(shape.policy),
+        chunk_tokens=shape.chunk_tokens,
+        max_attempts=MAX_ATTEMPTS,
+        max_inflight_requests=64,
+        max_inflight_tokens=64 * MAX_MODEL_LEN,
+        prefix_caching=True,
+    )
+    gateway = Gateway({MODEL_NAME: entry}, cluster, options)
+    await cluster.start()
+    servicer = _SerializedServicer(gateway)
+    server = await rpc.start_server(
+        address_of(name), [("", lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))]
+    )
+    http: Any = _NoHttp()
+    record = ComponentRecord(component_id=name, role="gateway", address=address_of(name), model=MODEL_NAME)
+    return GatewayServer(record, gateway, registry, servicer, Ports(server, http), shape.heartbeat_ms / 1000)
+
+
+async def run_component(component: Any, stop: asyncio.Event) -> int:
+    """Serves until the component fails or is told to stop; returns the exit status."""
+    failed, told = asyncio.ensure_future(component.wait_failed()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
+    grace_s = 0.0 if failed.done() else STOP_GRACE_S
+    try:
+        await asyncio.wait_for(component.stop(grace_s), grace_s + 2.0)
+    except (TimeoutError, PillionError):
+        return 1
+    return 1 if failed.done() else 0
+
+
+def exit_status(error: Exception) -> int:
+    """The status of a component whose start has failed, as :mod:`pillion.cli.app` chooses it."""
+    return EXIT_CONFIG if isinstance(error, ConfigError) else 1

@@ -1,0 +1,104 @@
+"""Plays the faults of a schedule on a simulated cluster, and takes back those that last for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from pillion.simulator.lives import Life
+from pillion.simulator.network import Network
+from pillion.simulator.redis_client import WayToRedis
+from pillion.simulator.redis_model import RedisModel
+from pillion.simulator.schedule import FaultKind, SimFault
+from pillion.simulator.virtual_loop import VirtualLoop
+
+
+class FaultPlayer:
+    """Plays faults. ``kill`` ends a component by its name."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        network: Network,
+        redis: RedisModel,
+        way: WayToRedis,
+        lives: Mapping[str, Life],
+        kill: Callable[[str], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._network = network
+        self._redis = redis
+        self._way = way
+        self._lives = lives
+        self._kill = kill
+        self._note = note
+        self._undoing: list[asyncio.Task[None]] = []
+
+    async def run(self, faults: tuple[SimFault, ...]) -> None:
+        """Plays all, in their order; returns when none lasts any more."""
+        began_s = self._loop.time()
+        for fault in faults:
+            await asyncio.sleep(max(0.0, began_s + fault.at_s - self._loop.time()))
+            self._note(f"fault: {fault}")
+            undo = self._play(fault)
+            if undo is not None:
+                self._undoing.append(asyncio.create_task(self._undo(fault, undo)))
+        await asyncio.gather(*self._undoing)
+
+    async def _undo(self, fault: SimFault, undo: Callable[[], None]) -> None:
+        await asyncio.sleep(fault.for_s)
+        self._note(f"over: {fault}")
+        undo()
+
+    def _play(self, fault: SimFault) -> Callable[[], None] | None:
+        """Does it; returns what takes it back."""
+        kind = fault.kind
+        if kind in (FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.STALL, FaultKind.EVICT):
+            return self._play_on(self._lives[fault.process], fault)
+        if kind is FaultKind.RESET:
+            self._network.reset(fault.process, fault.other)
+            return None
+        if kind in (FaultKind.CUT, FaultKind.HALF_CUT):
+            directions = [(fault.process, fault.other), (fault.other, fault.process)]
+            directions = directions[: 2 if kind is FaultKind.CUT else 1]
+            self._network.cut(directions)
+            return lambda: self._network.heal(directions)
+        return self._play_on_redis(kind)
+
+    def _play_on(self, life: Life, fault: SimFault) -> Callable[[], None] | None:
+        process = life.process
+        if fault.kind is FaultKind.KILL:
+            self._kill(life.name)
+        elif fault.kind is FaultKind.PAUSE and process is not None:
+            self._loop.pause(process)
+            return lambda: self._loop.resume(process)
+        elif fault.kind is FaultKind.DRAIN and life.stop is not None and process is not None:
+            self._loop.post(process, life.stop.set)
+        elif fault.kind is FaultKind.STALL and life.costs is not None:
+            life.costs.stalls.append(fault.for_s)
+        elif fault.kind is FaultKind.EVICT and life.runs and process is not None:
+            self._loop.post(process, self._evict, life)
+        return None
+
+    def _evict(self, life: Life) -> None:
+        """All that may vanish does (I1)."""
+        pool = life.component.pool
+        # In the order of the policy, which has children before their parents.
+        for block in list(pool.ledger.tree.policy):
+            pool.ledger.evict_block(block)
+        pool.changed()
+
+    def _play_on_redis(self, kind: FaultKind) -> Callable[[], None] | None:
+        way, redis = self._way, self._redis
+        if kind is FaultKind.REDIS_GONE:
+            way.gone = True
+            return lambda: setattr(way, "gone", False)
+        if kind is FaultKind.REDIS_SILENT:
+            way.silence()
+            return way.go_on
+        if kind is FaultKind.REDIS_READ_ONLY:
+            redis.refusing = "replica"
+            return lambda: setattr(redis, "refusing", "")
+        redis.empty()
+        return None

@@ -1,0 +1,237 @@
+"""A model whose next token is a hash of all tokens before it, read back from the pool, and what watches its memory.
+
+    cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: it names the whole history
+    token behind p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
+
+A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
+another prompt, a lost or a stale one, or one that somebody else writes shows at once, as does a token that is wrong,
+missing or repeated, in the step that meets it. The watch also knows the node's books: a step that reads or writes a
+slot which is not the worker's to read or write is a finding even where the bytes happen to be right (I4).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pillion.engine.adapters.adapter_forms import AdapterForm
+from pillion.engine.backends.backend import KVLayout, PackedAdapter
+from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
+from pillion.errors import Internal
+
+VOCAB_SIZE = 251
+CELL_BYTES = 16
+MODEL_NAME = "hash"
+FINGERPRINT = "5e" * 32
+_MASK = 2**63 - 1
+_MULTIPLIER = 0x5851F42D4C957F2D
+_FINISHER = 0x2545F4914F6CDD1D
+
+
+def mix(before: int, token: int, position: int) -> int:
+    """The cell of a position, 63 bits, never 0."""
+    return (((before ^ (token + 1) * _FINISHER) * _MULTIPLIER + position) & _MASK) | 1
+
+
+def token_behind(cell: int, seed: int, position: int, greedy: bool) -> int:
+    """The token that follows a position."""
+    value = cell if greedy else mix(cell, seed & 0xFFFF_FFFF, position)
+    return ((value * _FINISHER & _MASK) >> 40) % VOCAB_SIZE
+
+
+def reference(prompt: Sequence[int], count: int, seed: int, greedy: bool, stop_ids: frozenset[int]) -> list[int]:
+    """The tokens that must follow ``prompt``: ``count`` of them, or up to the first stop id."""
+    cell = 0
+    for position, token in enumerate(prompt):
+        cell = mix(cell, token, position)
+    answer: list[int] = []
+    position = len(prompt) - 1
+    while len(answer) < count:
+        token = token_behind(cell, seed, position + 1, greedy)
+        answer.append(token)
+        if token in stop_ids:
+            break
+        position += 1
+        cell = mix(cell, token, position)
+    return answer
+
+
+def layout_of(block_size: int) -> KVLayout:
+    """A slot of ``block_size`` cells of CELL_BYTES."""
+    return KVLayout("hash-1", 1, 1, 2, block_size, "float32")
+
+
+def prepared_model(max_model_len: int) -> PreparedModel:
+    """A model that has no files."""
+    return PreparedModel(
+        folder=pathlib.Path("nowhere"),
+        name=MODEL_NAME,
+        fingerprint=FINGERPRINT,
+        dtype="float32",
+        max_model_len=max_model_len,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        bos_token_id=None,
+    )
+
+
+def loaded(max_model_len: int, backend: HashBackend) -> LoadedModel:
+    """What a worker's factory returns."""
+    return LoadedModel(prepared_model(max_model_len), backend)
+
+
+class StepCosts:
+    """What a step takes: a fixed part and one for each token, in seconds. ``stalls``: extra time of the next steps."""
+
+    def __init__(self, step_s: float, token_s: float) -> None:
+        self.step_s = step_s
+        self.token_s = token_s
+        self.stalls: list[float] = []
+
+    def of(self, batch: StepBatch) -> float:
+        """Seconds of a step."""
+        extra_s = self.stalls.pop() if self.stalls else 0.0
+        return self.step_s + self.token_s * batch.num_tokens + extra_s
+
+
+class HashStep:
+    """A step in flight; what it reads and writes happens when it is waited for, as late as a device may be."""
+
+    def __init__(
+        self, backend: HashBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
+    ) -> None:
+        self.batch = batch
+        self.copies = tuple(copies)
+        self.rows = rows
+        self.lands_s = 0.0
+        self._backend = backend
+
+    def choose(self, rows: SamplingRows) -> None:
+        self.rows = rows
+
+    def wait(self) -> Sampled:
+        return self._backend.finish(self)
+
+
+class HashBackend:
+    """A backend (:class:`pillion.engine.backends.backend.Backend`) of the hash model.
+
+    ``watch`` is called when a step begins, and when it ends: (its tokens, slots that it reads, slots that it writes).
+    ``found`` is called with what the cells show to be wrong.
+    """
+
+    max_adapters = 0
+
+    def __init__(
+        self,
+        block_size: int,
+        costs: StepCosts,
+        *,
+        runs_ahead: bool,
+        watch: Callable[[int, set[int], set[int]], None],
+        found: Callable[[str], None],
+    ) -> None:
+        self.layout = layout_of(block_size)
+        self.vocab_size = VOCAB_SIZE
+        self.runs_ahead = runs_ahead
+        self.steps = 0
+        self._costs = costs
+        self._watch = watch
+        self._found = found
+        self._cells: Any = None
+        self._last: tuple[int, ...] = ()
+        self._free_s = 0.0
+
+    def bind_pool(self, memory: Any, num_slots: int) -> None:
+        self._cells = memory.cast("q")
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        raise Internal("the hash model has no adapters")
+
+    def adapter_form(self) -> AdapterForm:
+        raise Internal("the hash model has no adapters")
+
+    def take_adapter(self, digest: str, about: list[Any], data: Any) -> PackedAdapter:
+        raise Internal("the hash model has no adapters")
+
+    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
+        raise Internal("the hash model has no adapters")
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Does nothing: there is nothing to compile."""
+
+    def close(self) -> None:
+        """Does nothing: there are no threads."""
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> HashStep:
+        step = HashStep(self, batch, copies, rows)
+        self._watch(step.batch.num_tokens, *self._slots(step))
+        began_s = max(time.monotonic(), self._free_s)
+        self._free_s = step.lands_s = began_s + self._costs.of(batch)
+        return step
+
+    def finish(self, step: HashStep) -> Sampled:
+        """Does what a step does; its memory is looked at once more, for it is used until now."""
+        self.steps += 1
+        self._watch(step.batch.num_tokens, *self._slots(step))
+        per_slot = self.layout.block_size * 2
+        for source, target in step.copies:
+            self._cells[target * per_slot : (target + 1) * per_slot] = self._cells[
+                source * per_slot : (source + 1) * per_slot
+            ]
+        chosen = self._run(step)
+        self._last = chosen
+        return Sampled(chosen)
+
+    def _slots(self, step: HashStep) -> tuple[set[int], set[int]]:
+        """The slots that a step reads, and those that it writes."""
+        size, batch = self.layout.block_size, step.batch
+        reads, writes = {source for source, _ in step.copies}, {target for _, target in step.copies}
+        starts, tables = batch.query_starts.tolist(), batch.block_tables.tolist()
+        for row, length in enumerate(batch.context_lens.tolist()):
+            first = length - (starts[row + 1] - starts[row])
+            table = tables[row]
+            last = -(-length // size)
+            writes.update(table[first // size : last])
+            reads.update(table[:last])
+        return reads - writes, writes
+
+    def _run(self, step: HashStep) -> tuple[int, ...]:
+        size, batch, cells = self.layout.block_size, step.batch, self._cells
+        starts, tokens = batch.query_starts.tolist(), batch.token_ids.tolist()
+        tables, lengths = batch.block_tables.tolist(), batch.context_lens.tolist()
+        behind: list[int] = []
+        for row, length in enumerate(lengths):
+            table, begin, end = tables[row], starts[row], starts[row + 1]
+            first = length - (end - begin)
+            cell = self._read(table, first)
+            for position, token in enumerate(tokens[begin:end], first):
+                if token < 0:
+                    token = self._last[-1 - token]
+                cell = mix(cell, token, position)
+                place = (table[position // size] * size + position % size) * 2
+                cells[place], cells[place + 1] = cell, token
+                behind.append(cell)
+        rows = step.rows
+        if rows is None:
+            return ()
+        positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
+        greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
+        sampled = batch.sample_rows.tolist()[: len(positions)]
+        return tuple(token_behind(behind[row], seeds[n], positions[n], greedy[n]) for n, row in enumerate(sampled))
+
+    def _read(self, table: list[int], length: int) -> int:
+        """The last cell of the first ``length`` positions; each is computed anew from the one before."""
+        size, cells, cell = self.layout.block_size, self._cells, 0
+        for position in range(length):
+            place = (table[position // size] * size + position % size) * 2
+            cell = mix(cell, cells[place + 1], position)
+            if cells[place] != cell:
+                self._found(f"the KV of position {position} in slot {table[position // size]} is of another history")
+                break
+        return cell

@@ -1,0 +1,222 @@
+"""What a simulated machine gives its processes: memory that a KV node shares with workers, and the attach socket.
+
+    worker: attach --hello--> node: AttachPoint --epoch, memory--> SimAttachment
+    the worker's process ends  --> the node learns that its epoch is over (the proof of I4)
+    the node's process ends    --> the worker's descriptor becomes readable
+
+Both stand in for a Unix socket and a mapped segment, and for nothing else: who is admitted, and what an end means, the
+production classes decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from pillion.errors import ConfigError, PillionError, Unavailable
+from pillion.kvstore.client.attachment import CONNECT_RETRY_S
+from pillion.kvstore.memory.domain import HostDomain
+from pillion.kvstore.memory.memory import HostMemory, PoolMemory
+from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
+from pillion.wire.attach import AttachHello, AttachReply
+
+# The time that the end of a process takes to be noticed on its socket, at most.
+MAX_NOTICE_S = 0.005
+
+
+class SimSegment:
+    """Memory of a machine, named by a number."""
+
+    def __init__(self, number: int, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+        self.size_bytes = size_bytes
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+    def close(self) -> None:
+        """Does nothing: who maps the memory keeps it."""
+
+
+class SimDomain(HostDomain):
+    """Host memory of the simulation."""
+
+    def __init__(self, flags: Any, machine: Machine) -> None:
+        super().__init__(flags)
+        self._machine = machine
+
+    def segment(self, size_bytes: int) -> Any:
+        return self._machine.segment(size_bytes)
+
+    def memory(self, segment: Any, num_slots: int, block_bytes: int) -> PoolMemory:
+        return HostMemory(segment.data, num_slots, block_bytes)
+
+
+class Machine:
+    """The machine that all processes of a world run on, as far as files and memory go."""
+
+    def __init__(self, loop: VirtualLoop, random: Random) -> None:
+        self.loop = loop
+        self.random = random
+        self.points: dict[str, AttachPoint] = {}
+        self.segments: dict[int, SimSegment] = {}
+        self._numbers = itertools.count(100)
+
+    def segment(self, size_bytes: int) -> SimSegment:
+        """Makes fresh memory."""
+        number = next(self._numbers)
+        made = self.segments[number] = SimSegment(number, size_bytes)
+        return made
+
+    def descriptor(self) -> int:
+        """A new number for something that may become readable."""
+        return next(self._numbers)
+
+    def open_domain(self, flags: Any) -> SimDomain:
+        """Stands for :func:`pillion.kvstore.memory.domain.open_domain`."""
+        return SimDomain(flags, self)
+
+    def attach(self, socket_path: str, **hello: Any) -> Coroutine[Any, Any, SimAttachment]:
+        """Stands for :func:`pillion.kvstore.client.attachment.attach`; called on a thread, which waits."""
+        timeout_s = hello.pop("timeout_s")
+        return self._attach(socket_path, AttachHello(**hello), timeout_s)
+
+    async def _attach(self, path: str, hello: AttachHello, timeout_s: float) -> SimAttachment:
+        until_s = time.monotonic() + timeout_s
+        while (point := self.points.get(path)) is None or not point.process.alive:
+            if time.monotonic() >= until_s:
+                raise Unavailable(f"cannot attach to the KV node at --attach-socket {path}: no such file")
+            await asyncio.sleep(CONNECT_RETRY_S)
+        worker = PROCESS.get()
+        answer: asyncio.Future[tuple[AttachReply, Link, bytearray]] = self.loop.create_future()
+        self.loop.post(point.process, point.greet, hello, worker, answer)
+        point.on_end(answer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply, link, memory = await answer
+        except TimeoutError:
+            raise Unavailable(f"the KV node at {path} does not answer") from None
+        if reply.error:
+            raise ConfigError(f"the KV node refused {hello.component_id}: {reply.error}")
+        return SimAttachment(reply, link, memory, hello.block_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """The connection of an attachment: ``fd`` is the worker's end."""
+
+    fd: int
+    worker: Process
+    point: AttachPoint
+    epoch: int = 0
+    over: bool = False
+
+
+class AttachPoint:
+    """Stands for :class:`pillion.kvstore.node.attach_server.AttachServer`, with the same arguments."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        path: str,
+        memory_fd: Callable[[], int],
+        admit: Callable[[AttachHello], Awaitable[AttachReply]],
+        ended: Callable[[int], None],
+    ) -> None:
+        self.process = PROCESS.get()
+        self._machine = machine
+        self._path = path
+        self._memory_fd = memory_fd
+        self._admit = admit
+        self._ended = ended
+        self._links: list[Link] = []
+        self._unanswered: list[asyncio.Future[Any]] = []
+
+    def start(self) -> None:
+        """Raises ConfigError where another process listens there."""
+        there = self._machine.points.get(self._path)
+        if there is not None and there.process.alive:
+            raise ConfigError(f"another KV node serves {self._path}")
+        self._machine.points[self._path] = self
+        self.process.on_death.append(self._hang_up)
+
+    async def stop(self) -> None:
+        """Ends all connections, by which workers learn that the node is gone."""
+        if self._machine.points.get(self._path) is self:
+            del self._machine.points[self._path]
+        for link in self._links:
+            self._end(link)
+        self._hang_up()
+
+    def on_end(self, answer: asyncio.Future[Any]) -> None:
+        """Refuses a worker that was not answered when the node ends."""
+        self._unanswered.append(answer)
+
+    def greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
+        """A worker has connected; runs in the node's process."""
+        self._machine.loop.create_task(self._greet(hello, worker, answer))
+
+    async def _greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
+        link = Link(self._machine.descriptor(), worker, self)
+        memory = bytearray()
+        try:
+            reply = await self._admit(hello)
+            link.epoch = reply.epoch
+            memory = self._machine.segments[self._memory_fd()].data
+        except PillionError as error:
+            reply = AttachReply(error=error.message)
+        if link.epoch:
+            self._links.append(link)
+            if worker.alive and not answer.done():
+                worker.on_death.append(lambda: self.left(link))
+            else:
+                self.left(link)
+        if not answer.done():
+            answer.set_result((reply, link, memory))
+
+    def left(self, link: Link) -> None:
+        """The worker maps nothing any more: the node hears of it a moment later."""
+        loop, random = self._machine.loop, self._machine.random
+        loop.post_at(loop.time() + random.random() * MAX_NOTICE_S, self.process, self._end, link)
+
+    def _end(self, link: Link) -> None:
+        if not link.over:
+            link.over = True
+            self._ended(link.epoch)
+
+    def _hang_up(self) -> None:
+        """The node's side of all connections is gone."""
+        for link in self._links:
+            if link.worker.alive:
+                self._machine.loop.readable(link.fd)
+        for answer in self._unanswered:
+            if not answer.done():
+                answer.set_exception(Unavailable("the KV node ended the connection without an answer"))
+
+
+class SimAttachment:
+    """The mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
+
+    device_memory = None
+
+    def __init__(self, reply: AttachReply, link: Link, memory: bytearray, block_bytes: int) -> None:
+        self.epoch = reply.epoch
+        self.node_id = reply.node_id
+        self.node_address = reply.node_address
+        self.num_slots = reply.num_slots
+        self.block_bytes = block_bytes
+        self.memory = memoryview(memory)
+        self.link = link
+
+    def fileno(self) -> int:
+        return self.link.fd
+
+    def close(self) -> None:
+        """The worker uses the pool no more."""
+        self.link.point.left(self.link)

@@ -1,0 +1,659 @@
+"""gRPC between simulated processes: channels and servers with what Pillion uses of grpc.aio, over a seeded network.
+
+    client process --connection--> server process        made by the first call of a channel, used by all of its calls
+        messages of one direction arrive in their order, each after a delay; those of two connections in any order
+
+    what may happen to a connection                            what its two sides see
+        its client's or its server's process dies              the calls end, UNAVAILABLE, when the word has come
+        reset                                                  the same, and what is under way is lost
+        cut, in one direction or both, for a while             nothing comes; everything does when the cut is healed
+        cut for longer than the keepalive                      both sides give up, as for a reset
+        its server's process is paused                         nothing comes; deadlines pass
+
+A cut is TCP's: what is sent meanwhile is sent again, so nothing is lost, reordered or repeated within a connection. A
+call whose answer is lost has been served all the same, which is how effects are repeated in such systems.
+Messages are handed over as they are; neither side may change a message that it has sent or received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pillion.net.in_process import rpc_error
+from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
+from pillion.wire.errors import as_pillion_error
+
+# How long both sides of a connection that is cut believe in it.
+KEEPALIVE_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
+# How long an attempt to connect takes at most.
+CONNECT_TIMEOUT_S = 20.0
+# Messages of one stream that its receiver has not read; with more of them, a writer waits.
+STREAM_WINDOW = 64
+# The time that the word of a process's death, or of a reset, takes at most.
+MAX_NEWS_S = 0.01
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+class Network:
+    """All connections. ``usual_s`` is a usual message's delay; one in twenty takes up to ``slow_s``."""
+
+    def __init__(self, loop: VirtualLoop, random: Random, usual_s: float = 0.0005, slow_s: float = 0.05) -> None:
+        self.loop = loop
+        self.servers: dict[str, SimServer] = {}
+        self.connections: list[SimConnection] = []
+        self.sent = 0
+        self._random = random
+        self._usual_s = usual_s
+        self._slow_s = slow_s
+        # Directions (from, to), by name of the process, in which nothing comes through.
+        self._cuts: set[tuple[str, str]] = set()
+
+    def delay_s(self) -> float:
+        """The time that the next message takes."""
+        draw = self._random.random()
+        return draw * self._slow_s if draw > 0.95 else draw * self._usual_s
+
+    def is_cut(self, sender: Process, receiver: Process) -> bool:
+        """Whether nothing comes through from one to the other."""
+        return bool(self._cuts) and (sender.name, receiver.name) in self._cuts
+
+    def cut(self, directions: Sequence[tuple[str, str]]) -> None:
+        """Lets nothing through in these directions from now on."""
+        self._cuts.update(directions)
+        for connection in self.connections:
+            if connection.alive and connection.cut():
+                self.loop.call_later(KEEPALIVE_S, connection.keep_alive, context=self.loop.outside.context)
+
+    def heal(self, directions: Sequence[tuple[str, str]]) -> None:
+        """Lets everything through in these directions again, what was held back first."""
+        self._cuts.difference_update(directions)
+        for connection in self.connections:
+            connection.flush()
+
+    def reset(self, one: str, other: str) -> bool:
+        """Resets the connections between two processes, by name; whether there were any."""
+        found = [c for c in self.connections if c.alive and {c.client.name, c.server.name} == {one, other}]
+        for connection in found:
+            connection.reset()
+        return bool(found)
+
+    def died(self, process: Process) -> None:
+        """A process has died: the other ends of its connections hear of it."""
+        for address in [address for address, server in self.servers.items() if server.process is process]:
+            del self.servers[address]
+        for connection in self.connections:
+            if connection.alive and process in (connection.client, connection.server):
+                connection.end_of(process)
+        self.connections = [connection for connection in self.connections if connection.of_use]
+
+    def connect(self, client: Process, target: str) -> SimConnection | None:
+        """A connection to what serves ``target``; None where nothing does."""
+        server = self.servers.get(target)
+        if server is None:
+            return None
+        made = SimConnection(self, client, server)
+        self.connections.append(made)
+        if len(self.connections) % 64 == 0:
+            self.connections = [connection for connection in self.connections if connection.of_use]
+        if made.cut():
+            self.loop.call_later(CONNECT_TIMEOUT_S, made.keep_alive, context=self.loop.outside.context)
+        return made
+
+
+class SimConnection:
+    """One connection, seen from both sides. ``calls`` are those under way at the client's, ``served`` at the server's:
+    neither side knows at once what the other has ended."""
+
+    def __init__(self, network: Network, client: Process, server: SimServer) -> None:
+        self.network = network
+        self.client = client
+        self.server = server.process
+        self.serving = server
+        self.alive = True
+        self.calls: dict[SimCall, None] = {}
+        self.served: dict[ServedCall, None] = {}
+        self._lost = False
+        self._last_s = {client: 0.0, self.server: 0.0}
+        self._held: dict[Process, deque[tuple[Callable[..., object], tuple[Any, ...]]]] = {
+            client: deque(),
+            self.server: deque(),
+        }
+
+    def send(self, sender: Process, call: Callable[..., object], *args: Any) -> None:
+        """Has the other side call ``call(*args)`` when the message has come."""
+        receiver = self.server if sender is self.client else self.client
+        network = self.network
+        if self._held[receiver] or network.is_cut(sender, receiver):
+            self._held[receiver].append((call, args))
+            return
+        network.sent += 1
+        when = max(self._last_s[receiver], network.loop.time() + network.delay_s())
+        self._last_s[receiver] = when
+        network.loop.call_at(when, self._deliver, call, args, context=receiver.context)
+
+    @property
+    def of_use(self) -> bool:
+        """Whether something may still come over it."""
+        return self.alive or any(self._held.values())
+
+    def cut(self) -> bool:
+        """Whether nothing comes through in at least one direction."""
+        return self.network.is_cut(self.client, self.server) or self.network.is_cut(self.server, self.client)
+
+    def flush(self) -> None:
+        """Sends what was held back, as far as it comes through now."""
+        for receiver, held in self._held.items():
+            sender = self.client if receiver is self.server else self.server
+            if held and not self.network.is_cut(sender, receiver):
+                waiting, self._held[receiver] = held, deque()
+                for call, args in waiting:
+                    self.send(sender, call, *args)
+
+    def reset(self) -> None:
+        """Ends the connection; what is under way is lost."""
+        self._lost = True
+        self._end("SimConnection reset by peer")
+
+    def end_of(self, process: Process) -> None:
+        """One side's process has died. What it had sent still comes."""
+        other = self.server if process is self.client else self.client
+        self.alive = False
+        self.send(process, self._over, other, "Socket closed")
+
+    def keep_alive(self) -> None:
+        """Looks at a cut connection after the keepalive's time."""
+        if not self._lost and self.cut():
+            self._lost = True
+            self._end("keepalive watchdog timeout")
+
+    def _end(self, reason: str) -> None:
+        self.alive = False
+        loop = self.network.loop
+        for side in (self.client, self.server):
+            delay_s = self.network.delay_s() % MAX_NEWS_S
+            loop.call_later(delay_s, self._over, side, reason, context=side.context)
+
+    def _deliver(self, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if not self._lost:
+            call(*args)
+
+    def _over(self, side: Process, reason: str) -> None:
+        """One side hears that the connection is over."""
+        self.alive = False
+        if side is self.client:
+            for call in list(self.calls):
+                call.break_off(reason)
+        else:
+            for served in list(self.served):
+                served.cancel()
+
+
+class SimChannel:
+    """A channel, for the process that opens it."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._process = PROCESS.get()
+        self._network = current_network()
+        self._connection: SimConnection | None = None
+        self._calls: dict[SimCall, None] = {}
+        self._closed = False
+
+    def unary_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(request: Any, timeout: float | None = None, metadata: Metadata = (), **more: Any) -> SimCall:
+            return self._begin(method, request, timeout, metadata)
+
+        return call
+
+    unary_stream = unary_unary
+
+    def stream_unary(self, method: str, *_: Any, **options: Any) -> Any:
+        def call(timeout: float | None = None, metadata: Metadata = (), **more: Any) -> SimCall:
+            return self._begin(method, None, timeout, metadata)
+
+        return call
+
+    stream_stream = stream_unary
+
+    async def close(self, grace: float | None = None) -> None:
+        """Cancels the calls; there are none after it."""
+        self._closed = True
+        for call in list(self._calls):
+            call.cancel()
+
+    async def __aenter__(self) -> SimChannel:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.close()
+
+    def _begin(self, method: str, request: Any, timeout_s: float | None, metadata: Metadata) -> SimCall:
+        if self._closed:
+            raise grpc.aio.UsageError("Channel is closed.")
+        if self._connection is None or not self._connection.alive:
+            self._connection = self._network.connect(self._process, self._target)
+        call = SimCall(self._process, self._calls, method, timeout_s)
+        if self._connection is None:
+            self._network.loop.call_soon(call.break_off, f"failed to connect to {self._target}")
+        else:
+            call.begin(self._connection, request, tuple(metadata or ()))
+        return call
+
+
+class SimCall:
+    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds."""
+
+    def __init__(self, process: Process, calls: dict[SimCall, None], method: str, timeout_s: float | None) -> None:
+        self._process = process
+        self._loop = current_network().loop
+        self._calls = calls
+        self._method = method
+        self._connection: SimConnection | None = None
+        self._served: ServedCall | None = None
+        self._replies = Inbox()
+        self._connected = asyncio.Event()
+        self._done = False
+        self._error: BaseException | None = None
+        calls[self] = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            self._timer = self._loop.call_later(max(0.0, timeout_s), self._expire, context=process.context)
+
+    def begin(self, connection: SimConnection, request: Any, metadata: Metadata) -> None:
+        """Sends the call's headers and its request."""
+        self._connection = connection
+        connection.calls[self] = None
+        until_s = None if self._timer is None else self._timer.when()
+        self._served = ServedCall(self, connection, self._method, metadata, until_s)
+        connection.send(self._process, self._served.begin, request)
+
+    # -- what the caller does
+
+    def __await__(self) -> Any:
+        return self._unary().__await__()
+
+    async def _unary(self) -> Any:
+        try:
+            reply = await self._replies.receive()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if reply is grpc.aio.EOF:
+            raise rpc_error(as_pillion_error(RuntimeError("no reply"), self._method))
+        return reply
+
+    async def wait_for_connection(self) -> None:
+        """Returns when the server has taken the call. Raises AioRpcError."""
+        await self._connected.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def write(self, request: Any) -> None:
+        """Raises InvalidStateError where the call has ended."""
+        if self._done or self._connection is None or self._served is None:
+            if isinstance(self._error, grpc.aio.AioRpcError):
+                raise self._error
+            raise asyncio.InvalidStateError("the call has ended")
+        await self._served.requests.room()
+        if self._done:
+            raise asyncio.InvalidStateError("the call has ended")
+        self._served.requests.sent()
+        self._connection.send(self._process, self._served.requests.add, request)
+
+    async def done_writing(self) -> None:
+        """Ends the stream of requests."""
+        if not self._done and self._connection is not None and self._served is not None:
+            self._connection.send(self._process, self._served.requests.close)
+
+    async def read(self) -> Any:
+        """The next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        return await self._replies.receive()
+
+    def __aiter__(self) -> Inbox:
+        return self._replies
+
+    async def initial_metadata(self) -> Metadata:
+        return ()
+
+    def done(self) -> bool:
+        return self._done
+
+    def cancel(self) -> bool:
+        """Ends the call; whether it had not ended yet."""
+        if self._done:
+            return False
+        self._tell_server()
+        self._finish(asyncio.CancelledError())
+        return True
+
+    # -- what comes
+
+    async def room(self) -> None:
+        """Returns, at the server, when another reply may be sent."""
+        await self._replies.room()
+
+    def connected(self) -> None:
+        """The server has taken the call."""
+        self._connected.set()
+
+    def sent(self) -> None:
+        """A reply is on its way."""
+        self._replies.sent()
+
+    def reply(self, message: Any) -> None:
+        """A reply has come."""
+        if not self._done:
+            self._connected.set()
+            self._replies.add(message)
+
+    def end(self, error: BaseException | None) -> None:
+        """The server has ended the call."""
+        if not self._done:
+            self._finish(error)
+
+    def break_off(self, reason: str) -> None:
+        """The connection is over, or never was."""
+        if not self._done:
+            self._finish(connection_error(reason))
+
+    def _expire(self) -> None:
+        if not self._done:
+            self._tell_server()
+            self._finish(deadline_error())
+
+    def _tell_server(self) -> None:
+        if self._connection is not None and self._served is not None and self._connection.alive:
+            self._connection.send(self._process, self._served.cancel)
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._done, self._error = True, error
+        self._calls.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._connection is not None:
+            self._connection.calls.pop(self, None)
+        self._connected.set()
+        if self._served is not None:
+            self._served.requests.wake_writer()
+        self._replies.close(error)
+
+
+class Inbox:
+    """One direction of a call at its receiver's: messages in order, then an end."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._under_way = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        self._receiver: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    async def room(self) -> None:
+        """Returns when another message may be sent."""
+        while not self._closed and self._under_way + len(self._messages) >= STREAM_WINDOW:
+            self._writer = asyncio.get_running_loop().create_future()
+            await self._writer
+
+    def sent(self) -> None:
+        """A message is on its way."""
+        self._under_way += 1
+
+    def add(self, message: Any) -> None:
+        """A message has come."""
+        self._under_way = max(0, self._under_way - 1)
+        if not self._closed:
+            self._messages.append(message)
+            _wake(self._receiver)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No message comes any more; the receiver gets ``error`` behind the last one. Only the first call counts."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            if isinstance(error, asyncio.CancelledError):
+                self._messages.clear()
+            _wake(self._receiver)
+            self.wake_writer()
+
+    def wake_writer(self) -> None:
+        """Lets a writer look again."""
+        _wake(self._writer)
+
+    async def receive(self) -> Any:
+        """The next message; behind the last one EOF, or the error."""
+        while not self._messages:
+            if self._closed:
+                if self._error is not None:
+                    raise self._error
+                return grpc.aio.EOF
+            self._receiver = asyncio.get_running_loop().create_future()
+            await self._receiver
+        message = self._messages.popleft()
+        if self._writer is not None:
+            self.wake_writer()
+        return message
+
+    def __aiter__(self) -> Inbox:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.receive()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
+
+
+class ServedCall:
+    """A call at its server: the task that runs the handler."""
+
+    def __init__(
+        self, call: SimCall, connection: SimConnection, method: str, metadata: Metadata, until_s: float | None
+    ) -> None:
+        self.requests = Inbox()
+        self._call = call
+        self._connection = connection
+        self._method = method
+        self._metadata = metadata
+        self._until_s = until_s
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled = False
+        connection.served[self] = None
+
+    def begin(self, request: Any) -> None:
+        """The call has come: its handler runs, unless it was cancelled before."""
+        server, connection = self._connection.serving, self._connection
+        if self._cancelled:
+            return
+        handler = server.handlers.get(self._method)
+        if handler is None or server.stopped:
+            self._send(self._call.end, connection_error("the server takes no calls"))
+            return
+        self._send(self._call.connected)
+        context = SimContext(self, self._metadata, self._until_s, connection.network.loop)
+        self._task = server.spawn(self._serve(handler, request, context))
+
+    def cancel(self) -> None:
+        """The caller has gone, or the connection is over."""
+        self._cancelled = True
+        self._connection.served.pop(self, None)
+        self.requests.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _send(self, call: Callable[..., object], *args: Any) -> None:
+        if self._connection.alive:
+            self._connection.send(self._connection.server, call, *args)
+
+    def write(self, message: Any) -> None:
+        """Sends a reply."""
+        if self._connection.alive:
+            self._call.sent()
+            self._send(self._call.reply, message)
+
+    async def _serve(self, handler: Any, request: Any, context: SimContext) -> None:
+        error: BaseException | None = None
+        try:
+            serve = _function_of(handler)
+            asked = self.requests if handler.request_streaming else request
+            async with asyncio.timeout_at(self._until_s):
+                replies = serve(asked, context)
+                if handler.response_streaming and not inspect.isawaitable(replies):
+                    async with contextlib.aclosing(replies):
+                        async for reply in replies:
+                            await self._call.room()
+                            self.write(reply)
+                else:
+                    reply = await replies if inspect.isawaitable(replies) else replies
+                    if not handler.response_streaming:
+                        self.write(reply)
+        except asyncio.CancelledError:
+            error = connection_error("the server has ended the call")
+            raise
+        except TimeoutError:
+            error = deadline_error()
+        except Exception as failure:  # noqa: BLE001
+            error = rpc_error(as_pillion_error(failure, self._method))
+        finally:
+            context.finish()
+            self._connection.served.pop(self, None)
+            self._send(self._call.end, error)
+
+
+class SimContext:
+    """The handler's side of a call: what servicers use of gRPC's ServicerContext."""
+
+    def __init__(self, served: ServedCall, metadata: Metadata, until_s: float | None, loop: VirtualLoop) -> None:
+        self._served = served
+        self._metadata = metadata
+        self._until_s = until_s
+        self._loop = loop
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def invocation_metadata(self) -> Metadata:
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._until_s is None else self._until_s - self._loop.time()
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Does nothing: no caller reads it."""
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        """Does nothing: no caller reads it."""
+
+    async def write(self, message: Any) -> None:
+        self._served.write(message)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def finish(self) -> None:
+        """The call has ended."""
+        for callback in self._callbacks:
+            callback(self)
+
+
+class SimServer:
+    """Serves the calls that reach ``address`` for the process that makes it, with the health of its services."""
+
+    def __init__(self, address: str) -> None:
+        from grpc_health.v1 import health, health_pb2_grpc
+
+        self.address = address
+        self.process = PROCESS.get()
+        self.handlers: dict[str, Any] = {}
+        self.stopped = False
+        self._network = current_network()
+        self._services: list[str] = []
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self)
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        """Does nothing: generated code registers each method too."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Adds a service; generated code calls this."""
+        self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
+        self._services.append(service)
+
+    def start(self) -> None:
+        """Raises OSError where the address is taken."""
+        from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+        if self._network.servers.setdefault(self.address, self) is not self:
+            raise OSError(f"{self.address} is taken")
+        for service in ("", *self._services):
+            self._network.loop.create_task(self._health.set(service, HealthCheckResponse.SERVING))
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more calls, gives those under way ``grace_s`` seconds to finish, then cancels them. Idempotent."""
+        self.stopped = True
+        if self._network.servers.get(self.address) is self:
+            del self._network.servers[self.address]
+        await self._health.enter_graceful_shutdown()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def spawn(self, work: Any) -> asyncio.Task[None]:
+        """Runs a handler until it ends or the server stops."""
+        task = asyncio.get_running_loop().create_task(work, context=self.process.context.copy())
+        self._tasks[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled():
+            task.exception()
+
+
+def _function_of(handler: Any) -> Any:
+    many, streams = handler.request_streaming, handler.response_streaming
+    return getattr(handler, f"{'stream' if many else 'unary'}_{'stream' if streams else 'unary'}")
+
+
+def connection_error(reason: str) -> grpc.aio.AioRpcError:
+    """What gRPC itself reports where a connection is lost or cannot be made."""
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), reason)
+
+
+def deadline_error() -> grpc.aio.AioRpcError:
+    """What gRPC itself reports when a call's deadline has passed."""
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
+    )
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
+
+
+_network: Network | None = None
+
+
+def use_network(network: Network | None) -> None:
+    """Makes channels and servers that are made from now on use ``network``."""
+    global _network
+    _network = network
+
+
+def current_network() -> Network:
+    """The network of the world that runs."""
+    assert _network is not None, "no world runs"
+    return _network

@@ -1,0 +1,152 @@
+"""A client's side of one request: what it gets is compared with the reference, token by token.
+
+waits until it is due -> asks -> deltas, each a further part of the reference -> whole, or a clear error
+                                    +-> goes away in the middle, where the schedule says so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from pillion.client.async_client import AsyncClient
+from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S
+from pillion.errors import DeadlineExceeded, Overloaded, PillionError, Unavailable
+from pillion.gateway.request.validation import answer_seed
+from pillion.simulator.hash_model import reference
+from pillion.simulator.schedule import SimRequest
+from pillion.types import Delta, FinishReason, SamplingParams
+
+
+class WrongToken(Exception):  # noqa: N818  (a finding, which is noted)
+    """The rest of an answer says nothing any more."""
+
+
+class RequestRun:
+    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``calm``: nothing goes wrong in
+    this world, so no error is allowed."""
+
+    def __init__(
+        self, request: SimRequest, note: Callable[[str], None], find: Callable[[str], None], *, calm: bool
+    ) -> None:
+        self.request = request
+        self.ending = "not sent"
+        self._note = note
+        self._find = find
+        self._calm = calm
+        stop_ids = frozenset(request.stop_ids)
+        self._wanted = [
+            reference(request.prompt, request.max_tokens, answer_seed(request.seed, index), request.greedy, stop_ids)
+            for index in range(request.answers)
+        ]
+        self._got: list[list[int]] = [[] for _ in self._wanted]
+        self._reasons: list[FinishReason | None] = [None] * len(self._wanted)
+        self._ends = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have come, over all answers."""
+        return sum(map(len, self._got))
+
+    async def run(self, client: AsyncClient) -> None:
+        """Sends the request when it is due, and reads its answers to the end."""
+        await asyncio.sleep(self.request.at_s)
+        self._note(str(self.request))
+        self.ending = "open"
+        try:
+            await self._ask(client)
+        except PillionError as error:
+            self.ending = f"{type(error).__name__}: {error.message}"
+            self._judge(error)
+        except WrongToken:
+            self.ending = "wrong"
+        self._note(f"request {self.request.number} ends: {self.ending}, {self.tokens} tokens")
+
+    async def _ask(self, client: AsyncClient) -> None:
+        """As gRPC does by the client's service config, a call of which nothing has come is sent again."""
+        pause_s = RETRY_FIRST_BACKOFF_S
+        for left in reversed(range(RETRY_ATTEMPTS)):
+            try:
+                return await self._read(client)
+            except Unavailable as error:
+                if self.tokens or not left or error.retry_after_ms or "failed to connect" not in error.message:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s *= 3
+        return None
+
+    async def _read(self, client: AsyncClient) -> None:
+        request = self.request
+        sampling = SamplingParams(
+            temperature=0.0 if request.greedy else 1.0,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_ids,
+            n=request.answers,
+        )
+        deltas: Any = client.generate(
+            list(request.prompt),
+            sampling=sampling,
+            request_id=f"request-{request.number}",
+            cache_salt=request.salt,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+        )
+        async with contextlib.aclosing(deltas):
+            if request.cancel_after == 0:
+                # The first delta may take long; the client does not wait for it.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.01):
+                        await anext(deltas)
+                self.ending = "left"
+                return
+            async for delta in deltas:
+                self._take(delta)
+                if 0 < request.cancel_after <= self.tokens:
+                    self.ending = "left"
+                    return
+        self._whole()
+
+    def _take(self, delta: Delta) -> None:
+        number, index = self.request.number, delta.index
+        got, wanted = self._got[index], self._wanted[index]
+        if delta.token_ids and self._reasons[index] is not None:
+            self._find(f"request {number}: tokens behind the end of answer {index}")
+        got.extend(delta.token_ids)
+        if got != wanted[: len(got)]:
+            at = next((n for n, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
+            self._find(
+                f"request {number}: token {at} of answer {index} is wrong ({got[at:][:3]} for {wanted[at:][:3]})"
+            )
+            raise WrongToken
+        if delta.finish_reason is not None:
+            if self._reasons[index] is not None:
+                self._find(f"request {number}: answer {index} has two ends")
+            self._reasons[index] = delta.finish_reason
+        if delta.usage is not None:
+            self._ends += 1
+
+    def _whole(self) -> None:
+        number = self.request.number
+        self.ending = "whole"
+        if self._ends != 1:
+            self._find(f"request {number} ended without an error, and its usage came {self._ends} times")
+        for index, (got, wanted, reason) in enumerate(zip(self._got, self._wanted, self._reasons, strict=True)):
+            if got != wanted:
+                self._find(f"request {number}: answer {index} has {len(got)} of {len(wanted)} tokens")
+            stopped = bool(wanted) and wanted[-1] in self.request.stop_ids
+            if reason is not (FinishReason.STOP if stopped else FinishReason.LENGTH):
+                self._find(f"request {number}: answer {index} ended with {reason}")
+
+    def _judge(self, error: PillionError) -> None:
+        """Whether the error is one that may be."""
+        number, timeout_s = self.request.number, self.request.timeout_s
+        if isinstance(error, DeadlineExceeded) and timeout_s is not None:
+            return
+        if isinstance(error, Overloaded) and timeout_s is not None:
+            # What waits for longer than its time is refused.
+            return
+        if self._calm or not isinstance(error, Unavailable | Overloaded):
+            self._find(f"request {number}: {type(error).__name__}: {error.message}")

@@ -1,0 +1,239 @@
+"""What happens in one simulated world: a cluster's shape, requests and faults. Sans-IO: a seed in, plain data out.
+
+A schedule is drawn whole before anything runs, so one with less in it can be run too: that is how
+:mod:`pillion.simulator.shrink` finds the few parts of a failing one that matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+from pillion.simulator.hash_model import VOCAB_SIZE
+
+BLOCK_TOKENS = 4
+MAX_MODEL_LEN = 256
+# The time within which requests come and faults begin.
+ACTIVE_S = 2.5
+
+
+class FaultKind(Enum):
+    """What can go wrong. ``for_s`` of a fault says for how long, where that has a meaning."""
+
+    KILL = "kill"
+    PAUSE = "pause"
+    DRAIN = "drain"
+    RESET = "reset"
+    CUT = "cut"
+    HALF_CUT = "half cut"
+    STALL = "stall"
+    REDIS_GONE = "redis gone"
+    REDIS_SILENT = "redis silent"
+    REDIS_EMPTY = "redis empty"
+    REDIS_READ_ONLY = "redis read-only"
+    EVICT = "evict"
+
+
+@dataclass(frozen=True, slots=True)
+class SimFault:
+    """A fault ``at_s`` after the first request may come, of a process, or between two, by name."""
+
+    at_s: float
+    kind: FaultKind
+    process: str
+    other: str = ""
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        between = f" {self.process}" + (f" - {self.other}" if self.other else "")
+        return f"{self.kind.value}{between}" + (f" for {self.for_s:.2f} s" if self.for_s else "")
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """A client's request. ``cancel_after``: tokens after which its client goes away; -1: it stays."""
+
+    number: int
+    at_s: float
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    greedy: bool
+    stop_ids: tuple[int, ...]
+    answers: int = 1
+    timeout_s: float | None = None
+    cancel_after: int = -1
+    salt: str = ""
+    priority: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"request {self.number}: {len(self.prompt)} + {self.max_tokens} tokens"]
+        if self.answers > 1:
+            parts.append(f"{self.answers} answers")
+        if self.timeout_s is not None:
+            parts.append(f"timeout {self.timeout_s:.2f} s")
+        if self.cancel_after >= 0:
+            parts.append(f"leaves after {self.cancel_after}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """The components and the flags that matter."""
+
+    nodes: int = 1
+    decodes: int = 2
+    prefills: int = 1
+    gateways: int = 1
+    slots: int = 96
+    step_tokens: int = 32
+    max_seqs: int = 8
+    chunk_tokens: int = 16
+    policy: str = "auto"
+    runs_ahead: bool = False
+    drafter: str = ""
+    step_s: float = 0.02
+    token_s: float = 0.0005
+    heartbeat_ms: int = 500
+    timeout_ms: int = 2000
+    eviction: str = "lru"
+
+    def processes(self) -> tuple[str, ...]:
+        """The names of all components that can die."""
+        return (*self.node_names(), *self.worker_names(), *self.gateway_names())
+
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"kvnode-{n}" for n in range(self.nodes))
+
+    def worker_names(self) -> tuple[str, ...]:
+        decodes = [f"decode-{n}" for n in range(self.decodes)]
+        return (*decodes, *(f"prefill-{n}" for n in range(self.prefills)))
+
+    def gateway_names(self) -> tuple[str, ...]:
+        return tuple(f"gateway-{n}" for n in range(self.gateways))
+
+    def node_of(self, worker: str) -> str:
+        """The KV node of a worker: they take turns."""
+        return f"kvnode-{int(worker.rpartition('-')[2]) % self.nodes}"
+
+
+@dataclass(frozen=True, slots=True)
+class SimSchedule:
+    """All of a world."""
+
+    seed: int
+    shape: ClusterShape
+    requests: tuple[SimRequest, ...]
+    faults: tuple[SimFault, ...]
+
+
+def draw(seed: int) -> SimSchedule:
+    """The schedule of a seed."""
+    random = Random(seed)
+    shape = _shape(random)
+    faults = tuple(sorted(_faults(random, shape), key=lambda fault: fault.at_s))
+    return SimSchedule(seed, shape, tuple(_requests(random)), faults)
+
+
+def _shape(random: Random) -> ClusterShape:
+    nodes = random.choice((1, 1, 1, 2))
+    heartbeat_ms, timeout_ms = random.choice(((500, 2000), (1000, 3000)))
+    return ClusterShape(
+        nodes=nodes,
+        decodes=max(nodes, random.choice((1, 2, 2))),
+        prefills=random.choice((0, 1, 1, 2)),
+        gateways=random.choice((1, 1, 2)),
+        slots=random.choice((40, 64, 160)),
+        step_tokens=random.choice((12, 32, 64)),
+        max_seqs=random.choice((2, 4, 8)),
+        chunk_tokens=random.choice((8, 16, 32)),
+        policy=random.choice(("auto", "colocated", "disaggregated", "disaggregated", "fraction:0.5")),
+        runs_ahead=random.random() < 0.5,
+        drafter=random.choice(("", "", "ngram", "suffix")),
+        step_s=random.choice((0.005, 0.02, 0.05)),
+        heartbeat_ms=heartbeat_ms,
+        timeout_ms=timeout_ms,
+        eviction=random.choice(("lru", "lru", "lfu")),
+    )
+
+
+def _requests(random: Random) -> list[SimRequest]:
+    # Prompts share beginnings, as conversations do.
+    stems = [tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((8, 20, 33)))) for _ in range(2)]
+    made: list[SimRequest] = []
+    for number in range(random.randint(2, 7)):
+        stem = random.choice(stems)
+        own = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((0, 1, 3, 7, 12, 30))))
+        prompt = stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own
+        made.append(
+            SimRequest(
+                number=number,
+                at_s=random.random() * ACTIVE_S * random.choice((0.2, 1.0)),
+                prompt=prompt,
+                max_tokens=random.choice((1, 2, 6, 15, 30)),
+                seed=random.randrange(2**31),
+                greedy=random.random() < 0.7,
+                stop_ids=tuple(random.sample(range(VOCAB_SIZE), random.choice((0, 0, 12)))),
+                answers=random.choice((1, 1, 1, 1, 2, 3)),
+                timeout_s=random.choice((None, None, None, None, random.random() * 3)),
+                cancel_after=random.choice((-1, -1, -1, -1, -1, 0, random.randint(0, 12))),
+                salt=random.choice(("", "", "", "blue")),
+                priority=random.choice((0, 0, 0, -10, 10)),
+            )
+        )
+    return made
+
+
+def _faults(random: Random, shape: ClusterShape) -> list[SimFault]:
+    found: list[SimFault] = []
+    for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
+        found.append(_fault(random, shape))
+    return found
+
+
+def _fault(random: Random, shape: ClusterShape) -> SimFault:
+    at_s = random.random() * ACTIVE_S
+    workers, names = shape.worker_names(), shape.processes()
+    kinds = (
+        *(FaultKind.KILL,) * 4,
+        *(FaultKind.PAUSE,) * 4,
+        *(FaultKind.RESET,) * 3,
+        *(FaultKind.CUT,) * 2,
+        FaultKind.HALF_CUT,
+        FaultKind.DRAIN,
+        FaultKind.STALL,
+        *(FaultKind.EVICT,) * 2,
+        FaultKind.REDIS_GONE,
+        FaultKind.REDIS_SILENT,
+        FaultKind.REDIS_EMPTY,
+        FaultKind.REDIS_READ_ONLY,
+    )
+    kind = random.choice(kinds)
+    timeout_s = shape.timeout_ms / 1000
+    # Around the silences that matter: a moment, nearly a timeout, and well beyond it.
+    for_s = random.choice((0.05, 0.3, timeout_s * 0.8, timeout_s * 1.1, timeout_s * 2.5)) * (
+        0.7 + 0.6 * random.random()
+    )
+    if kind in (FaultKind.KILL, FaultKind.DRAIN):
+        return SimFault(at_s, kind, random.choice((*workers, *names)))
+    if kind is FaultKind.PAUSE:
+        return SimFault(at_s, kind, random.choice((*workers, *names)), for_s=for_s)
+    if kind is FaultKind.STALL:
+        return SimFault(at_s, kind, random.choice(workers), for_s=for_s)
+    if kind is FaultKind.EVICT:
+        return SimFault(at_s, kind, random.choice(shape.node_names()))
+    if kind in (FaultKind.RESET, FaultKind.CUT, FaultKind.HALF_CUT):
+        one, other = _pair(random, shape)
+        return SimFault(at_s, kind, one, other, 0.0 if kind is FaultKind.RESET else for_s)
+    return SimFault(at_s, kind, "redis", for_s=0.0 if kind is FaultKind.REDIS_EMPTY else for_s)
+
+
+def _pair(random: Random, shape: ClusterShape) -> tuple[str, str]:
+    """Two processes that talk to each other, in either order."""
+    gateway = random.choice(shape.gateway_names())
+    worker, node = random.choice(shape.worker_names()), random.choice(shape.node_names())
+    pair = random.choice(
+        ((gateway, worker), (gateway, worker), (gateway, node), (worker, shape.node_of(worker)), ("client", gateway))
+    )
+    return pair if random.random() < 0.5 else (pair[1], pair[0])

@@ -1,0 +1,86 @@
+"""The step thread of a simulated worker: a task that waits for steps to land on the virtual clock.
+
+It drives the production's :class:`pillion.engine.worker.step_cycle.StepCycle`; only what blocks a thread is different.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pillion.engine.scheduling.step_plan import Outcome
+from pillion.engine.worker.step_loop import StepLoop
+
+# How often a driver looks whether asyncio has read outcomes, where too many are unread.
+UNREAD_LOOK_S = 0.01
+
+
+class VirtualStepLoop(StepLoop):
+    """A StepLoop without a thread."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._signal = asyncio.Event()
+        self._driver: asyncio.Task[None] | None = None
+        self.scheduler = self._scheduler
+        # Whether a step is being made, and the scheduler's books are open.
+        self.in_step = False
+
+    def start(self) -> None:
+        self._driver = asyncio.get_running_loop().create_task(self._drive(), name="step loop")
+
+    @property
+    def running(self) -> bool:
+        return self._driver is not None and not self._driver.done()
+
+    def post_event(self, event: Callable[..., None], *args: Any) -> None:
+        super().post_event(event, *args)
+        self._signal.set()
+
+    def halt(self) -> None:
+        super().halt()
+        self._signal.set()
+
+    async def stop(self) -> None:
+        self.halt()
+        if self._driver is not None:
+            await asyncio.wait([self._driver])
+
+    async def _drive(self) -> None:
+        try:
+            idle = True
+            while True:
+                while idle and not self._inbox and not self._stopping:
+                    self._signal.clear()
+                    await self._signal.wait()
+                if not self._handle_events(wait=False):
+                    return
+                self.in_step = True
+                for event in self._cycle.step():
+                    await self._follow(event)
+                self.in_step = False
+                idle = not self._cycle.busy
+        except Exception as error:  # noqa: BLE001  (as the thread does)
+            self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
+        finally:
+            for step in self._cycle.land():
+                await _landed(step)
+
+    async def _follow(self, event: Any) -> None:
+        if not isinstance(event, Outcome):
+            await _landed(event)
+            return
+        while not event.empty and not self._stopping and not self._unread._value:  # noqa: ASYNC110
+            await asyncio.sleep(UNREAD_LOOK_S)
+        if self._unread._value or event.empty:
+            self._report(event)
+
+
+async def _landed(step: Any) -> None:
+    """Returns when a step in flight has ended; one that could not be launched has."""
+    lands_s = getattr(step, "lands_s", 0.0)
+    left_s = lands_s - time.monotonic()
+    if left_s > 0:
+        await asyncio.sleep(left_s)

@@ -1,0 +1,322 @@
+"""One world: a schedule's cluster, its clients and its faults, run to the end and looked at all the while.
+
+    set up --all serve--> active: requests come, faults happen, what dies is started again
+       --every request has ended, every fault is over--> quiet: everything comes back within QUIET_S
+       --> the books are closed (:mod:`pillion.simulator.checker`)
+
+A component is a process of the loop; :mod:`pillion.simulator.components` has its main. The supervisor is the production
+restart policy and fence watch, over the simulated processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from pillion.client.async_client import AsyncClient
+from pillion.errors import PillionError
+from pillion.simulator.checker import Checker
+from pillion.simulator.components import address_of, exit_status, run_component, start_component
+from pillion.simulator.faults import FaultPlayer
+from pillion.simulator.hash_model import HashBackend, StepCosts
+from pillion.simulator.lives import Life
+from pillion.simulator.machine import Machine
+from pillion.simulator.network import Network
+from pillion.simulator.redis_client import RedisModelClient, WayToRedis
+from pillion.simulator.redis_model import RedisModel
+from pillion.simulator.requests import RequestRun
+from pillion.simulator.schedule import BLOCK_TOKENS, SimSchedule
+from pillion.simulator.seams import installed
+from pillion.simulator.virtual_loop import PROCESS, Process, Stuck, VirtualLoop
+from pillion.supervisor.fence_watch import watch_fences
+from pillion.supervisor.restarts import GiveUp, RestartPolicy
+
+# Until when the components of a world have to serve, and a request to end, on the virtual clock.
+SET_UP_S = 120.0
+LONGEST_REQUEST_S = 240.0
+# What everything that was held may take to come back when nothing goes wrong any more.
+QUIET_S = 8.0
+FENCE_KILL_S = 5.0
+READY_LOOK_S, QUIET_LOOK_S = 0.05, 0.2
+
+
+@dataclass
+class Result:
+    """What came of a world. ``findings`` are what must not be; ``states`` the distinct ones that were seen."""
+
+    findings: list[str]
+    history: list[str]
+    events: int = 0
+    messages: int = 0
+    virtual_s: float = 0.0
+    states: set[int] = field(default_factory=set)
+    endings: list[str] = field(default_factory=list)
+    digest: int = 0
+
+
+class World:
+    """Runs one schedule. ``careful`` checks after every event; ``told`` keeps a history."""
+
+    def __init__(self, schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> None:
+        self.schedule = schedule
+        self.shape = schedule.shape
+        self.random = Random(schedule.seed * 2 + 1)
+        self.loop = VirtualLoop(self.random)  # type: ignore[abstract]
+        self.network = Network(self.loop, self.random)
+        self.machine = Machine(self.loop, self.random)
+        self.redis = RedisModel(self.loop.time)
+        self.way = WayToRedis(0.0003, 0.0003)
+        self.lives = {name: Life(name) for name in self.shape.processes()}
+        self.findings: list[str] = []
+        self.history: list[str] = []
+        self.told = told
+        calm = not schedule.faults
+        self.runs = [RequestRun(request, self.note, self.find, calm=calm) for request in schedule.requests]
+        self.generations: list[Any] = []
+        self.checker = Checker(
+            self.loop,
+            self.lives,
+            self.generations,
+            self.find,
+            self.shape.node_of,
+            self.shape.step_tokens,
+            careful=careful,
+        )
+        self.policy = RestartPolicy()
+        self.began_s = 0.0
+        self._failures: list[dict[str, Any]] = []
+        self._player = FaultPlayer(self.loop, self.network, self.redis, self.way, self.lives, self.kill, self.note)
+        self._log = _LogReader(self)
+
+    # -- what happened
+
+    def note(self, text: str) -> None:
+        """A line of the history."""
+        if self.told:
+            process = PROCESS.get(self.loop.outside)
+            after_s = self.loop.time() - self.began_s
+            self.history.append(f"{self.loop.events:>7} {after_s:9.4f}  {process.name:<11} {text}")
+
+    def find(self, text: str) -> None:
+        """Something that must not be; what happens while a world is taken down has no meaning."""
+        if self.loop.is_closed():
+            return
+        self.note(f"FOUND: {text}")
+        self.findings.append(text)
+
+    # -- running
+
+    def run(self) -> Result:
+        """Runs the world to its end."""
+        logger = logging.getLogger("pillion")
+        level, propagate, hook = logger.level, logger.propagate, sys.unraisablehook
+        logger.setLevel(logging.DEBUG if self.told else logging.ERROR)
+        logger.propagate = False
+        logger.addHandler(self._log)
+        gc.disable()
+        # What was imported stays: only what this world makes is looked through in the end.
+        gc.freeze()
+        try:
+            with installed(self.machine, self.network, self._redis_client, self.generations, self.schedule.seed):
+                main = self.loop.spawn(self.loop.outside, self._main(), "world")
+                try:
+                    self.loop.run(main)
+                    main.result()
+                except Stuck as stuck:
+                    self.find(f"stuck: {stuck}")
+                finally:
+                    # What is closed from here on has no meaning.
+                    logger.removeHandler(self._log)
+                    logging.disable(logging.CRITICAL)
+                    self._failures = list(self.loop.failures)
+                    sys.unraisablehook = lambda _: None
+                    self.loop.close()
+        finally:
+            logger.removeHandler(self._log)
+            logger.propagate = propagate
+            gc.enable()
+            result = self._result()
+            gc.collect()
+            gc.unfreeze()
+            sys.unraisablehook = hook
+            logging.disable(logging.NOTSET)
+            logger.setLevel(level)
+        return result
+
+    def _result(self) -> Result:
+        for failure in self._failures:
+            error = failure.get("exception")
+            if not isinstance(error, PillionError | asyncio.CancelledError):
+                self.findings.append(f"unhandled: {failure.get('message')} {error!r}")
+        return Result(
+            findings=list(dict.fromkeys(self.findings)),
+            history=self.history,
+            events=self.loop.events,
+            messages=self.network.sent,
+            virtual_s=self.loop.time() - self.began_s,
+            states=self.checker.states,
+            endings=[run.ending for run in self.runs],
+            digest=hash((self.loop.events, self.network.sent, self.loop.time(), tuple(r.ending for r in self.runs))),
+        )
+
+    async def _main(self) -> None:
+        for name in self.shape.processes():
+            self.start(name)
+        for node in self.shape.node_names():
+            self._watch_fences(node)
+        if not await self._until_ready():
+            self.find("the cluster was not ready")
+            return
+        self.began_s = self.loop.time()
+        self.checker.begin()
+        clients = self.loop.process("client")
+        client = clients.context.copy().run(AsyncClient, [address_of(name) for name in self.shape.gateway_names()])
+        tasks = [self.loop.spawn(clients, run.run(client), f"request {run.request.number}") for run in self.runs]
+        playing = self.loop.spawn(self.loop.outside, self._player.run(self.schedule.faults), "faults")
+        late = self.began_s + LONGEST_REQUEST_S
+        await asyncio.wait([*tasks, playing], timeout=late - self.loop.time())
+        for run, task in zip(self.runs, tasks, strict=True):
+            if not task.done():
+                self.find(f"request {run.request.number} has not ended within {LONGEST_REQUEST_S:g} s")
+            elif task.exception() is not None:
+                self.find(f"request {run.request.number}: {task.exception()!r}")
+        self.note("quiet")
+        if not await self._until_ready():
+            self.find("the cluster has not come back")
+        quiet_s = self.loop.time() + QUIET_S
+        while self.checker.troubles() and self.loop.time() < quiet_s:  # noqa: ASYNC110
+            await asyncio.sleep(QUIET_LOOK_S)
+        for trouble in self.checker.troubles():
+            self.find(trouble)
+
+    async def _until_ready(self) -> bool:
+        """Waits until all components serve and the gateways say so."""
+        until_s = self.loop.time() + SET_UP_S
+        while not all(self._ready(life) for life in self.lives.values()):
+            if self.loop.time() > until_s:
+                return False
+            await asyncio.sleep(READY_LOOK_S)
+        return True
+
+    def _ready(self, life: Life) -> bool:
+        if life.over or life.component is None:
+            return False
+        if life.role == "gateway":
+            known = life.component.cluster.view.records()
+            return len({record.component_id for record in known}) >= len(self.lives) and not (
+                life.component.gateway.not_ready()
+            )
+        return not (life.backend is not None and life.component.worker.epoch.over)
+
+    # -- processes
+
+    def start(self, name: str) -> None:
+        """Starts a life of a component."""
+        life = self.lives[name]
+        life.component, life.stop = None, None
+        life.process = process = self.loop.process(name)
+        process.on_death.append(lambda: self._died(process))
+        self.loop.spawn(process, self._live(life, process), name)
+
+    def kill(self, name: str, status: int = -9) -> bool:
+        """SIGKILL; whether there was anything to kill."""
+        process = self.lives[name].process
+        if process is None or not process.alive:
+            return False
+        self.note(f"{name} is killed")
+        self.loop.kill(process)
+        self.loop.post(self.loop.outside, self._exited, self.lives[name], process, status)
+        return True
+
+    async def _live(self, life: Life, process: Process) -> None:
+        status = 1
+        try:
+            if life.is_worker:
+                await self._until_node(life.name)
+                life.costs = StepCosts(self.shape.step_s, self.shape.token_s)
+                life.backend = self._backend(life, process)
+            component = await start_component(self.shape, life.name, life.backend)
+        except PillionError as error:
+            self.note(f"{life.name} cannot start: {error.message}")
+            status = exit_status(error)
+        else:
+            life.stop = asyncio.Event()
+            life.component = component
+            self.note(f"{life.name} serves")
+            status = await run_component(component, life.stop)
+        self.note(f"{life.name} exits with {status}")
+        self.loop.post(self.loop.outside, self._exited, life, process, status)
+
+    async def _until_node(self, worker: str) -> None:
+        """A supervisor starts a worker when its node serves."""
+        node = self.lives[self.shape.node_of(worker)]
+        while node.component is None or node.process is None or not node.process.alive:  # noqa: ASYNC110
+            await asyncio.sleep(READY_LOOK_S)
+
+    def _backend(self, life: Life, process: Process) -> HashBackend:
+        assert life.costs is not None
+        return HashBackend(
+            BLOCK_TOKENS,
+            life.costs,
+            runs_ahead=self.shape.runs_ahead,
+            watch=lambda tokens, reads, writes: self.checker.watch_step(life, process, tokens, reads, writes),
+            found=lambda what: self.find(f"{life.name}: {what}"),
+        )
+
+    def _died(self, process: Process) -> None:
+        self.network.died(process)
+
+    def _exited(self, life: Life, process: Process, status: int) -> None:
+        """The supervisor's word: starts it again, or gives up."""
+        if life.process is not process or life.over:
+            return
+        if process.alive:
+            self.loop.kill(process)
+        life.process = life.component = None
+        decision = self.policy.died(life.name, status, time.monotonic())
+        if isinstance(decision, GiveUp):
+            life.over = True
+            self.find(f"the supervisor gives up: {decision.reason}")
+            return
+        life.deaths += 1
+        self.loop.call_later(decision.delay_s, self.start, life.name, context=self.loop.outside.context)
+
+    def _watch_fences(self, node: str) -> None:
+        supervisor = self.loop.process(f"supervisor-{node}")
+        notices: Any = _Notices(self)
+        self.loop.spawn(supervisor, watch_fences(address_of(node), FENCE_KILL_S, self.kill, notices))
+
+    def _redis_client(self) -> Any:
+        return RedisModelClient(self.redis, self.way)
+
+
+class _Notices:
+    """What the supervisor says, for the history."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def say(self, text: str, *_: object) -> None:
+        self._world.note(text)
+
+
+class _LogReader(logging.Handler):
+    """Log lines become lines of the history; a defect that a component survives is a finding all the same."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and not isinstance(error, PillionError):
+            self._world.find(f"a defect was logged: {text}: {error!r}")
+        else:
+            self._world.note(f"{record.levelname.lower()}: {text}")

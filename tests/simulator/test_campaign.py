@@ -1,0 +1,98 @@
+"""Schedules of the simulator: none finds anything, each replays, and what is broken by hand is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pillion.simulator.campaign import run_schedule, seeds_to_find
+from pillion.simulator.hash_model import reference
+from pillion.simulator.mutations import MUTATIONS
+from pillion.simulator.schedule import ClusterShape, FaultKind, SimFault, SimRequest, SimSchedule, draw
+from pillion.simulator.shrink import shrink
+from testbed.conditions import WITHIN_S
+
+SCHEDULES = 120
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, with the same order of sets each time."""
+    environ = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "pillion.simulator", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=10 * WITHIN_S, check=False)
+
+
+def test_schedules_find_nothing() -> None:
+    done = simulate("--count", str(SCHEDULES))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{SCHEDULES} schedules" in done.stdout
+    assert "0 seeds found something" in done.stdout
+
+
+def test_a_seed_replays_to_the_event() -> None:
+    """In two processes, whose objects lie at other addresses."""
+    first, second = simulate("--seed", "23"), simulate("--seed", "23")
+    assert first.returncode == second.returncode == 0
+    assert first.stdout == second.stdout
+    assert "fault:" in first.stdout
+
+
+def test_requests_come_through_without_faults() -> None:
+    shape = ClusterShape(decodes=1, prefills=1, policy="disaggregated")
+    prompt = tuple(range(40))
+    requests = tuple(
+        SimRequest(number, 0.1 * number, prompt, 6, seed=number, greedy=number != 1, stop_ids=(), answers=answers)
+        for number, answers in ((0, 1), (1, 2), (2, 1))
+    )
+    result = run_schedule(SimSchedule(1, shape, requests, ()))
+    assert result.findings == []
+    assert result.endings == ["whole"] * 3
+    assert len(result.states) > 3
+
+
+def test_a_killed_decode_worker_costs_no_token() -> None:
+    shape = ClusterShape(decodes=2, prefills=0, policy="colocated", step_s=0.05)
+    request = SimRequest(0, 0.0, tuple(range(20)), 30, seed=5, greedy=False, stop_ids=())
+    kills = tuple(SimFault(0.7, FaultKind.KILL, name) for name in ("decode-0", "decode-1"))
+    result = run_schedule(SimSchedule(2, shape, (request,), kills), told=True)
+    assert result.findings == []
+    assert result.endings == ["whole"]
+    assert any("replays=1" in line for line in result.history)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a fence frees what the worker may still write to",
+        "an adopted ticket is not held",
+        "a replay begins with the prompt alone",
+        "a cancelled sequence stays",
+    ],
+)
+def test_a_defect_made_by_hand_is_found(name: str) -> None:
+    """The others: ``python -m pillion.simulator --mutate``."""
+    count, finding = seeds_to_find(MUTATIONS[name], 30)
+    assert count, name
+    assert finding
+
+
+def test_a_failing_schedule_shrinks_to_what_matters() -> None:
+    schedule = draw(11)
+    schedule = replace(schedule, faults=tuple(SimFault(n / 10, FaultKind.KILL, f"decode-{n}") for n in range(4)))
+
+    def fails(one: SimSchedule) -> bool:
+        return any(fault.process == "decode-2" for fault in one.faults)
+
+    smallest = shrink(schedule, fails)
+    assert [fault.process for fault in smallest.faults] == ["decode-2"]
+    assert len(smallest.requests) == 1
+
+
+def test_the_reference_stops_at_a_stop_id() -> None:
+    whole = reference((1, 2, 3), 20, 0, True, frozenset())
+    assert len(whole) == 20
+    assert reference((1, 2, 3), 20, 0, True, frozenset({whole[4]})) == whole[: whole.index(whole[4]) + 1]
