@@ -1,10 +1,11 @@
 """What guessed tokens gain: the offline engine with each method of guessing beside the same engine without any.
 
 Every engine answers the same prompts in turn, so that what else runs on the machine slows all of them; a method's gain
-is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *repeating*,
-a function that stands three times in the prompt, and that the model writes once more; *again*, the stories of the first
-round, which only a method that remembers answers can know. In all but *again* each round has a salt of its own, so none
-finds another one's answers.
+is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *greedy*, the
+likeliest stories; *repeating*, a function that stands three times in the prompt, and that the model writes once more;
+*again*, the stories of the first round, which only a method that remembers answers can know. In all but *again* each
+round has a salt of its own, so none finds another one's answers. *Saved* are the tokens that a guess brought, and that
+took no step of their own.
 The answers of all methods must be the same, token by token.
 """
 
@@ -32,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 16},
 }
 STREAMS = (1, 16)
-TEXTS = ("ordinary", "repeating", "again")
+TEXTS = ("ordinary", "greedy", "repeating", "again")
 FUNCTIONS = (report.machine, report.spread, report.save, report.show_table)
 SUBJECTS = ("a ferry", "two brothers", "an old map", "the last train", "a lighthouse", "a garden", "rain", "a violin")
 
@@ -47,7 +48,7 @@ def prompt_of(text: str, stream: int) -> str:
 
 def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tuple[float, list[RequestOutput]]:
     """Return the seconds of one round, and its answers. The prompts' KV is there before."""
-    params = SamplingParams(temperature=0.0 if text == "repeating" else 1.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0 if text in ("greedy", "repeating") else 1.0, max_tokens=tokens, ignore_eos=True)
     salt = "again" if text == "again" else f"{text} {streams} {number}"
     seeds = range(streams) if text == "again" else range(1000 * number, 1000 * number + streams)
     prompts = [{"prompt": prompt_of(text, stream), "cache_salt": salt} for stream in range(streams)]
@@ -87,6 +88,7 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
             "ratio": statistics.median(mine / off for mine, off in zip(rates[name], rates[OFF], strict=True)),
             "ratio_of_best": max(rates[name]) / max(rates[OFF]),
             "guessed_share": guessed[name] / (rounds * streams * tokens),
+            "saved_share": accepted[name] / (rounds * streams * tokens),
             "accepted_share": accepted[name] / guessed[name] if guessed[name] else 0.0,
         }
         for name in engines
@@ -96,7 +98,7 @@ def measure(engines: dict[str, LLM], text: str, streams: int, rounds: int, token
 def show(rows: dict[str, dict[str, Any]], title: str) -> None:
     """Print the figures as a table."""
     table = Table(title=title)
-    for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "guessed", "right"):
+    for heading in ("text", "streams", "method", "tokens/s", "beside off", "by best", "guessed", "right", "saved"):
         table.add_column(heading, justify="left" if heading in ("text", "method") else "right")
     for key, methods in rows.items():
         text, streams = key.rsplit(" ", 1)
@@ -104,6 +106,7 @@ def show(rows: dict[str, dict[str, Any]], title: str) -> None:
             table.add_row(
                 *(text, streams, name, f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}"),
                 *(f"{row['ratio_of_best']:.2f}", f"{row['guessed_share']:.0%}", f"{row['accepted_share']:.0%}"),
+                f"{row['saved_share']:.0%}",
             )
     show_table(table)
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.eagle_head FOLDER && python -m benchmarks.drafts --eagle-head FOLDER
 
-The head gets the model's embedding and the most frequent rows of its LM head, and learns what the model expects behind
-each token of its answers: by the model's states, and, as where it guesses on, by its own. Right guesses are counted on
-texts that it has not seen, by how many entries are behind a guess: a head whose chain begins with a prompt's tail has
-only those of the tail.
+The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its last
+layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy: by the
+model's states, and, as where it guesses on, by its own (the training-time test of EAGLE-3). Right guesses are counted on
+texts that it has not seen, and are chosen as a worker chooses them, with the noise of the token that they guess; by how
+many entries are behind a guess: a head whose chain begins with a prompt's tail has only those of the tail.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import argparse
 import json
 import os
 import pathlib
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import nn
@@ -27,28 +30,38 @@ from transformers import AutoModelForCausalLM
 from benchmarks.drafts import prompt_of
 from benchmarks.report import save, show_table
 from pillion import LLM, SamplingParams
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import SamplingRows
 from testbed.eagle_heads import head_config, write_head
 from testbed.plain_model import plain_folder
 
 CONTEXTS = (1, 4, 16, 64, 256)
-FIRST_STREAM, HELD_OUT = 100, 8
+# Every other text is greedy, the rest is sampled.
+TEMPERATURES = (0.0, 1.0)
+FIRST_STREAM, HELD_OUT = 100, 12
+LEARNING_RATE, WARMUP_SHARE = 1e-3, 0.05
 # Those of each pass, [heads, entries, head_dim].
 KeysAndValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
 class Answered:
-    """A text [T], the states [T, 3 * hidden] that a head reads, and the last layer's normed output [T, hidden]."""
+    """A text [T], the states [T, 3 * hidden] that a head reads, and the last layer's normed output [T, hidden]; and how
+    its tokens were chosen."""
 
     tokens: torch.Tensor
     states: torch.Tensor
     outputs: torch.Tensor
+    temperature: float
+    seed: int
+    prompt_tokens: int
 
 
 class TrainedHead(nn.Module):
     """A head in float32. Its parameters have the names of ``speculators``."""
 
-    def __init__(self, config: dict[str, Any], embedding: torch.Tensor, lm_head: torch.Tensor) -> None:
+    def __init__(self, config: dict[str, Any], embedding: torch.Tensor, begin: dict[str, torch.Tensor]) -> None:
+        """``begin``: weights to begin with; the others are random."""
         super().__init__()
         layer = config["transformer_layer_config"]
         hidden, inner = layer["hidden_size"], layer["intermediate_size"]
@@ -67,7 +80,7 @@ class TrainedHead(nn.Module):
         }
         norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
         weights = {name: torch.randn(rows, columns) / columns**0.5 for name, (rows, columns) in shapes.items()}
-        weights |= {name: torch.ones(hidden) for name in norms} | {"lm_head": lm_head.clone()}
+        weights |= {name: torch.ones(hidden) for name in norms} | {name: one.clone() for name, one in begin.items()}
         self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(one) for name, one in weights.items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -131,49 +144,78 @@ def seen(entries: int, number: int, context: int) -> torch.Tensor:
 
 def answered(folder: pathlib.Path, model: str, texts: int, tokens: int, threads: int) -> list[Answered]:
     """The model's answers to ``texts`` prompts, and what it computes for them."""
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+    params = [
+        SamplingParams(temperature=TEMPERATURES[number % 2], seed=number, max_tokens=tokens, ignore_eos=True)
+        for number in range(texts)
+    ]
     prompts = [prompt_of("ordinary", FIRST_STREAM + number) for number in range(texts)]
     with LLM(model, max_num_seqs=16, cpu_threads=threads, max_model_len=2048) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        ids = [[*(output.prompt_token_ids or ()), *output.outputs[0].token_ids] for output in outputs]
     main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     layers, found = main.config.num_hidden_layers, []
     with torch.inference_mode():
-        for text in ids:
-            hidden = main.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        for output, chosen in zip(outputs, params, strict=True):
+            prompt = output.prompt_token_ids or ()
+            text = torch.tensor([*prompt, *output.outputs[0].token_ids])
+            hidden = main.model(text[None], output_hidden_states=True).hidden_states
             states = torch.cat([hidden[layer][0] for layer in (2, layers // 2, layers - 3)], -1)
-            found.append(Answered(torch.tensor(text), states, hidden[-1][0]))
+            found.append(
+                Answered(text, states, hidden[-1][0], chosen.temperature or 0.0, chosen.seed or 0, len(prompt))
+            )
     return found
+
+
+def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: int, first: int) -> torch.Tensor:
+    """The guesses of the text's tokens from ``first`` on, as a worker chooses them by a head's logits."""
+    wide = torch.full((len(logits), vocab_size), -torch.inf)
+    wide[:, ids] = logits
+    count = len(logits)
+    zeros = np.zeros(count, np.int64)
+    rows = SamplingRows(
+        temperature=np.full(count, text.temperature, np.float32),
+        top_k=zeros,
+        top_p=np.ones(count, np.float32),
+        min_p=np.zeros(count, np.float32),
+        seeds=np.full(count, text.seed, np.uint64),
+        positions=np.arange(first, first + count, dtype=np.int64),
+        logprobs=zeros - 1,
+    )
+    return torch.tensor(sample(wide, rows).token_ids)
 
 
 def right_guesses(
     head: TrainedHead, ids: torch.Tensor, texts: list[Answered], context: int, passes: int
 ) -> list[float]:
-    """The share of tokens at each place of a guess that are right, given those before them."""
+    """The share of an answer's tokens at each place of a guess that are right, given those before them."""
     right, tried = [0] * passes, [0] * passes
     with torch.inference_mode():
         for text in texts:
             states = head.fuse(text.states[: -passes - 1].float())
             cache: KeysAndValues = []
-            good = torch.ones(len(states), dtype=torch.bool)
+            # Tokens of the prompt were not chosen.
+            good = torch.arange(len(states)) + 2 >= text.prompt_tokens
             for number in range(passes):
                 following = text.tokens[1 + number :][: len(states)]
                 states, logits = head(states, following, cache, seen(len(states), number, context))
                 tried[number] += int(good.sum())
-                good &= ids[logits.argmax(-1)] == text.tokens[2 + number :][: len(states)]
+                guesses = chosen(text, logits, ids, len(head.embedding), 2 + number)
+                good &= guesses == text.tokens[2 + number :][: len(states)]
                 right[number] += int(good.sum())
     return [mine / max(all_, 1) for mine, all_ in zip(right, tried, strict=True)]
 
 
 def train(
-    head: TrainedHead, ids: torch.Tensor, target_head: torch.Tensor, texts: list[Answered], rounds: int, passes: int
+    head: TrainedHead,
+    ids: torch.Tensor,
+    target_head: torch.Tensor,
+    texts: list[Answered],
+    limit_s: float,
+    passes: int,
 ) -> None:
-    """Has the head expect what the model does, place after place of a guess."""
-    steps = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0.01)
-    pace = torch.optim.lr_scheduler.OneCycleLR(steps, 1e-3, total_steps=rounds * len(texts))
-    rows = target_head[ids]
-    for number in range(rounds):
-        total = 0.0
+    """Has the head expect what the model does, place after place of a guess, for so many seconds."""
+    optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
+    rows, began_s, done, losses = target_head[ids], time.monotonic(), 0.0, [0.0]
+    while done < 1:
         for place in torch.randperm(len(texts)).tolist():
             text = texts[place]
             states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())
@@ -185,13 +227,27 @@ def train(
                 # The model's output one position behind an entry's state says what it expects behind the entry's token.
                 expected = (text.outputs[1 + at :][: len(states)] @ rows.T).float().softmax(-1)
                 loss = loss + 0.8**at * cross_entropy(logits, expected)
-            steps.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min(1.0, done / WARMUP_SHARE) * (1 - done)
+            optimizer.zero_grad()
             torch.autograd.backward([loss])
             nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            steps.step()
-            pace.step()
-            total += float(loss.detach())
-        print(f"round {number + 1} of {rounds}: loss {total / len(texts):.3f}", flush=True)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            done = (time.monotonic() - began_s) / limit_s
+            if done >= 1:
+                break
+        recent = losses[-len(texts) :]
+        print(f"{min(done, 1):.0%}, {len(losses) - 1} texts: loss {sum(recent) / len(recent):.3f}", flush=True)
+
+
+def begin_with(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Weights of the model that a head begins with."""
+    last = model.model.layers[-1]
+    found = {"lm_head": model.get_output_embeddings().weight[ids], "norm": model.model.norm.weight}
+    found["layers.0.post_attention_layernorm"] = last.post_attention_layernorm.weight
+    found |= {f"layers.0.mlp.{name}_proj": getattr(last.mlp, f"{name}_proj").weight for name in ("gate", "up", "down")}
+    return {name: one.detach().float() for name, one in found.items()}
 
 
 def main() -> None:
@@ -199,10 +255,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--texts", type=int, default=104)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--texts", type=int, default=240)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=12.0, help="of training, behind the answers")
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--draft-vocab-size", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
@@ -219,14 +275,21 @@ def main() -> None:
     raw.setdefault("rope_theta", (raw.get("rope_parameters") or {}).get("rope_theta", 10_000.0))
     config = head_config(raw, "llama", len(ids), None, before=False)
     target_head = model.get_output_embeddings().weight.detach()
-    head = TrainedHead(config, model.get_input_embeddings().weight.detach().float(), target_head[ids].float())
-    train(head, ids, target_head, known, args.rounds, args.passes)
+    head = TrainedHead(config, model.get_input_embeddings().weight.detach().float(), begin_with(model, ids))
+    train(head, ids, target_head, known, 60 * args.minutes, args.passes)
     tensors = head.tensors()
     write_head(args.folder, config, {**tensors, "d2t": ids - torch.arange(len(ids))})
-    shares = {str(context): right_guesses(head, ids, held_out, context, 3) for context in CONTEXTS}
-    table = Table("entries", "first", "second", "third", title="right guesses by entries behind them, temperature 1")
-    for context, found in shares.items():
-        table.add_row(context, *(f"{share:.0%}" for share in found))
+    shares = {
+        f"{temperature:g}": {
+            str(context): right_guesses(head, ids, [one for one in held_out if one.temperature == temperature], context, 3)
+            for context in CONTEXTS
+        }
+        for temperature in TEMPERATURES
+    }
+    table = Table("temperature", "entries", "first", "second", "third", title="right guesses by entries behind them")
+    for temperature, of_context in shares.items():
+        for context, found in of_context.items():
+            table.add_row(temperature, context, *(f"{share:.0%}" for share in found))
     show_table(table)
     print(f"written to {args.folder} and {save('eagle_head', {'model': args.model, 'shares': shares})}")
 

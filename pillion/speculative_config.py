@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
@@ -102,10 +103,10 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         raise ConfigError(f"{FLAG} {text!r} is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{FLAG} {text!r} is no JSON object, such as {{'method': 'ngram'}} with double quotes")
-    # A null means, as in vLLM, that the key is left out; a model without a method is a draft model.
+    # A null means, as in vLLM, that the key is left out.
     said = {name: value for name, value in said.items() if value is not None}
     if "method" not in said and "model" in said:
-        said["method"] = "draft_model"
+        said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"
     method = said.get("method")
     if method in NOT_SERVED:
         raise ConfigError(f"{FLAG}: method {method!r} is not served here; it is one of {', '.join(METHODS)}")
@@ -117,6 +118,23 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     config = SpeculativeConfig(**{name: _checked(name, value, method) for name, value in said.items()})
     _check_together(config, said)
     return config
+
+
+def _is_head(model: str) -> bool:
+    """Whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as in vLLM, a
+    hub id that does."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return "eagle3" in model.lower()
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return "speculators_model_type" in config or any("eagle3" in str(name).lower() for name in names)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

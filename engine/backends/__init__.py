@@ -5,7 +5,7 @@
     step_masks.py      the masks of a step's rows, as grammars compute them
     loading.py         chooses and loads a worker's backend;  devices.py resolves "--device auto"
     draft_model.py     the passes of a draft model over its model's pool;  draft_loading.py loads one
-    eagle_head.py      the passes of an EAGLE-3 head, which reads states of its model
+    eagle_head.py      the passes of an EAGLE-3 head, which reads states of its model, and the head on torch
     accuracy.py        what quantized weights cost in accuracy
     host_backend.py    what backends on the calling thread have in common
     plain_adapters.py  how backends take adapters that were read in the plain form

@@ -18,6 +18,8 @@ from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
 _SEED_MASK = 2**64 - 1
+# A sampled row: sequence, parameters, seed and position.
+_Row = tuple[Sequence, SamplingParams, int, int]
 
 
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
@@ -93,6 +95,31 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
     rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
+    reports = [-1 if p.logprobs is None else p.logprobs for _, p, _, _ in rows]
+    return _sampling(rows, reports, tuple(_edits(rows)), masks=StepMasks.of(plan), scored=_scored(plan.pieces))
+
+
+def build_guess_sampling(behind: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
+    """Builds the parameters of rows of ``vocab_size`` logits that each guess a token behind so many guesses of a
+    sequence: those of the row that will judge the guess. So the same noise falls on both, and a guess is right more
+    often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the tokens that are known;
+    there are no masks, because grammars cut guesses later, and no changes of a row that biases a missing logit."""
+    rows = []
+    for sequence, guesses in behind:
+        params = sequence.spec.sampling
+        assert params is not None
+        rows.append((sequence, params, params.seed or 0, sequence.num_tokens + guesses))
+    edits = (edit for edit in _edits(rows) if edit.biased.max(initial=-1) < vocab_size)
+    return _sampling(rows, [-1] * len(rows), tuple(edits))
+
+
+def _sampling(
+    rows: list[_Row],
+    reports: list[int],
+    edits: tuple[RowEdit, ...],
+    masks: StepMasks | None = None,
+    scored: ScoredRows | None = None,
+) -> SamplingRows:
     params = [p for _, p, _, _ in rows]
     return SamplingRows(
         temperature=np.array([_or_default(p.temperature, 1.0) for p in params], dtype=np.float32),
@@ -101,10 +128,10 @@ def build_sampling(plan: StepPlan) -> SamplingRows:
         min_p=np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
         seeds=np.array([seed & _SEED_MASK for _, _, seed, _ in rows], dtype=np.uint64),
         positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
-        logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], dtype=np.int64),
-        edits=tuple(_edits(rows)),
-        masks=StepMasks.of(plan),
-        scored=_scored(plan.pieces),
+        logprobs=np.array(reports, dtype=np.int64),
+        edits=edits,
+        masks=masks,
+        scored=scored,
     )
 
 
@@ -118,9 +145,6 @@ def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
     return ScoredRows(
         np.concatenate(tokens).astype(np.int64), np.repeat(np.array(counts, np.int64), [p.scores for p in scoring])
     )
-
-
-_Row = tuple[Sequence, SamplingParams, int, int]
 
 
 def _rows_of(piece: SequencePiece) -> list[_Row]:

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pillion.config import WorkerFlags
-from pillion.engine.backends.backend import kv_layout
+from pillion.cores import parse_cores, shared_cores
+from pillion.engine.backends.backend import KVLayout, kv_layout
 from pillion.engine.backends.devices import resolve_device
 from pillion.engine.backends.draft_model import DraftModel, draft_blocks
-from pillion.engine.backends.loading import BackendFactory, LoadedModel
+from pillion.engine.backends.loading import BackendFactory, LoadedModel, core_share, unsupported
 from pillion.engine.checkpoints.model_files import head_folder
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
@@ -22,6 +23,10 @@ from pillion.engine.scheduling.draft_chains import DraftShape
 from pillion.errors import ConfigError
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from pillion.engine.backends.eagle_head import EagleBackend
+    from pillion.engine.models.eagle_config import EagleConfig
 
 log = logging.getLogger("pillion.worker")
 
@@ -43,7 +48,7 @@ def load_draft(
     Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
     """
     if config.method == "eagle3":
-        return load_eagle_head(flags, config, main, most_tokens)
+        return load_eagle_head(flags, config, main, threads, most_tokens)
     with _named(config.model):
         flags = config.model_flags(flags)
         prepared = prepare(flags, log.info)
@@ -70,33 +75,27 @@ def load_draft(
 
 
 def load_eagle_head(
-    flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, most_tokens: int
+    flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, threads: int, most_tokens: int
 ) -> tuple[DraftShape, DraftModel]:
     """Loads the EAGLE-3 head ``config.model``, and has the backend of ``main`` give the states that it reads. The
-    passes have at most ``most_tokens`` tokens.
+    passes have at most ``most_tokens`` tokens; a head of a worker of several ranks runs beside the first of them.
 
     Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
     """
     # They import torch, for which a decode worker waits only once it loads a model.
-    from pillion.engine.backends.eagle_head import EagleBackend, EagleModel, eagle_layout
+    from pillion.engine.backends.eagle_head import EagleModel, eagle_layout
     from pillion.engine.backends.host_backend import HostBackend
-    from pillion.engine.checkpoints.checkpoint import open_checkpoint
-    from pillion.engine.checkpoints.eagle_weights import load_eagle_weights
-    from pillion.engine.checkpoints.weights import DTYPES
     from pillion.engine.models.eagle_config import load_eagle_config
 
     with _named(config.model):
         prepared, backend = main.prepared, main.backend
-        if not isinstance(backend, HostBackend) or main.ranks is not None:
-            raise ConfigError("EAGLE-3 heads run on CPUs, in workers of one process (--tensor-parallel-size 1)")
+        if not isinstance(backend, HostBackend):
+            raise ConfigError("EAGLE-3 heads run on CPUs")
         folder = head_folder(config.model, config.revision)
-        main_config = load_config(prepared.folder)
-        head = load_eagle_config(folder, main_config)
-        dtype = DTYPES[prepared.dtype]
-        with open_checkpoint(prepared.folder, main_config) as checkpoint:
-            weights = load_eagle_weights(folder, head, checkpoint.take("embedding", dtype))
+        head = load_eagle_config(folder, load_config(prepared.folder))
         layout = eagle_layout(head, flags.block_size, prepared.dtype)
         layout = replace(layout, block_size=flags.block_size * draft_blocks(backend.layout, layout))
+        own = _eagle_backend(flags, folder, head, layout, main, threads)
         backend.keep_states(head.state_layers)
         log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.state_layers])
         shape = DraftShape(
@@ -108,10 +107,35 @@ def load_eagle_head(
             max_num_batched_tokens=most_tokens,
             reads_states=True,
         )
-        model = EagleModel(
-            EagleBackend(head, weights, layout, prepared.max_model_len), backend.layout.block_bytes, backend.vocab_size
-        )
-        return shape, model
+        return shape, EagleModel(own, backend.layout.block_bytes, backend.vocab_size)
+
+
+def _eagle_backend(
+    flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, threads: int
+) -> EagleBackend:
+    """The head in ``folder`` on the CPU kernels, if these run the model and can run the head; else on torch."""
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+    from pillion.engine.backends.cpu.cpu_eagle import CpuEagle
+    from pillion.engine.backends.eagle_head import TorchEagle
+    from pillion.engine.checkpoints.checkpoint import open_checkpoint
+    from pillion.engine.checkpoints.eagle_weights import load_eagle_weights
+    from pillion.engine.checkpoints.weights import DTYPES
+    from pillion.engine.ranks.ranked_backend import RankedBackend
+    from pillion.kernels.torch.torch_linear import Linear
+
+    prepared, backend = main.prepared, main.backend
+    own = backend.own if isinstance(backend, RankedBackend) else backend
+    kernels = isinstance(own, CpuBackend) and not unsupported(head.layer, layout.block_size)
+    if isinstance(own, CpuBackend) and own.model.split.whole:
+        embedding = own.model.weights.tensors["embedding"]
+    else:
+        with open_checkpoint(prepared.folder, load_config(prepared.folder)) as checkpoint:
+            embedding = checkpoint.take("embedding", DTYPES[prepared.dtype])
+    weights = load_eagle_weights(folder, head, embedding, Linear.plain if kernels else Linear)
+    if not kernels or not isinstance(own, CpuBackend):
+        return TorchEagle(head, weights, layout, prepared.max_model_len)
+    threads, cores = shared_cores(threads, parse_cores(flags.cpu_affinity), 0, 1)
+    return CpuEagle(head, weights, layout, own.model, log.info, threads, cores, core_share(flags))
 
 
 @contextlib.contextmanager

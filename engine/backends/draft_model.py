@@ -19,9 +19,9 @@ import numpy as np
 
 from pillion.engine.backends.backend import Backend, BackendLost, DevicePool, KVLayout
 from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.engine.backends.batching import build_rows
-from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.engine.backends.batching import build_guess_sampling, build_rows
 from pillion.engine.scheduling.draft_chains import NO_GUESSES, DraftPlan
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.errors import ConfigError
 
 log = logging.getLogger("pillion.worker")
@@ -74,8 +74,8 @@ class DraftModel:
         self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:
-        """Runs a plan's passes; returns each piece's guesses, the likeliest token each time. None where a pass has
-        failed; the log says why."""
+        """Runs a plan's passes; returns each piece's guesses, each drawn as the step will draw the token there. None
+        where a pass has failed; the log says why."""
         began_s = time.perf_counter()
         try:
             return self._run(plan)
@@ -98,7 +98,8 @@ class DraftModel:
         batch = self._first_pass(plan)
         guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
         batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
-        tokens, seqs = self._pass(batch), guessing
+        sequences = [piece.chain.sequence for piece in pieces]
+        tokens, seqs = self._pass(batch, [(sequences[place], 0) for place in guessing]), guessing
         if plan.num_tokens >= LEAST_READ_TOKENS:
             read_s = (time.perf_counter() - began_s) / plan.num_tokens
             self.seconds_to_read += (PASS_WEIGHT if self.seconds_to_read else 1.0) * (read_s - self.seconds_to_read)
@@ -114,7 +115,8 @@ class DraftModel:
             if guessing:
                 began_s = time.perf_counter()
                 batch = self._next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
-                tokens, seqs = self._pass(batch), [*range(len(kept))]
+                behind = [(sequences[place], len(guesses[place])) for place in guessing]
+                tokens, seqs = self._pass(batch, behind), [*range(len(kept))]
                 self._learn(len(kept), time.perf_counter() - began_s)
         return [np.array(found, dtype=np.int32) if found else NO_GUESSES for found in guesses]
 
@@ -151,16 +153,7 @@ class DraftModel:
         known_s = self._pass_s.get(bits, seconds)
         self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
 
-    def _pass(self, batch: StepBatch) -> tuple[int, ...]:
-        count = len(batch.sample_rows)
-        zeros = np.zeros(count, dtype=np.int64)
-        rows = SamplingRows(
-            temperature=np.zeros(count, dtype=np.float32),
-            top_k=zeros,
-            top_p=np.ones(count, dtype=np.float32),
-            min_p=np.zeros(count, dtype=np.float32),
-            seeds=zeros.astype(np.uint64),
-            positions=zeros,
-            logprobs=zeros - 1,
-        )
+    def _pass(self, batch: StepBatch, behind: Seq[tuple[Sequence, int]]) -> tuple[int, ...]:
+        """Runs a pass, each of whose sampled rows chooses a token behind so many guesses of a sequence."""
+        rows = build_guess_sampling(behind, self.backend.vocab_size)
         return self.backend.launch(batch, (), rows).wait().token_ids

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on the CPU by torch: its forward pass, and its passes over the pool of its model.
+"""An EAGLE-3 head: what its backends have in common, its passes over the pool of its model, and its backend on torch.
 
 Entry p of a head's text is the state of the model at position p together with the token behind it, p + 1; from it the
 head guesses token p + 2:
@@ -6,11 +6,13 @@ head guesses token p + 2:
     state --fc--> norm --.                                           .--> norm --lm head--> guess, by d2t
     token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, where that is a guess
 
-(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.)
+(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) Where the CPU kernels run the model they run the
+head, too (:mod:`pillion.engine.backends.cpu.cpu_eagle`).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -24,6 +26,7 @@ from pillion.engine.checkpoints.eagle_weights import EagleWeights
 from pillion.engine.models.decoder import project
 from pillion.engine.models.eagle_config import EagleConfig
 from pillion.engine.models.rope import make_ropes
+from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
 from pillion.engine.scheduling.draft_chains import DraftPlan
 from pillion.engine.scheduling.eagle_chains import EagleChain
@@ -37,13 +40,47 @@ def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
 
 
 class EagleBackend(HostBackend):
-    """Runs entries of texts. :meth:`read` or :meth:`follow` says which states the next step reads; every step keeps
-    those of the rows that it guesses behind."""
+    """A head's backend. :meth:`read` or :meth:`follow` says which states the next step reads; every step keeps those of
+    the rows that it guesses behind. Logits are those of the tokens that the head can guess.
+
+    ``_target_ids``: int64, the model's id of each of these; None where all are alike.
+    """
+
+    _target_ids: torch.Tensor | None = None
+    # The logits of the last step at the model's ids; those of tokens that the head cannot guess stay minus infinity.
+    _wide = torch.empty(0, 0)
+
+    @abstractmethod
+    def read(self, states: States) -> None:
+        """The next step's rows have these states of the model."""
+
+    @abstractmethod
+    def follow(self, rows: Seq[int]) -> None:
+        """The next step's rows are behind these of the last step's ``sample_rows``."""
+
+    def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
+        """Runs the step before it returns; a head copies no blocks."""
+        assert rows is not None
+        logits, ids = self.forward(batch), self._target_ids
+        if rows.plain:
+            found = logits.argmax(-1)
+            return FinishedStep(Sampled(tuple((found if ids is None else ids[found]).tolist())))
+        if ids is None:
+            return FinishedStep(sample(logits, rows))
+        if len(self._wide) < len(logits):
+            self._wide = torch.full((len(logits), self.vocab_size), -torch.inf)
+        wide = self._wide[: len(logits)]
+        wide[:, ids] = logits
+        return FinishedStep(sample(wide, rows))
+
+
+class TorchEagle(EagleBackend):
+    """An :class:`EagleBackend` over torch's operators."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, layout: KVLayout, max_model_len: int) -> None:
         """``max_model_len``: entries of the longest text."""
         super().__init__(layout, config.layer.vocab_size)
-        self._config, self._weights = config, weights
+        self._config, self._weights, self._target_ids = config, weights, weights.target_ids
         self._dtype = weights.embedding.dtype
         (self._rope,) = make_ropes(config.layer, max_model_len)
         self._inputs = self._outputs = torch.empty(0, config.layer.hidden_size, dtype=self._dtype)
@@ -57,12 +94,6 @@ class EagleBackend(HostBackend):
     def follow(self, rows: Seq[int]) -> None:
         """The next step's rows are behind these of the last step's ``sample_rows``."""
         self._inputs = self._outputs[list(rows)]
-
-    def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
-        """Chooses the likeliest tokens, whatever ``rows`` say."""
-        found = self.forward(batch).argmax(-1)
-        ids = self._weights.target_ids
-        return FinishedStep(Sampled(tuple((found if ids is None else ids[found]).tolist())))
 
     def warm_up(self, max_tokens: int) -> None:
         """Runs entries whose states are zeros."""
@@ -99,7 +130,7 @@ class EagleBackend(HostBackend):
             hidden = (normed if self._config.norm_before_residual else states)[sampled] + own.o(attended)
             assert own.mlp_norm is not None
             self._outputs = hidden + own.mlp(own.mlp_norm(hidden))
-            return weights.lm_head(weights.final_norm(self._outputs))
+            return weights.lm_head(weights.final_norm(self._outputs)).float()
 
 
 class EagleModel(DraftModel):

@@ -119,7 +119,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
         return LoadedModel(prepared, TorchBackend(prepared, flags.block_size, threads))
     if flags.tensor_parallel_size > 1:
         return _load_ranks(flags, prepared, isa, threads)
-    share = _core_share(flags)
+    share = core_share(flags)
     backend = _cpu_backend(flags, prepared, isa, threads, share)
     owned = threads / share.board.cores if share is not None else 0.0
     return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
@@ -138,7 +138,7 @@ def _cpu_backend(
 
     from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 
-    # Torch only passes arrays on, and runs an EAGLE head where there is one: its own threads would be in the way.
+    # Torch only passes arrays on: its own threads would be in the way.
     torch.set_num_threads(1)
     cores: Sequence[int] = parse_cores(flags.cpu_affinity)
     split = RankSplit.of(load_config(prepared.folder), 0, 1) if member is None else member.split
@@ -161,7 +161,7 @@ def _load_ranks(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, threads: 
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
     from pillion.engine.ranks.ranked_backend import RankedBackend
 
-    size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), _core_share(flags)
+    size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
     # Decodes may be more than the budget; memory that no step touches is not taken.
     longest = 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
     memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + longest)
@@ -256,7 +256,7 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
         raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
 
-def _core_share(flags: WorkerFlags) -> CoreShare | None:
+def core_share(flags: WorkerFlags) -> CoreShare | None:
     """The worker's cores on the board that it was told of. Only speed depends on the board, so a worker that cannot
     open it computes on its own cores and says so."""
     if not flags.core_board:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
 from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 # The layer's name in the original layout, and here.
 _OLD_LAYER, _LAYER = "midlayer.", "layers.0."
 # Tensors that are not read: the inverse of d2t, and leftovers.
@@ -47,8 +48,11 @@ class EagleWeights:
     target_ids: torch.Tensor | None
 
 
-def load_eagle_weights(folder: Path, config: EagleConfig, embedding: torch.Tensor) -> EagleWeights:
-    """Loads a head in the type of ``embedding``, the model's, which it uses where it has none of its own.
+def load_eagle_weights(
+    folder: Path, config: EagleConfig, embedding: torch.Tensor, make_linear: MakeLinear = Linear
+) -> EagleWeights:
+    """Loads a head in the type of ``embedding``, the model's, which it uses where it has none of its own. Its linear
+    layers are made by ``make_linear``.
 
     Raises ConfigError for tensors that are missing, unknown, of another shape, or no finite numbers.
     """
@@ -60,13 +64,16 @@ def load_eagle_weights(folder: Path, config: EagleConfig, embedding: torch.Tenso
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path} is not a safetensors file: {error}") from None
             handles |= dict.fromkeys(handle.keys(), handle)
-        return _make(config, _Tensors(handles, config, embedding.dtype), embedding)
+        return _make(config, _Tensors(handles, config, embedding.dtype, make_linear), embedding)
 
 
 class _Tensors:
     """The open files of a head, whose names and shapes fit its config."""
 
-    def __init__(self, handles: Mapping[str, Any], config: EagleConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, handles: Mapping[str, Any], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
+    ) -> None:
+        self.make_linear = make_linear
         self._files = {name.replace(_OLD_LAYER, _LAYER, 1): (handle, name) for name, handle in handles.items()}
         self._dtype = dtype
         wanted, optional = dict(_shapes(config)), _optional_shapes(config)
@@ -110,7 +117,7 @@ class _Tensors:
         """The layer of these matrices, one above the other."""
         biases = [f"{_LAYER}{name}.bias" for name in names]
         bias = torch.cat([self.take(one) for one in biases]) if self.has(biases[0]) else None
-        return Linear(torch.cat([self.take(f"{_LAYER}{name}.weight") for name in names]), bias)
+        return self.make_linear(torch.cat([self.take(f"{_LAYER}{name}.weight") for name in names]), bias)
 
 
 def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> EagleWeights:
@@ -126,7 +133,7 @@ def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> Ea
         qk_norm = RmsNorm(torch.cat(weights), eps, wide=False)
     return EagleWeights(
         embedding=tensors.take("embed_tokens.weight") if tensors.has("embed_tokens.weight") else embedding,
-        fuse=Linear(tensors.take("fc.weight")),
+        fuse=tensors.make_linear(tensors.take("fc.weight"), None),
         embedding_norm=norm(f"{_LAYER}input_layernorm"),
         state_norm=norm(f"{_LAYER}hidden_norm"),
         layer=LayerWeights(
@@ -144,7 +151,7 @@ def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> Ea
             mlp_post_norm=None,
         ),
         final_norm=norm("norm"),
-        lm_head=Linear(tensors.take("lm_head.weight")),
+        lm_head=tensors.make_linear(tensors.take("lm_head.weight"), None),
         target_ids=_target_ids(config, tensors),
     )
 

@@ -18,7 +18,7 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
 
 if TYPE_CHECKING:
     # A worker on a CPU loads no kernels for GPUs.
@@ -110,6 +110,14 @@ class RankedBackend(_RankedCalls, HostBackend):
         """Owns both from now on."""
         HostBackend.__init__(self, own.layout, own.vocab_size)
         _RankedCalls.__init__(self, own, ranks)
+
+    def keep_states(self, layers: Sequence[int]) -> None:
+        """Has rank 0 alone keep them: the inputs of layers are the same at all ranks."""
+        super().keep_states(layers)
+        self.own.keep_states(layers)
+
+    def _read_states(self, num_tokens: int) -> States:
+        return self.own._read_states(num_tokens)
 
     def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
         """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""

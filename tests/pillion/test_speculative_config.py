@@ -46,12 +46,38 @@ NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
             {"model": "org/small", "num_speculative_tokens": 3, "prompt_lookup_max": None},
             SpeculativeConfig(method="draft_model", model="org/small", num_speculative_tokens=3),
         ),
+        (
+            {"model": "org/Model-speculator.eagle3", "num_speculative_tokens": 3},
+            SpeculativeConfig(method="eagle3", model="org/Model-speculator.eagle3", num_speculative_tokens=3),
+        ),
     ],
 )
 def test_what_is_said_is_meant(said: dict[str, Any], meant: SpeculativeConfig) -> None:
     found = parse_speculative_config(json.dumps(said))
     assert found == meant
     assert parse_speculative_config(str(found)) == found, "a component gets it as a text"
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ('{"speculators_model_type": "eagle3"}', "eagle3"),
+        ('{"architectures": ["LlamaForCausalLMEagle3"]}', "eagle3"),
+        # The head's loader names what it does not know.
+        ('{"speculators_model_type": "dflash"}', "eagle3"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "draft_model"),
+        ('{"architectures": null}', "draft_model"),
+        ("[]", "draft_model"),
+        ("no JSON", "draft_model"),
+        (None, "draft_model"),
+    ],
+)
+def test_a_folder_says_whether_it_is_a_head(config: str | None, method: str, tmp_path: pathlib.Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    said = {"model": str(tmp_path), "num_speculative_tokens": 3}
+    assert parse_speculative_config(json.dumps(said)).method == method
+    assert parse_speculative_config(json.dumps({**said, "method": "eagle3"})).method == "eagle3"
 
 
 def test_nothing_is_guessed_by_default() -> None:

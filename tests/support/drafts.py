@@ -1,10 +1,31 @@
-"""Drafters and their configuration for tests."""
+"""Drafters, their configuration and texts for tests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.speculative_config import SpeculativeConfig
+from tests.support.scheduler_harness import GREEDY
 
 
 def guessing(tokens: int, method: str = "ngram") -> SpeculativeConfig:
     """Return a configuration that guesses so many tokens a step; with 0, none."""
     return SpeculativeConfig(method=method, num_speculative_tokens=tokens) if tokens else SpeculativeConfig()
+
+
+def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> Sequence:
+    """Return a greedy stream of these tokens, whose own KV has a slot and is not computed."""
+    spec = SequenceSpec(
+        seq_id=1,
+        token_ids=np.array(tokens, np.int32),
+        parent_hash=bytes(32),
+        prompt_tokens=len(tokens),
+        sampling=GREEDY,
+        max_tokens=100,
+        max_model_len=max_model_len,
+    )
+    return Sequence(spec, Holding(1, (), (0,)), block_size, 0.0)

@@ -408,13 +408,18 @@ class SchedulerHarness:
         """Run steps until no sequence is left, check the answers, and return how many steps computed something."""
         steps = 0
         while self.scheduler.sequences:
-            steps += bool(self.step().pieces)
-            while self.answer():
-                pass
-            self.receive_flush()
+            steps += bool(self.answered_step().pieces)
         self.settle()
         self.check_answers()
         return steps
+
+    def answered_step(self) -> StepPlan:
+        """Run a step, and have the node answer everything."""
+        plan = self.step()
+        while self.answer():
+            pass
+        self.receive_flush()
+        return plan
 
     def settle(self) -> None:
         """Everything is told; then nothing is leased, pinned or promised."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pillion.core_board import CoreShare
@@ -56,7 +57,15 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.products.low_rank import run_rows
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
-from pillion.kernels.cpu.runtime.program import Bounds, CpuStepRecord, Operation, Program, Workspace, check_batch
+from pillion.kernels.cpu.runtime.program import (
+    Bounds,
+    Buffer,
+    CpuStepRecord,
+    Operation,
+    Program,
+    Workspace,
+    check_batch,
+)
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
 
 log = logging.getLogger("pillion.worker")
@@ -127,11 +136,15 @@ def compile_with_adapters(
 ) -> tuple[CompiledKernels, Sequence[Operation]]:
     """Returns the kernels of steps with and without adapters, and the operations of a step with them."""
     plan = plan_with_adapters(model.plan, model.config, model.weights, model.layout, model.dtype, model.split, table)
-    specs = [operation.spec for operation in (*model.plan.operations, *plan.operations)]
-    kernels = compile_kernels(
+    return compile_operations((*model.plan.operations, *plan.operations), model, progress), plan.operations
+
+
+def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
+    """The kernels of ``operations``, compiled as those of ``model``."""
+    specs = [operation.spec for operation in operations]
+    return compile_kernels(
         specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress
     )
-    return kernels, plan.operations
 
 
 def _inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
@@ -254,11 +267,7 @@ class CpuBackend(HostBackend):
         plan = plan_model(
             model.config, model.weights, model.layout, model.dtype, model.max_model_len, model.split, layers
         )
-        specs = [operation.spec for operation in plan.operations]
-        kernels = compile_kernels(
-            specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=log.info
-        )
-        self._use(plan, kernels)
+        self._use(plan, compile_operations(plan.operations, model, log.info))
 
     def _use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
         """Has steps without adapters run ``plan``."""
@@ -267,14 +276,18 @@ class CpuBackend(HostBackend):
         self._program = Program(plan.operations, kernels, self._workspace)
         self._thread_pool = self._new_thread_pool(kernels)
 
+    def _programs(self) -> tuple[Program, ...]:
+        """All programs over the workspace."""
+        return (self._program,) if self._with_adapters is None else (self._program, self._with_adapters.program)
+
+    def _rows(self, buffer: Buffer, count: int, width: int) -> npt.NDArray[Any]:
+        """The first ``count`` rows of a buffer, a view [count, width]."""
+        rows = self._workspace.array(buffer).view(buffer.dtype)
+        return rows.reshape(-1, buffer.stride // rows.itemsize)[:count, :width]
+
     def _read_states(self, num_tokens: int) -> States:
-        found = []
-        for layer in self.state_layers:
-            buffer = self.model.plan.states[layer]
-            rows = self._workspace.array(buffer).view(buffer.dtype)
-            rows = rows.reshape(-1, buffer.stride // rows.itemsize)
-            found.append(rows[:num_tokens, : self.model.config.hidden_size])
-        return np.concatenate(found, axis=1)
+        plan, width = self.model.plan, self.model.config.hidden_size
+        return np.concatenate([self._rows(plan.states[layer], num_tokens, width) for layer in self.state_layers], axis=1)
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Writes the adapter's addresses into the table that kernels read."""
@@ -365,9 +378,8 @@ class CpuBackend(HostBackend):
         if self._unbound:
             self._logits.clear()
             # Where bind fails for lack of memory, no kernel may run until it has succeeded.
-            self._program.bind()
-            if self._with_adapters is not None:
-                self._with_adapters.program.bind()
+            for program in self._programs():
+                program.bind()
             self._unbound = False
         step, row_seqs = self._step, np.arange(batch.num_seqs, dtype=np.int32)
         if batch.num_tokens != batch.num_seqs:

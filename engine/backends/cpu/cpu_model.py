@@ -35,7 +35,7 @@ from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_adapters import AdapterTable
-from pillion.engine.backends.cpu.cpu_weights import CpuLinear, CpuWeights
+from pillion.engine.backends.cpu.cpu_weights import CpuLinear, CpuWeights, PackedMatrices
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
@@ -84,7 +84,7 @@ class OperationBuilder:
     ``model_heads`` are the query heads of all ranks. ``phases`` counts the waits for other ranks."""
 
     config: ModelConfig
-    weights: CpuWeights
+    weights: PackedMatrices
     layout: KVLayout
     dtype: str
     ropes: tuple[CosSin, ...]
@@ -130,17 +130,17 @@ class OperationBuilder:
     def attended(self) -> Buffer:
         return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
 
-    def norm(self, name: str, out: Buffer | None = None) -> Operation:
-        """hidden -> normed, or ``out``; changes only the type where the model has no norm ``name``."""
+    def norm(self, name: str, out: Buffer | None = None, x: Buffer | None = None) -> Operation:
+        """hidden, or ``x``, -> normed, or ``out``; changes only the type where the model has no norm ``name``."""
         weight = self.weights.tensors.get(name)
-        out = out or self.normed
+        out, x = out or self.normed, x or self.hidden
         values = {
-            "x": self.hidden,
+            "x": x,
             "weight": weight,
             "bias": None,
             "out": out,
             "width": self.config.hidden_size,
-            "x_stride": self.hidden.stride,
+            "x_stride": x.stride,
             "out_stride": out.stride,
             "eps": self.config.rms_norm_eps,
         }
@@ -334,8 +334,8 @@ def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
             operations.append(builder.norm("", builder.state(index)))
         operations += _attention(builder, index, "num_samples" if last else "")
         if last:
-            operations.append(_gather(builder, sampled))
-        operations += _behind_attention(sampled if last else builder, index)
+            operations.append(gather(builder, sampled))
+        operations += behind_attention(sampled if last else builder, index)
     operations.append(sampled.norm("final_norm"))
     head = weights.linear("lm_head")
     # The sampler edits logits in place where rows follow one another without padding.
@@ -379,18 +379,29 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
 
 def _attention(builder: OperationBuilder, index: int, when: str) -> Iterator[Operation]:
     """The operations from hidden to attended, which also write the layer's KV into the pool."""
+    prefix = f"layers.{index}."
+    qkv = projections(builder, index)
+    yield builder.norm(prefix + "attention_norm")
+    yield from builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
+    yield from attend(builder, index, qkv, when)
+
+
+def projections(builder: OperationBuilder, index: int) -> Buffer:
+    """The buffer for the queries, keys and values of a layer."""
+    return builder.buffer("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
+
+
+def attend(builder: OperationBuilder, index: int, qkv: Buffer, when: str) -> Iterator[Operation]:
+    """The operations from qkv to attended, which also write the layer's KV into the pool."""
     config, weights, layout = builder.config, builder.weights, builder.layout
     prefix, size = f"layers.{index}.", 2 if builder.bf16 else 4
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     shape = attention_shape(config, layout, builder.dtype)
     # The pool has the KV of all heads; the rank reads and writes that of its own.
     layer_offset = (index * 2 * layout.num_kv_heads + builder.split.kv_heads.start) * shape.piece_bytes
-    qkv = builder.buffer("qkv", weights.linear(prefix + "qkv").pairs * 32, "float32")
     queries = builder.buffer("queries", heads * head_dim, builder.row_dtype)
     head_stride = HeadStride(heads // kv_heads * head_dim * size)
     rope = config.layer_ropes[index]
-    yield builder.norm(prefix + "attention_norm")
-    yield from builder.gemm(prefix + "qkv", builder.normed, qkv, "store")
     squares = None
     if config.qk_norm == "projection" and not builder.split.whole:
         squares = builder.buffer("squares", 2, "float32")
@@ -499,7 +510,8 @@ def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttenti
     )
 
 
-def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
+def gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
+    """The sampled rows of hidden and attended."""
     values = {
         "hidden": builder.hidden,
         "attended": builder.attended,
@@ -511,7 +523,7 @@ def _gather(builder: OperationBuilder, sampled: OperationBuilder) -> Operation:
     return Operation(GatherRows(), values, "num_samples")
 
 
-def _behind_attention(builder: OperationBuilder, index: int) -> Iterator[Operation]:
+def behind_attention(builder: OperationBuilder, index: int) -> Iterator[Operation]:
     """The operations from attended to the next layer's hidden."""
     config, prefix = builder.config, f"layers.{index}."
     yield from builder.add(prefix + "o", builder.attended, prefix + "attention_post_norm")

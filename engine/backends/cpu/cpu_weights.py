@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
+from pillion.core_board import LINE_BYTES
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
@@ -59,6 +60,8 @@ from pillion.kernels.torch.quantized_matrix import (
 )
 from pillion.kernels.torch.torch_linear import Linear
 
+# The kind of plain matrices, by the model's type.
+WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
 # The numbers of a matrix in the file; the kind is its place in KINDS.
 _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
@@ -92,8 +95,11 @@ class CpuLinear:
     row_codes: RowCodes | None = None
 
 
-class CpuWeights(PackedFile):
-    """The mapped file of a model's weights, which the workers of a host share."""
+class PackedMatrices:
+    """Named tensors, and matrices as the kernels read them. Nobody may write to them."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, int]
 
     def has(self, name: str) -> bool:
         """Whether the model has a tensor or a matrix ``name``."""
@@ -139,6 +145,26 @@ class CpuWeights(PackedFile):
         return RowCodes(ROW_SCHEMES[int(scheme)], scale, int(zero))
 
 
+class CpuWeights(PackedMatrices, PackedFile):
+    """The mapped file of a model's weights, which the workers of a host share."""
+
+
+class HeldMatrices(PackedMatrices):
+    """Weights in this process's memory, of what is too small to be packed into a file. Written by a
+    :class:`MatrixPacker` before anybody reads them."""
+
+    def __init__(self) -> None:
+        self.tensors, self.numbers = {}, {}
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Keeps a tensor; one that does not begin at a cache line, as a copy that does."""
+        tensor = tensor.contiguous()
+        self.tensors[name] = tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
+
+    def number(self, name: str, value: int) -> None:
+        self.numbers[name] = value
+
+
 def load_cpu_weights(
     prepared: PreparedModel,
     config: ModelConfig,
@@ -153,8 +179,8 @@ def load_cpu_weights(
 
     def pack(writer: PackedWriter) -> None:
         progress(f"packing weights for the CPU kernels{share}")
-        wide = {"bfloat16": "bf16", "float32": "fp32"}[prepared.dtype]
-        packer = _Packer(writer, config, split, wide)
+        wide = WIDE_KINDS[prepared.dtype]
+        packer = MatrixPacker(writer, config, split, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
     path = cache.packed_weights(prepared.fingerprint, split.cpu_name)
@@ -162,11 +188,11 @@ def load_cpu_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Packer:
-    """Packs a rank's share of a model. ``wide``: the kind of plain matrices, and of matrices in few bits that do not
+class MatrixPacker:
+    """Packs a rank's share of a model, or an EAGLE head. ``wide``: the kind of plain matrices, and of matrices in few bits that do not
     stay so."""
 
-    writer: PackedWriter
+    writer: PackedWriter | HeldMatrices
     config: ModelConfig
     split: RankSplit
     wide: str
@@ -179,21 +205,22 @@ class _Packer:
             embedding = checkpoint.take("embedding", dtype)
             self.writer.tensor("embedding", embedding[rows])
             for index in range(config.num_layers):
-                self._layer(f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain))
-            self._norm("final_norm", load_final_norm(checkpoint, config, dtype))
+                self.layer(f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain))
+            self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
             head = load_head(checkpoint, config, dtype, embedding)
-            self._linear("lm_head", Linear.plain(select_rows(head, rows)))
+            self.linear("lm_head", Linear.plain(select_rows(head, rows)))
 
-    def _layer(self, prefix: str, whole: LayerWeights) -> None:
+    def layer(self, prefix: str, whole: LayerWeights) -> None:
+        """Packs a layer whose linear layers are plain."""
         layer = split_layer(whole, self.config, self.split)
         for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
-            self._norm(prefix + name, getattr(layer, name))
+            self.norm(prefix + name, getattr(layer, name))
         if layer.qk_norm is not None:
             # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
             self.writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
             self.writer.tensor(prefix + "k_norm", layer.qk_norm.weight[len(self.split.heads)].float())
-        self._linear(prefix + "qkv", layer.qkv)
-        self._linear(prefix + "o", layer.o)
+        self.linear(prefix + "qkv", layer.qkv)
+        self.linear(prefix + "o", layer.o)
         if isinstance(layer.mlp, MoeWeights):
             # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
             router = layer.mlp.router
@@ -240,12 +267,12 @@ class _Packer:
         kind = packed_kind(matrices, self.wide)
         return kind, any(has_offsets(matrix, kind) for matrix in quantized)
 
-    def _norm(self, name: str, norm: RmsNorm | None) -> None:
+    def norm(self, name: str, norm: RmsNorm | None) -> None:
         if norm is not None:
             # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
             self.writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
 
-    def _linear(self, name: str, linear: Linear) -> None:
+    def linear(self, name: str, linear: Linear) -> None:
         self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))], [linear.weight])
         if linear.bias is not None:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pillion.engine.backends.batch import adapted_runs
-from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.batching import build_batch, build_guess_sampling, build_sampling
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
@@ -136,6 +136,24 @@ def test_drafts_are_judged_as_single_steps_would_choose() -> None:
         alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
         plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
         assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]
+
+
+def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
+    params = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "logprobs": 2, "frequency_penalty": 0.5}
+    stream, other = sequence(1, [1, 2, 3, 4], prompt=3, **params), sequence(2, [5, 6])
+    guessing = build_guess_sampling([(stream, 0), (stream, 1), (other, 0)], 64)
+    judging = build_sampling(
+        StepPlan((SequencePiece(with_drafts(stream, [5]), 3, 2, 2), SequencePiece(other, 1, 1, 1)))
+    )
+    for field in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"):
+        assert getattr(guessing, field).tolist() == getattr(judging, field).tolist()
+    # Tokens that are only guessed are in no penalty, and nothing is reported.
+    assert [edit.answered.tolist() for edit in guessing.edits] == [[4], [4]]
+    assert guessing.logprobs.tolist() == [-1, -1, -1]
+    stream.drop_drafts()
+    biased = sequence(3, [1], logit_bias={63: 1.0})
+    assert build_guess_sampling([(biased, 0)], 64).edits
+    assert not build_guess_sampling([(biased, 0)], 63).edits
 
 
 @pytest.mark.parametrize("most", [1, 4, 8])

@@ -23,13 +23,12 @@ from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.draft_chains import DraftChain, DraftPiece, DraftPlan, DraftShape
-from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 from testbed.draft_models import first_layers
 from testbed.tiny_model import save_model
+from tests.support.drafts import text_to_guess_for
 from tests.support.oracle import Oracle, first_difference
-from tests.support.scheduler_harness import GREEDY
 
 BLOCK = 16
 
@@ -96,16 +95,7 @@ def loaded(folders: tuple[pathlib.Path, pathlib.Path]) -> tuple[LoadedModel, Dra
 
 
 def chain_of(tokens: list[int], slots: list[int], shape: DraftShape) -> DraftChain:
-    spec = SequenceSpec(
-        seq_id=1,
-        token_ids=np.array(tokens, np.int32),
-        parent_hash=bytes(32),
-        prompt_tokens=len(tokens),
-        sampling=GREEDY,
-        max_tokens=100,
-        max_model_len=256,
-    )
-    chain = DraftChain(-1, Sequence(spec, Holding(1, (), (0,)), BLOCK, 0.0), shape)
+    chain = DraftChain(-1, text_to_guess_for(tokens, BLOCK, 256), shape)
     chain.open(Holding(2, (), tuple(slots)))
     return chain
 

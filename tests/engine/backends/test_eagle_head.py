@@ -16,26 +16,25 @@ from transformers import AutoModelForCausalLM
 
 from pillion.config import DecodeFlags
 from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.cpu.cpu_eagle import CpuEagle
 from pillion.engine.backends.draft_loading import load_draft
 from pillion.engine.backends.draft_model import DraftModel
+from pillion.engine.backends.eagle_head import TorchEagle
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from pillion.engine.scheduling import eagle_chains
-from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.draft_chains import DraftPiece, DraftPlan, DraftShape
 from pillion.engine.scheduling.eagle_chains import EagleChain
-from pillion.engine.scheduling.sequence import Sequence as TextSequence
-from pillion.engine.scheduling.sequence import SequenceSpec
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 from testbed.eagle_heads import save_head, write_head
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import cpu_backend, needs_kernels
+from tests.support.drafts import text_to_guess_for
 from tests.support.eagle_reference import EagleReference
-from tests.support.scheduler_harness import GREEDY
 
 BLOCK, SLOTS = 16, 24
 
@@ -95,16 +94,7 @@ class Text:
 
 
 def text_of(backend: HostBackend, shape: DraftShape, tokens: Sequence[int], slots: list[int], own: list[int]) -> Text:
-    spec = SequenceSpec(
-        seq_id=1,
-        token_ids=np.array(tokens, np.int32),
-        parent_hash=bytes(32),
-        prompt_tokens=len(tokens),
-        sampling=GREEDY,
-        max_tokens=100,
-        max_model_len=512,
-    )
-    chain = EagleChain(-1, TextSequence(spec, Holding(1, (), (0,)), BLOCK, 0.0), shape)
+    chain = EagleChain(-1, text_to_guess_for(tokens, BLOCK, 512), shape)
     for slot in own:
         chain.add_slot(slot)
     return Text(backend, chain, slots)
@@ -143,6 +133,7 @@ def test_guesses_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path
     shape, head = load(loaded, main, folder)
     backend = loaded.backend
     assert isinstance(backend, HostBackend)
+    assert isinstance(head.backend, CpuEagle if kernels == "cpu" else TorchEagle)
     # Seven layers of the model's KV hold seven blocks of a head's one layer, less those that no slot's end cuts.
     assert shape.block_size == BLOCK * 7
     pool_for(backend, head)
@@ -167,6 +158,7 @@ def test_guesses_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path
     first.chain.settle()
     assert not len(first.chain.guesses)
     assert guesses_of(head, DraftPiece(first.chain, 149, 2, 3)) == [reference.guesses([*texts[0], 7, 9], 3)]
+    head.backend.close()
     backend.close()
 
 
@@ -300,5 +292,5 @@ def test_a_backend_that_keeps_no_states_is_refused(main: pathlib.Path, tmp_path:
         """Stands for a GPU's backend."""
 
     loaded = LoadedModel(prepare(flags(main)), Device())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="EAGLE-3 heads run on CPUs, in workers of one process"):
+    with pytest.raises(ConfigError, match="EAGLE-3 heads run on CPUs"):
         load(loaded, main, save_head(tmp_path / "head", main))

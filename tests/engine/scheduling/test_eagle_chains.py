@@ -100,10 +100,7 @@ def test_a_recall_closes_chains_which_begin_again_behind_it() -> None:
     harness = SchedulerHarness(slots=200, budget=32, draft=heading())
     harness.submit(prompt(1, 15), 200)
     for _ in range(8):
-        harness.step()
-        while harness.answer():
-            pass
-        harness.receive_flush()
+        harness.answered_step()
     head = head_of(harness)
     assert head.contexts[-1] > 15
     harness.scheduler.recall(1, harness.now)

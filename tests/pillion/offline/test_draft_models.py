@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pillion import LLM, ConfigError, SamplingParams
+from pillion.engine.scheduling import draft_control
 from testbed.draft_models import first_layers, with_quiet_layers
 from testbed.tiny_model import save_model
 
@@ -53,6 +54,21 @@ def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
     assert answers(main, first_layers(main, tmp_path / "draft", 1)) == plain
     # Another family with the same tokenizer.
     assert answers(main, save_model(tmp_path / "random", seed=3, num_hidden_layers=1)) == plain
+
+
+def test_a_good_draft_guesses_sampled_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model itself, as its own draft, knows what will be drawn: the guess has the noise of the draw."""
+    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    main = save_model(tmp_path / "main")
+    config = {"method": "draft_model", "model": str(main), "num_speculative_tokens": 3}
+    settings = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": "512", "kv_pool_bytes": "16MiB", "cpu_threads": 1}
+    with LLM(str(main), cpu_kernels="torch", speculative_config=config, **options) as llm:
+        (output,) = llm.generate(TEXTS[:1], settings, use_tqdm=False)
+    assert output.timings is not None
+    assert output.timings.guessed_tokens > 20
+    assert output.timings.accepted_tokens > 0.9 * output.timings.guessed_tokens
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,5 @@
-"""Answers with an EAGLE head are those without, on the CPU kernels: greedy and sampled, forks, penalties, chats."""
+"""Answers with an EAGLE head are those without, on the CPU kernels: greedy and sampled, forks, penalties, grammars, and
+in a worker of two ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +8,17 @@ from typing import Any
 
 import pytest
 
-from pillion import LLM, ConfigError
+from pillion import LLM, ConfigError, SamplingParams, StructuredOutputs
 from pillion.engine.scheduling import draft_control
 from testbed.eagle_heads import save_head
 from testbed.tiny_model import save_model
-from tests.pillion.offline.test_draft_models import SETTINGS, TEXTS
+from tests.pillion.offline.test_draft_models import TEXTS
+from tests.pillion.offline.test_draft_models import SETTINGS as PLAIN_SETTINGS
+from tests.support.cpu_model import needs_kernels
+
+# The last one follows a grammar, which refuses most guesses.
+SHAPE = StructuredOutputs(regex="[a-z ]{20,40}")
+SETTINGS = [*PLAIN_SETTINGS, SamplingParams(temperature=0.9, seed=8, max_tokens=40, structured_outputs=SHAPE)]
 
 
 def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> tuple[list[list[int]], int]:
@@ -27,15 +34,18 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
     return [answer.token_ids for output in outputs for answer in output.outputs], guessed
 
 
+@needs_kernels
 def test_no_answer_changes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that the machine's speed does not decide whether anything is guessed.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)
-    found, guessed = answers(main, save_head(tmp_path / "head", main))
-    assert found == plain
-    assert guessed > 20
+    head = save_head(tmp_path / "head", main)
+    for ranks in (1, 2):
+        found, guessed = answers(main, head, tensor_parallel_size=ranks)
+        assert found == plain
+        assert guessed > 20
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
