@@ -1,8 +1,8 @@
 """What guessed tokens gain: the offline engine with each method of guessing beside the same engine without any.
 
 Every engine answers the same prompts in turn, so that what else runs on the machine slows all of them; a method's gain
-is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *greedy*, the
-likeliest stories; *repeating*, a function that stands three times in the prompt, and that the model writes once more;
+is the median of the rounds' ratios. Texts: *ordinary*, sampled stories of which each round has other ones; *greedy*,
+the likeliest stories; *repeating*, a function that stands three times in the prompt, and that the model writes again;
 *again*, the stories of the first round, which only a method that remembers answers can know. In all but *again* each
 round has a salt of its own, so none finds another one's answers. *Saved* are the tokens that a guess brought, and that
 took no step of their own.
@@ -48,7 +48,9 @@ def prompt_of(text: str, stream: int) -> str:
 
 def answers(llm: LLM, text: str, streams: int, number: int, tokens: int) -> tuple[float, list[RequestOutput]]:
     """Return the seconds of one round, and its answers. The prompts' KV is there before."""
-    params = SamplingParams(temperature=0.0 if text in ("greedy", "repeating") else 1.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0 if text in ("greedy", "repeating") else 1.0, max_tokens=tokens, ignore_eos=True
+    )
     salt = "again" if text == "again" else f"{text} {streams} {number}"
     seeds = range(streams) if text == "again" else range(1000 * number, 1000 * number + streams)
     prompts = [{"prompt": prompt_of(text, stream), "cache_salt": salt} for stream in range(streams)]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.eagle_head FOLDER && python -m benchmarks.drafts --eagle-head FOLDER
 
-The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its last
-layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy: by the
-model's states, and, as where it guesses on, by its own (the training-time test of EAGLE-3). Right guesses are counted on
-texts that it has not seen, and are chosen as a worker chooses them, with the noise of the token that they guess; by how
-many entries are behind a guess: a head whose chain begins with a prompt's tail has only those of the tail.
+The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its
+last layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy: by
+the model's states, and, as where it guesses on, by its own (the training-time test of EAGLE-3). Right guesses are
+counted on texts that it has not seen, by how many entries are behind a guess: a head whose chain begins with a prompt's
+tail has only those of the tail. Guesses are chosen as a worker chooses them, with the noise of the guessed token.
 """
 
 from __future__ import annotations
@@ -204,6 +204,20 @@ def right_guesses(
     return [mine / max(all_, 1) for mine, all_ in zip(right, tried, strict=True)]
 
 
+def loss_of(head: TrainedHead, target_rows: torch.Tensor, text: Answered, passes: int) -> torch.Tensor:
+    """How far the head's guesses at each place are from what the model expects there; later places count less."""
+    expected = (text.outputs @ target_rows.T).float().softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())
+        cache: KeysAndValues = []
+        for at in range(passes):
+            count = len(states)
+            states, logits = head(states, text.tokens[1 + at :][:count], cache, seen(count, at, count))
+            # The model's output one position behind an entry's state says what it expects behind the entry's token.
+            loss = loss + 0.8**at * cross_entropy(logits.float(), expected[1 + at :][:count])
+    return loss
+
+
 def train(
     head: TrainedHead,
     ids: torch.Tensor,
@@ -217,16 +231,7 @@ def train(
     rows, began_s, done, losses = target_head[ids], time.monotonic(), 0.0, [0.0]
     while done < 1:
         for place in torch.randperm(len(texts)).tolist():
-            text = texts[place]
-            states, loss = head.fuse(text.states[: -passes - 1].float()), torch.zeros(())
-            cache: KeysAndValues = []
-            for at in range(passes):
-                states, logits = head(
-                    states, text.tokens[1 + at :][: len(states)], cache, seen(len(states), at, len(states))
-                )
-                # The model's output one position behind an entry's state says what it expects behind the entry's token.
-                expected = (text.outputs[1 + at :][: len(states)] @ rows.T).float().softmax(-1)
-                loss = loss + 0.8**at * cross_entropy(logits, expected)
+            loss = loss_of(head, rows, texts[place], passes)
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, done / WARMUP_SHARE) * (1 - done)
             optimizer.zero_grad()
@@ -281,7 +286,9 @@ def main() -> None:
     write_head(args.folder, config, {**tensors, "d2t": ids - torch.arange(len(ids))})
     shares = {
         f"{temperature:g}": {
-            str(context): right_guesses(head, ids, [one for one in held_out if one.temperature == temperature], context, 3)
+            str(context): right_guesses(
+                head, ids, [one for one in held_out if one.temperature == temperature], context, 3
+            )
             for context in CONTEXTS
         }
         for temperature in TEMPERATURES

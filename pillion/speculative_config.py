@@ -121,8 +121,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _is_head(model: str) -> bool:
-    """Whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as in vLLM, a
-    hub id that does."""
+    """Whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as in vLLM,
+    a hub id that does."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return "eagle3" in model.lower()

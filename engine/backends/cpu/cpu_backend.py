@@ -142,9 +142,7 @@ def compile_with_adapters(
 def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
     """The kernels of ``operations``, compiled as those of ``model``."""
     specs = [operation.spec for operation in operations]
-    return compile_kernels(
-        specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress
-    )
+    return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
 
 
 def _inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
@@ -287,7 +285,9 @@ class CpuBackend(HostBackend):
 
     def _read_states(self, num_tokens: int) -> States:
         plan, width = self.model.plan, self.model.config.hidden_size
-        return np.concatenate([self._rows(plan.states[layer], num_tokens, width) for layer in self.state_layers], axis=1)
+        return np.concatenate(
+            [self._rows(plan.states[layer], num_tokens, width) for layer in self.state_layers], axis=1
+        )
 
     def place_adapter(self, place: int, packed: PackedAdapter) -> None:
         """Writes the adapter's addresses into the table that kernels read."""

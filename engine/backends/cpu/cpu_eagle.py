@@ -78,9 +78,7 @@ def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> HeldMat
     return held
 
 
-def plan_head(
-    config: EagleConfig, weights: HeldMatrices, layout: KVLayout, dtype: str, max_model_len: int
-) -> HeadPlan:
+def plan_head(config: EagleConfig, weights: HeldMatrices, layout: KVLayout, dtype: str, max_model_len: int) -> HeadPlan:
     """The programs of a head whose texts have at most ``max_model_len`` entries."""
     layer = config.layer
     ropes, split = rope_tables(layer, max_model_len), RankSplit.of(layer, 0, 1)

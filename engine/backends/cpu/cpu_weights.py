@@ -189,8 +189,8 @@ def load_cpu_weights(
 
 @dataclass(frozen=True, slots=True)
 class MatrixPacker:
-    """Packs a rank's share of a model, or an EAGLE head. ``wide``: the kind of plain matrices, and of matrices in few bits that do not
-    stay so."""
+    """Packs a rank's share of a model, or an EAGLE head. ``wide``: the kind of plain matrices, and of matrices in few
+    bits that do not stay so."""
 
     writer: PackedWriter | HeldMatrices
     config: ModelConfig

@@ -12,8 +12,8 @@ from pillion import LLM, ConfigError, SamplingParams, StructuredOutputs
 from pillion.engine.scheduling import draft_control
 from testbed.eagle_heads import save_head
 from testbed.tiny_model import save_model
-from tests.pillion.offline.test_draft_models import TEXTS
 from tests.pillion.offline.test_draft_models import SETTINGS as PLAIN_SETTINGS
+from tests.pillion.offline.test_draft_models import TEXTS
 from tests.support.cpu_model import needs_kernels
 
 # The last one follows a grammar, which refuses most guesses.
