@@ -114,10 +114,6 @@ class PackedFile:
         if self.read_ahead and hasattr(mmap, "MADV_WILLNEED"):
             self._map.madvise(mmap.MADV_WILLNEED)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-
     def _read_header(self) -> dict[str, Any]:
         start = len(_MAGIC) + 8
         if self._map[: len(_MAGIC)] != _MAGIC:

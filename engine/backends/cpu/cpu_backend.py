@@ -41,7 +41,7 @@ from pillion.engine.backends.cpu.cpu_model import (
     plan_model,
     plan_with_adapters,
 )
-from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
+from pillion.engine.backends.cpu.cpu_weights import PackedMatrices, load_cpu_weights
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
@@ -85,7 +85,7 @@ class CpuModel:
     layout: KVLayout
     dtype: str
     max_model_len: int
-    weights: CpuWeights
+    weights: PackedMatrices
     plan: ModelPlan
     kernels: CompiledKernels
     checked: bool

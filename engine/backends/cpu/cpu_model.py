@@ -35,7 +35,7 @@ from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_adapters import AdapterTable
-from pillion.engine.backends.cpu.cpu_weights import CpuLinear, CpuWeights, PackedMatrices
+from pillion.engine.backends.cpu.cpu_weights import CpuLinear, PackedMatrices
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
 from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.model_config import ModelConfig
@@ -296,7 +296,7 @@ class OperationBuilder:
 
 def plan_model(
     config: ModelConfig,
-    weights: CpuWeights,
+    weights: PackedMatrices,
     layout: KVLayout,
     dtype: str,
     max_model_len: int,
@@ -312,7 +312,7 @@ def plan_model(
 def plan_with_adapters(
     plan: ModelPlan,
     config: ModelConfig,
-    weights: CpuWeights,
+    weights: PackedMatrices,
     layout: KVLayout,
     dtype: str,
     split: RankSplit,

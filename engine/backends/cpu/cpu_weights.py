@@ -101,6 +101,11 @@ class PackedMatrices:
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
     def has(self, name: str) -> bool:
         """Whether the model has a tensor or a matrix ``name``."""
         return name in self.tensors or f"{name}.data" in self.tensors
