@@ -22,7 +22,7 @@ from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import NotFound, PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.kvstore.transfer.adapter_pieces import open_files, receive_files
+from pillion.kvstore.transfer.adapter_pieces import next_piece, open_files, receive_files
 
 log = logging.getLogger("pillion.gateway")
 
@@ -30,6 +30,8 @@ log = logging.getLogger("pillion.gateway")
 ASK_AGAIN_S = 600.0
 # How often it is asked again while it lacks something.
 RETRY_S = 5.0
+# Nodes that are asked for an adapter, one after the other, while they fail to give it.
+MAX_ASKED_NODES = 4
 
 
 class AdapterSpread:
@@ -85,20 +87,22 @@ class AdapterSpread:
             self._fetch_again_s = time.monotonic() + RETRY_S
 
     async def _fetch(self, digest: str) -> bool:
-        # Each node asks the others.
-        node, limits = next((node for node in self._nodes() if node.alive), None), self._store.limits
-        if node is None:
-            return False
-        try:
-            found = node.client.read_adapter(digest, limits.transfer_s)
-            async with asyncio.timeout(limits.transfer_s), aclosing(found) as pieces:
-                room = partial(self._store.receive, digest)
-                await receive_files(await anext(pieces, None), pieces, room, limits.file_bytes)
-        except (PillionError, OSError, TimeoutError) as error:
-            log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
-            return False
-        log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
-        return True
+        """Whether one of the nodes gave an adapter's files."""
+        limits, room = self._store.limits, partial(self._store.receive, digest)
+        for node in [node for node in self._nodes() if node.alive][:MAX_ASKED_NODES]:
+            try:
+                found = node.client.read_adapter(digest, limits.transfer_s)
+                async with asyncio.timeout(limits.transfer_s), aclosing(found) as pieces:
+                    await receive_files(await next_piece(pieces), pieces, room, limits.file_bytes)
+            except (PillionError, OSError, TimeoutError) as error:
+                log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
+                if isinstance(error, NotFound):
+                    # The node has asked the others.
+                    return False
+            else:
+                log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
+                return True
+        return False
 
     async def run(self, interval_s: float) -> None:
         """Spreads and fetches what changes, until it is cancelled."""

@@ -12,7 +12,7 @@ import pytest
 from pillion.adapter_folders import ADAPTER_FILES, ADAPTERS
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
-from pillion.errors import Overloaded
+from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.adapters import adapter_spread
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
@@ -102,10 +102,10 @@ async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock:
 async def test_a_gateway_gets_what_its_machine_lacks(
     clock: SimpleNamespace, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its cache is new, and the gateway that loaded the adapter is gone."""
+    """Its cache is new, the gateway that loaded the adapter is gone, and one of two nodes gives nothing."""
     model = make_model(tmp_path_factory.mktemp("model"), FAMILIES["llama-gqa-tied"])[0]
     source = make_adapter(model, tmp_path / "source", r=4, target_modules=["q_proj"])
-    digest, node, asked = AdapterFiles(source).digest(), link("a"), []
+    digest, broken, node, asked = AdapterFiles(source).digest(), link("a"), link("b"), []
 
     async def read_adapter(wanted: str, timeout_s: float) -> AsyncGenerator[AdapterPiece, None]:
         asked.append(wanted)
@@ -114,8 +114,13 @@ async def test_a_gateway_gets_what_its_machine_lacks(
         async for piece in pieces_of(open_files(source)):
             yield piece
 
-    node.client.read_adapter = read_adapter
-    spread = AdapterSpread(lambda: [node], lambda: {OURS, digest}, AdapterStore())
+    async def break_off(wanted: str, timeout_s: float) -> AsyncGenerator[AdapterPiece, None]:
+        async for piece in pieces_of(open_files(source)):
+            yield piece
+            raise Unavailable("lost")
+
+    broken.client.read_adapter, node.client.read_adapter = break_off, read_adapter
+    spread = AdapterSpread(lambda: [broken, node], lambda: {OURS, digest}, AdapterStore())
     for _ in range(2):
         await spread.fetch()
     assert asked == [digest]
