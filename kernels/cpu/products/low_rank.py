@@ -119,21 +119,12 @@ class Shrink(KernelSpec):
 
     def _call(self, k: Kernel, rows: Int, values: tuple[Any, ...]) -> None:
         """Calls the function for ``rows`` rows."""
-        b, most = k.builder, run_rows(k.isa)
-        behind = b.append_basic_block("behind")
-        cases = [b.append_basic_block("rows") for _ in range(most)]
-        choice = b.switch(rows.ir, cases[0])
-        for height, block in enumerate(cases, 1):
-            if height > 1:
-                choice.add_case(height, block)
-            b.position_at_end(block)
+        for height in k.cases(rows, run_rows(k.isa)):
 
             def body(inner: Kernel, *seen: Any, height: int = height) -> None:
                 self._write_tile(inner, height, *seen)
 
             k.call_subroutine(f"shrink_tile_{self.rows}_{height}", values, body)
-            b.branch(behind)
-        b.position_at_end(behind)
 
     def _write_tile(
         self, k: Kernel, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_stride: Int
