@@ -18,7 +18,7 @@ from benchmarks.peers import about_kernels, llama_system, pillion_system, stop_s
 from pillion.kernels.cpu.language.isa import host_features
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
-from testbed.conditions import loop_turns, wait_for
+from testbed.conditions import WITHIN_S, loop_turns, wait_for
 
 LOAD = ClosedLoad(input_tokens=6, output_tokens=5, concurrency=3, requests=8)
 
@@ -200,7 +200,7 @@ def test_a_paused_session_ends_with_its_children() -> None:
     top.suspend()
     stop_session(process, timeout_s=0.1)
     assert process.returncode is not None
-    psutil.wait_procs(children, timeout=5)
+    psutil.wait_procs(children, timeout=WITHIN_S)
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
 

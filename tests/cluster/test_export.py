@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pillion import Client
 from pillion.observability import telemetry
 from testbed.cluster import served
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
 from testbed.otlp import Receiver, collecting
 from testbed.tiny_model import save_model
 
@@ -87,7 +87,7 @@ def _four_ports() -> int:
 
 
 def _scrape(port: int) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WITHIN_S) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         samples = (sample for family in families for sample in family.samples)
         return {(each.name, tuple(sorted(each.labels.items()))): each.value for each in samples}

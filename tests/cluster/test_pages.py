@@ -33,7 +33,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
 from pillion.v1 import gateway_pb2
 from testbed.cluster import READY_TIMEOUT_S, free_port
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
 from tests.support.adapters import write_adapter
 from tests.support.pages import (
     LANGUAGES,
@@ -178,7 +178,7 @@ def clone() -> Iterator[ServedClone]:
                 # As Ctrl-C in a terminal: to make and to the cluster.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGINT)
-                process.wait(60)
+                process.wait(WITHIN_S)
 
 
 def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) -> None:

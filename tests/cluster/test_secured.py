@@ -23,7 +23,7 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
 from testbed.cluster import READY_TIMEOUT_S, ServedCluster, free_port
-from testbed.conditions import until, wait_for
+from testbed.conditions import WITHIN_S, until, wait_for
 from testbed.redis import running_redis
 from testbed.tiny_model import save_model
 
@@ -84,7 +84,7 @@ async def let_in(address: str, certs: pathlib.Path, name: str) -> bool:
     options = [("grpc.ssl_target_name_override", INTERNAL_NAME)]
     async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(trusted, *own), options) as channel:
         try:
-            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10.0)
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=WITHIN_S)
         except grpc.aio.AioRpcError:
             return False
         return True

@@ -20,7 +20,7 @@ import urllib.request
 
 from pillion import AsyncClient
 from pillion.types import ClusterStatus
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
 from tests.support.compose_run import ComposeRun
 
@@ -79,7 +79,7 @@ def metrics_pages(run: ComposeRun) -> dict[str, str]:
 
 
 def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=WITHIN_S) as reply:
         return bytes(reply.read())
 
 

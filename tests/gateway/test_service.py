@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
 
@@ -299,7 +299,7 @@ async def test_the_blocking_client() -> None:
 
 def get(address: str, path: str) -> tuple[int, dict]:
     try:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=WITHIN_S) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())

@@ -26,7 +26,7 @@ from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
 from pillion.supervisor.probes import is_serving
 from pillion.v1 import kvnode_pb2_grpc
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
@@ -314,7 +314,7 @@ async def test_strangers_do_not_reach_a_part(sets: tuple[pathlib.Path, pathlib.P
             async with channel:
                 method = channel.unary_unary("/grpc.health.v1.Health/Check")
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await method(b"", timeout=10)
+                    await method(b"", timeout=WITHIN_S)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await is_serving(address)
 

@@ -15,6 +15,7 @@ from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
+from testbed.conditions import WITHIN_S
 from tests.support.fake_backend import EOS, VOCAB_SIZE
 from tests.support.grammars import text_of, write_tokenizer
 
@@ -36,14 +37,14 @@ def compiler(tmp_path: pathlib.Path) -> GrammarCompiler:
 def started(
     compiler: GrammarCompiler, text: str, answer: tuple[int, ...] = (), stops: frozenset[int] = STOPS
 ) -> GrammarState:
-    return compiler.start(text, answer, stops).result(20)
+    return compiler.start(text, answer, stops).result(WITHIN_S)
 
 
 def allowed(state: GrammarState, *drafts: int) -> list[int]:
     """The tokens that may follow the drafts."""
     assert state.follow()
     masks = state.place_masks(drafts, 1 + len(drafts))
-    assert masks.wait(20)
+    assert masks.wait(WITHIN_S)
     return np.flatnonzero(np.unpackbits(masks.bits[-1].view(np.uint8), bitorder="little")).tolist()
 
 
@@ -73,7 +74,7 @@ def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: Gramma
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
 def test_threads_that_compile_give_way_to_steps(compiler: GrammarCompiler) -> None:
-    nice = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(20)
+    nice = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(WITHIN_S)
     assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
 
 
@@ -148,11 +149,11 @@ def test_a_limit_that_answers_share_is_not_met_by_later_ones(
         state.take([draws.choice([ord(letter) - 32 for letter in "abc"])])
         assert state.follow()
         if state.failure is None:
-            state.place_masks((), 1).wait(20)
+            state.place_masks((), 1).wait(WITHIN_S)
     sibling = state.fork()
     sibling.follow()
     if sibling.failure is None:
-        sibling.place_masks((), 1).wait(20)
+        sibling.place_masks((), 1).wait(WITHIN_S)
         sibling.follow()
     assert sibling.failure is not None, "the limit is the grammar's own"
     again = started(compiler, text)

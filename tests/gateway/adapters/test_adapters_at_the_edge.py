@@ -30,7 +30,7 @@ from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc
 from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2_grpc
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.gateway.http_api.test_batches import begun, client_of, ended, lines, said
 from tests.support.adapters import make_adapter
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
@@ -384,7 +384,7 @@ async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkey
 
         def slow(*arguments):
             loop.call_soon_threadsafe(began.set)
-            go_on.wait(30)
+            go_on.wait(WITHIN_S)
             return real(*arguments)
 
         monkeypatch.setattr(names, "_load", slow)

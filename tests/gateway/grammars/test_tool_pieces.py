@@ -24,6 +24,7 @@ from pillion.gateway.tokens.answer_text import ReadAnswerText
 from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.gateway.tokens.stops import stop_strings
 from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
+from testbed.conditions import WITHIN_S
 from testbed.toy_tokenizer import byte_tokenizer
 
 EOS = 257
@@ -127,7 +128,7 @@ def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
     """What a worker knows of an answer's place: the forced tokens, whether it ends behind them, and the mask there."""
     assert state.follow()
     masks = state.place_masks(state.forced, 1)
-    assert masks.wait(20)
+    assert masks.wait(WITHIN_S)
     return state.forced, state.completes, masks.bits.tobytes()
 
 
@@ -145,9 +146,9 @@ def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_p
     assert ids
     compiler = GrammarCompiler.load(tmp_path, codec.get_vocab_size(), [EOS])
     try:
-        going = compiler.start(grammar, (), frozenset([EOS])).result(20)
+        going = compiler.start(grammar, (), frozenset([EOS])).result(WITHIN_S)
         for end, token in enumerate(ids):
-            again = compiler.start(grammar, ids[:end], frozenset([EOS])).result(20)
+            again = compiler.start(grammar, ids[:end], frozenset([EOS])).result(WITHIN_S)
             assert known_at(again) == known_at(going)
             going.take([token])
         assert going.follow()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import record, running_fake_cluster
 
 
@@ -37,6 +37,6 @@ async def pools(fakes: Any, **blocks: int) -> None:
 async def test_a_lost_host_does_not_stop_requests_that_left_max_tokens_to_us(blocks: dict[str, int]) -> None:
     async with running_fake_cluster() as fakes:
         await pools(fakes, **blocks)
-        stream = fakes.client.generate("What is the capital of France?", timeout_s=20)
+        stream = fakes.client.generate("What is the capital of France?", timeout_s=WITHIN_S)
         assert "".join([delta.text async for delta in stream]) == "The answer."
         await fakes.settled()

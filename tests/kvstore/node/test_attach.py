@@ -262,7 +262,7 @@ async def nobody(hello: AttachHello) -> AttachReply:
 
 def speak(path: str, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(10)
+        sock.settimeout(WITHIN_S)
         sock.connect(path)
         sock.sendall(line)
         sock.shutdown(socket.SHUT_WR)

@@ -339,7 +339,7 @@ async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: st
     async with running(short_folder, "cpu") as node:
         for answer in (b'{"filled_bytes":1}\n', b"nonsense\n"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.settimeout(10)
+                sock.settimeout(WITHIN_S)
                 sock.connect(f"{short_folder}/attach.sock")
                 sock.sendall(line_to_bytes(RegionHello(component_id="liar", region_key=KEY, size_bytes=SIZE)))
                 assert b'"fill"' in await asyncio.to_thread(sock.recv, 4096)

@@ -27,6 +27,7 @@ from pillion.types import (
     SamplingParams,
     TokenLogprob,
 )
+from testbed.conditions import WITHIN_S
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -186,17 +187,17 @@ main(["kvnode"])
         return started([sys.executable, "-c", script, mode], stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
 
     with start("fails") as failing:
-        out, err = failing.communicate(timeout=30)
+        out, err = failing.communicate(timeout=WITHIN_S)
     assert (failing.returncode, out) == (1, "up\nstopped\n")
     assert "kvnode-0 stops: the node went away" in err
     with start("refuses") as refusing:
-        out, err = refusing.communicate(timeout=30)
+        out, err = refusing.communicate(timeout=WITHIN_S)
     assert (refusing.returncode, err) == (2, "pillion: no\n")
     with start("lives") as living:
         assert living.stdout is not None
         assert living.stdout.readline() == "up\n"
         living.terminate()
-        out, _ = living.communicate(timeout=30)
+        out, _ = living.communicate(timeout=WITHIN_S)
     assert (living.returncode, out) == (0, "stopped\n")
 
 

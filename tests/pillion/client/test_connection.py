@@ -28,7 +28,7 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 
 # Real time, because gRPC's own clock sends the pings: six of them, one more than a server with its defaults allows.
@@ -142,7 +142,7 @@ async def test_tls_by_scheme_and_by_option(certs: pathlib.Path) -> None:
         for options in ({"tls": True}, {}):
             async with AsyncClient(address, **options) as stranger:
                 with pytest.raises(Unavailable):
-                    await texts(stranger, timeout_s=20)
+                    await texts(stranger, timeout_s=WITHIN_S)
         assert len(servicer.calls) == 4
 
 
@@ -153,7 +153,7 @@ async def test_mutual_tls(certs: pathlib.Path) -> None:
             assert await texts(client) == ["x"]
         async with AsyncClient(f"grpcs://{address}", ca=certs / "ca.pem") as nobody:
             with pytest.raises(Unavailable):
-                await texts(nobody, timeout_s=20)
+                await texts(nobody, timeout_s=WITHIN_S)
 
 
 @pytest.mark.parametrize(

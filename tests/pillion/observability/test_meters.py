@@ -24,6 +24,7 @@ from pillion.observability import telemetry
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
 from pillion.observability.metrics_export import Exports, MetricsPage
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
+from testbed.conditions import WITHIN_S
 from testbed.otlp import collecting
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
@@ -135,7 +136,7 @@ async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -
         with pytest.raises(ConfigError, match="the metrics page cannot listen"):
             Exports(Meters(), "decode-8", "decode", **page)  # type: ignore[arg-type]
         url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WITHIN_S).read().decode())
         assert 'component="decode-7"' in text
         assert "process_resident_memory_bytes" in text
     finally:
