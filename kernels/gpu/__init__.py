@@ -7,6 +7,7 @@
     dot.py, fp8.py     the product of two tiles, and 8-bit floats in a kernel's own arithmetic
     blocks.py          copies, gathers and scatters blocks of a pool
     launch.py          checks that launchers share, and facts about the device
+    interpreter.py     makes Triton's interpreter quicker, in which tests run without a GPU
     tuned.py           constants of kernels by architecture, from tuning/*.json
     build.py           builds all kernels ahead of time, without a GPU, and checks registers and spills
     gpu_reference.py   the smaller kernels in plain torch: the oracle of their tests

@@ -59,3 +59,9 @@ def check_tensor(
     check(tensor.dtype in types, f"{name} is of {tensor.dtype}, not one of {types}")
     check(tensor.is_contiguous(), f"{name} is not contiguous")
     check(device is None or tensor.device == device, f"{name} is on {tensor.device}, not on {device}")
+
+
+if interpreting():
+    from pillion.kernels.gpu.interpreter import replace_once
+
+    replace_once()

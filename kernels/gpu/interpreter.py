@@ -1,0 +1,27 @@
+"""Triton's interpreter without work that it repeats: it runs kernels on CPU tensors, which is for tests.
+
+At every launch, and at every call of a function within a kernel, Triton's interpreter goes through its language and
+replaces what kernels call by functions that compute with numpy. Behind every launch it copies the memory of all
+arguments back to a device, and on a CPU that memory is the argument itself. For each operation it makes a table of all
+types. A third of the time of small kernels goes there.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def replace_once() -> None:
+    """Replaces the language's functions once for the life of this process, in which nothing can be compiled any more.
+
+    Launches then take CPU tensors alone.
+    """
+    # The interpreter looks for these modules among the globals of a kernel.
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    interpreter.GridExecutor._restore_args_dev = lambda *args: None
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
