@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,10 @@ from tests.support.kernel_cache import kept_kernels
 
 # Instruction sets for which the kernels' language writes different code: with the bfloat16 instruction, and without.
 ISAS = ("avx512_bf16", "avx2")
-BOTH_MODES = [(name, checked) for name in ISAS for checked in (False, True)]
+# Where a processor has both, the second one's kernels run with checks alone. Without, they are a part of that code, and
+# whole models run them (tests/engine/backends/test_cpu_backend.py).
+_BOTH = set(BY_NAME[ISAS[0]].needs) <= host_features()
+MODES = [(name, checked) for name in ISAS for checked in (False, True) if checked or name == ISAS[0] or not _BOTH]
 
 
 def isa_or_skip(name: str) -> Isa:
@@ -54,9 +59,9 @@ class Runner:
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A fixture ``runner`` for a module: runs its kernels in each of BOTH_MODES."""
+    """A fixture ``runner`` for a module: runs its kernels in each of MODES."""
 
-    @pytest.fixture(scope="module", params=BOTH_MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+    @pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
     def runner(request: Any) -> Iterator[Runner]:
         name, checked = request.param
         found = Runner(specs, isa_or_skip(name), checked)
@@ -64,6 +69,16 @@ def runner_of(specs: Sequence[KernelSpec]) -> Any:
         found.close()
 
     return runner
+
+
+def outer_tiles(names: Iterable[str]) -> list[str]:
+    """Of functions' names those of the tiles with the fewest and the most rows, of each kind and width."""
+    tiles: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        if found := re.fullmatch(r"(\w*_tile_\w+_)(\d+)(x\d+)", name):
+            kind, rows, width = found.groups()
+            tiles[kind, width][int(rows)] = name
+    return list(dict.fromkeys(each[end(each)] for each in tiles.values() for end in (min, max)))
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -224,8 +224,28 @@ def object_code(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False)
 def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> dict[str, str]:
     """The instructions of each function by name, for tests that look for spilled registers, for instance."""
     module, machine = _together(specs, isa, checked)
-    body = re.compile(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', re.MULTILINE | re.DOTALL)
-    bodies = body.finditer(machine.emit_assembly(module))
+    return _instructions(machine.emit_assembly(module))
+
+
+def assembly_of(
+    specs: Sequence[KernelSpec], isa: Isa, choose: Callable[[Iterable[str]], Iterable[str]]
+) -> dict[str, str]:
+    """The instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
+    target, module = target_of(isa), KernelModule(isa)
+    machine, found = _machine(target), dict[str, str]()
+    with _no_collection():
+        for spec in specs:
+            module.add(spec)
+        functions = _functions(module.module)
+        texts = [_alone(functions[name])[1] for name in choose(functions)]
+    for text in texts:
+        found |= _instructions(machine.emit_assembly(_optimized(text, target, machine)))
+    return found
+
+
+def _instructions(text: str) -> dict[str, str]:
+    """The functions in an assembler's text, by name."""
+    bodies = re.finditer(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', text, re.MULTILINE | re.DOTALL)
     return {body.group(1): body.group(0) for body in bodies}
 
 

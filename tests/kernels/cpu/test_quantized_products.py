@@ -14,11 +14,11 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.codes import CODE_KINDS
 from pillion.kernels.cpu.products.gemm import GATED, Gemm
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear, packed_kind
-from pillion.kernels.cpu.runtime.compiler import assembly
+from pillion.kernels.cpu.runtime.compiler import assembly_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
-from tests.support.kernel_runner import normal, padded, rows_step, runner_of
+from tests.support.kernel_runner import normal, outer_tiles, padded, rows_step, runner_of
 
 torch.set_num_threads(1)
 
@@ -187,11 +187,10 @@ def test_strays_are_noted(runner, short, rows):
 
 @pytest.mark.parametrize(("name", "rows"), [("avx512_bf16", "bf16"), ("avx512_bf16", "fp32"), ("avx512", "bf16")])
 def test_sums_stay_in_registers(name, rows):
-    """No tile spills a vector, in code for this processor if it has these instructions. Tiles of float32 rows are the
-    same without products of bfloat16 pairs."""
-    texts = assembly([Gemm(kind, rows, "store", offsets=True) for kind in CODE_KINDS], BY_NAME[name])
-    tiles = {name: text for name, text in texts.items() if "_tile_" in name}
-    assert len(tiles) >= len(CODE_KINDS) * (6 + 3)
+    """No tile spills a vector, in code for this processor if it has these instructions: neither the tallest ones, which
+    keep the most sums, nor the lowest. Tiles of float32 rows are the same without products of bfloat16 pairs."""
+    tiles = assembly_of([Gemm(kind, rows, "store", offsets=True) for kind in CODE_KINDS], BY_NAME[name], outer_tiles)
+    assert len(tiles) >= len(CODE_KINDS) * 2
     for tile, text in tiles.items():
         spilled = [line for line in text.splitlines() if SPILL.search(line)]
         assert not spilled, (tile, spilled)
