@@ -17,6 +17,7 @@ import psutil
 from pillion import Client
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
@@ -75,7 +76,8 @@ class ServedCluster:
         """The KV node's status, after it proved its integrity."""
 
         async def ask() -> NodeStatus:
-            path = next(self.folder.rglob("kvnode*.sock"))
+            path = next(self.folder.rglob("kvnode*.sock"), None)
+            assert path, "no KV node has a socket"
             addresses = [f"unix:{found}" for found in path.parent.glob("*.sock") if "attach" not in found.name]
             for address in addresses:
                 client = NodeClient(address, "test")
@@ -89,6 +91,15 @@ class ServedCluster:
             raise AssertionError(f"no KV node answers at {addresses}")
 
         return asyncio.run(ask())
+
+    def idle(self) -> bool:
+        """Return whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock. The node
+        has proved its integrity. False while a node does not answer."""
+        try:
+            status = self.node_status()
+        except AssertionError:
+            return False
+        return not (status.tickets or status.pinned_blocks or status.reserved_blocks)
 
     def serving(self) -> bool:
         """Return whether the gateway knows a decode worker and every prefill worker."""
@@ -132,6 +143,8 @@ def served(
 ) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
+    It dies with the thread that calls this (on Linux), so nothing outlives a test or a benchmark that is killed.
+
     Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
     "" leaves it to the default of `pillion serve`.
     """
@@ -142,7 +155,7 @@ def served(
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
     policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
     environment = policy | {"PILLION_LOG_LEVEL": "info", **os.environ}
-    environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     cluster = ServedCluster(process, temporary, port, log)

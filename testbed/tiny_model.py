@@ -17,6 +17,11 @@ TEMPLATE = (
 )
 
 
+def byte_prompt(seed: int, length: int) -> list[int]:
+    """Return the tokens of a text of bytes, none of them special; texts of one seed are prefixes of each other."""
+    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
+
+
 def save_tokenizer(folder: pathlib.Path, template: str = TEMPLATE, marks: tuple[str, ...] = ()) -> int:
     """Write a byte-level tokenizer without merges; return its vocabulary size, 258 and one for each of ``marks``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

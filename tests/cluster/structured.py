@@ -51,7 +51,7 @@ from pillion.types import (
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import delta_from_pb, request_to_pb
 from testbed.cluster import ServedCluster, free_port, served
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
 from tests.support.drafts import guessing
@@ -309,7 +309,7 @@ class StructuredCluster:
                     begun = (one.begun(case.answers) for one, case in zip(found, cases, strict=True))
                     return all(begun) or any(one.done() for one in asked)
 
-                wait_for("answers in their middle", all_begun, 60)
+                wait_for("answers in their middle", all_begun)
                 self.running.kill(KILLED[trouble])
             return [one.result(120) for one in asked]
 
@@ -334,21 +334,16 @@ class StructuredCluster:
         with concurrent.futures.ThreadPoolExecutor(max(1, len(begun))) as pool:
             running = [pool.submit(one, number) for number in range(len(begun))]
             try:
-                assert all(event.wait(60) for event in begun)
+                assert all(event.wait(WITHIN_S) for event in begun)
                 yield
             finally:
                 over.set()
                 for each in running:
-                    each.result(60)
+                    each.result(WITHIN_S)
 
     def settle(self) -> None:
         """Wait until nothing is held any more; the node has proved its integrity."""
-
-        def idle() -> bool:
-            status = self.running.node_status()
-            return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
-
-        wait_for("all slots back", idle, 60)
+        wait_for("all slots back", self.running.idle)
 
 
 _numbers = itertools.count()
@@ -362,7 +357,7 @@ def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool)
     with served(folder, str(model), *flags) as running, contextlib.ExitStack() as stack:
         targets = [running.target, *(stack.enter_context(another_gateway(running, each)) for each in POLICIES[1:])]
         for target in targets:
-            wait_for("all gateways to serve", lambda target=target: knows_workers(target), 60)
+            wait_for("all gateways to serve", lambda target=target: knows_workers(target))
         channels = [stack.enter_context(grpc.insecure_channel(target)) for target in targets]
         stubs = map(gateway_pb2_grpc.GatewayStub, channels)
         yield StructuredCluster(running, dict(zip(POLICIES, stubs, strict=True)))
@@ -395,14 +390,14 @@ def another_gateway(running: ServedCluster, policy: str) -> Iterator[str]:
     assert first is not None
     port = free_port()
     own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
-    environ = {name: value for name, value in first.environ().items() if name != PARENT_PID_VARIABLE}
+    environ = first.environ() | {PARENT_PID_VARIABLE: str(os.getpid())}
     with running.log.open("ab") as log:
         process = subprocess.Popen([*first.cmdline(), *own], env=environ, stdout=log, stderr=log)
     try:
         yield f"127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(WITHIN_S)
 
 
 def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[StructuredCase]]]]:

@@ -29,7 +29,7 @@ from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
 from testbed.cluster import ServedCluster, served
 from testbed.conditions import wait_for
-from testbed.tiny_model import save_model
+from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference
@@ -84,10 +84,6 @@ def expected(folder: pathlib.Path) -> Tokens:
     return lambda adapter, ids, count: greedy(adapter, tuple(ids), count)
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
-
-
 def answer(client: Client, model: str, ids: list[int], count: int, **options: Any) -> list[int]:
     stream = client.generate(ids, model=model, temperature=0.0, max_tokens=count, ignore_eos=True, **options)
     return [token for delta in stream for token in delta.token_ids]
@@ -95,17 +91,12 @@ def answer(client: Client, model: str, ids: list[int], count: int, **options: An
 
 def settled(cluster: ServedCluster) -> None:
     """Nothing is held, nobody waits, and all parts serve."""
-
-    def idle() -> bool:
-        status = cluster.node_status()
-        return not (status.tickets or status.pinned_blocks or status.reserved_blocks)
-
-    wait_for("all slots back", idle)
+    wait_for("all slots back", cluster.idle)
     wait_for("all parts", lambda: len(cluster.components("decode")) == 2 and bool(cluster.component("prefill")))
 
 
 def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster, expected: Tokens) -> None:
-    tasks = [(model, prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
+    tasks = [(model, byte_prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
         found = list(pool.map(lambda task: answer(client, *task, 16), tasks))
         digests = {info.adapter for info in client.models() if info.parent}
@@ -119,7 +110,7 @@ def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster
 
 def test_forks_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
     """Guesses, too: the decode workers make some in every test here."""
-    ids = prompt(63, 90)
+    ids = byte_prompt(63, 90)
     with Client(cluster.target) as client:
         for cached in (0, 80):
             for model in ("red", "green", ""):
@@ -140,7 +131,7 @@ def test_an_answer_of_a_shape_may_have_an_adapter(cluster: ServedCluster) -> Non
             model: "".join(
                 delta.text
                 for delta in client.generate(
-                    prompt(5, 40), model=model, temperature=0.0, max_tokens=30, structured_outputs=shape
+                    byte_prompt(5, 40), model=model, temperature=0.0, max_tokens=30, structured_outputs=shape
                 )
             )
             for model in NAMES
@@ -152,7 +143,7 @@ def test_an_answer_of_a_shape_may_have_an_adapter(cluster: ServedCluster) -> Non
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, role: str) -> None:
-    tasks = [(model, prompt(40 + seed, 200)) for seed, model in enumerate(("red", "green", "blue", ""))]
+    tasks = [(model, byte_prompt(40 + seed, 200)) for seed, model in enumerate(("red", "green", "blue", ""))]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
 
         def read(task: tuple[str, list[int]]) -> tuple[list[int], int]:
@@ -220,7 +211,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
 
 def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pathlib.Path, expected: Tokens) -> None:
     """One folder, overwritten again and again: each answer is that of one version, which it names."""
-    ids, port, live = prompt(7, 70), http_port(cluster), folder / "adapters" / "live"
+    ids, port, live = byte_prompt(7, 70), http_port(cluster), folder / "adapters" / "live"
     with Client(cluster.target) as client:
 
         def swap(version: str) -> None:
@@ -250,7 +241,7 @@ def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pat
 
 
 def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, expected: Tokens) -> None:
-    ids = prompt(9, 30)
+    ids = byte_prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
         stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=150, ignore_eos=True)
@@ -268,7 +259,7 @@ def test_an_adapter_whose_files_are_gone_is_an_error_by_name(
     cluster: ServedCluster, folder: pathlib.Path, expected: Tokens
 ) -> None:
     """No machine has them any more; others are served meanwhile, and it is as soon as they are back."""
-    ids, store = prompt(11, 40), folder / "cache" / ADAPTERS
+    ids, store = byte_prompt(11, 40), folder / "cache" / ADAPTERS
     with Client(cluster.target) as client:
         digest = client.load_adapter("lost", "z").adapter
         shutil.move(store / digest, folder / "away")

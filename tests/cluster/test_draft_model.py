@@ -15,7 +15,7 @@ from pillion import Client
 from testbed.cluster import ServedCluster, served
 from testbed.conditions import wait_for
 from testbed.draft_models import first_layers, with_quiet_layers
-from testbed.tiny_model import save_model
+from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 
@@ -25,23 +25,10 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32
 TOKENS = 250
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
-
-
 def answer(cluster: ServedCluster, seed: int) -> list[int]:
     with Client(cluster.target) as client:
-        stream = client.generate(prompt(seed, 90), temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        stream = client.generate(byte_prompt(seed, 90), temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         return list(itertools.chain.from_iterable(delta.token_ids for delta in stream))
-
-
-def idle(cluster: ServedCluster) -> bool:
-    try:
-        status = cluster.node_status()
-    except AssertionError:
-        # A node that was killed does not answer yet.
-        return False
-    return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
 
 
 def test_kills_lose_no_token(tmp_path: pathlib.Path) -> None:
@@ -55,14 +42,14 @@ def test_kills_lose_no_token(tmp_path: pathlib.Path) -> None:
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
         served(pathlib.Path(folder), str(main), *flags) as cluster,
     ):
-        assert not first_difference(oracle.greedy(prompt(0, 90), TOKENS), answer(cluster, 0), 1e-3)
-        wait_for("all slots back", lambda: idle(cluster))
+        assert not first_difference(oracle.greedy(byte_prompt(0, 90), TOKENS), answer(cluster, 0), 1e-3)
+        wait_for("all slots back", cluster.idle)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for seed, role in enumerate(("decode", "kvnode"), 1):
                 streams = [pool.submit(answer, cluster, seed) for _ in range(2)]
                 wait_for("streams", lambda: cluster.node_status().tickets > 0)
                 cluster.kill(role)
                 alone = streams[0].result()
-                assert not first_difference(oracle.greedy(prompt(seed, 90), TOKENS), alone, 1e-3)
+                assert not first_difference(oracle.greedy(byte_prompt(seed, 90), TOKENS), alone, 1e-3)
                 assert streams[1].result() == alone
-        wait_for("all slots back", lambda: idle(cluster))
+        wait_for("all slots back", cluster.idle)

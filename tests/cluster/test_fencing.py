@@ -22,7 +22,7 @@ from pillion import Client
 from pillion.types import Delta
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import wait_for
-from testbed.tiny_model import save_model
+from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import ISA, needs_kernels
 
 pytestmark = pytest.mark.cluster
@@ -63,10 +63,6 @@ def tokens_of(deltas: Iterator[Delta]) -> list[int]:
     return list(itertools.chain.from_iterable(delta.token_ids for delta in deltas))
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
-
-
 def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
     """Return the processes of the running workers by name."""
     found = {}
@@ -94,7 +90,7 @@ def at_rest(cluster: ServedCluster) -> bool:
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
     """Return whether a worker serves one of two concurrent requests; idle workers get one each."""
-    streams = [stream_of(client, prompt(7, 100), 40, next(salts)) for _ in range(2)]
+    streams = [stream_of(client, byte_prompt(7, 100), 40, next(salts)) for _ in range(2)]
     for stream in streams:
         next(stream)
     timings = [list(stream)[-1].timings for stream in streams]
@@ -141,7 +137,7 @@ def returned(cluster: ServedCluster, client: Client, component_id: str, salts: I
 def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
-    ids, before = prompt(1, 100), processes(cluster)
+    ids, before = byte_prompt(1, 100), processes(cluster)
     expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
     wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
     stream = stream_of(client, ids, LONG_ANSWER, next(salts))
@@ -164,7 +160,7 @@ def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
 def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
-    ids, before = prompt(2, LONG_PROMPT), processes(cluster)
+    ids, before = byte_prompt(2, LONG_PROMPT), processes(cluster)
     expected = tokens_of(stream_of(client, ids, 20, next(salts)))
     wait_for("the registry to know that it is over", lambda: not busy(client, "prefill"))
     deltas: list[Delta] = []
@@ -190,7 +186,7 @@ def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
 def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
     cluster: ServedCluster, client: Client, salts: Iterator[str], rank: int
 ) -> None:
-    ids, before = prompt(3 + rank, 100), processes(cluster)
+    ids, before = byte_prompt(3 + rank, 100), processes(cluster)
     expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
     wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
     stream = stream_of(client, ids, LONG_ANSWER, next(salts))

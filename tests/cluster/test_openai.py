@@ -49,15 +49,6 @@ def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=200, **options)
 
 
-async def proven(components: Components) -> None:
-    """Wait until nothing is held any more, and prove that the pool adds up."""
-    pool = components.kvnode.pool
-    await until(
-        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
-    )
-    pool.check_integrity()
-
-
 async def test_a_completion_says_what_grpc_says(components: Components) -> None:
     asked = {"max_tokens": 8, "ignore_eos": True, "seed": 11, "logprobs": 2}
     deltas = [delta async for delta in components.client.generate(PROMPT, **asked)]
@@ -79,7 +70,7 @@ async def test_a_completion_says_what_grpc_says(components: Components) -> None:
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
         )
         assert salted.usage.prompt_tokens_details.cached_tokens == 0
-    await proven(components)
+    await components.proven()
 
 
 async def test_a_stream_is_the_whole_answer(components: Components) -> None:
@@ -103,7 +94,7 @@ async def test_a_stream_is_the_whole_answer(components: Components) -> None:
             assert len(choice.logprobs.content) == 8
         assert usage.completion_tokens == whole.usage.completion_tokens == 16
         assert whole._request_id
-    await proven(components)
+    await components.proven()
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +131,7 @@ async def test_log_probabilities_of_a_prompt(components: Components, scores: Any
     for answer in output.outputs:
         tokens = [token for delta in plain if delta.index == answer.index for token in delta.token_ids]
         assert (answer.token_ids, len(answer.logprobs)) == (tokens, 4)
-    await proven(components)
+    await components.proven()
 
 
 async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores: Any) -> None:
@@ -170,7 +161,7 @@ async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores
             assert columns == [choice.logprobs.token_logprobs for choice in whole.choices]
         silent = await client.completions.create(model="tiny", prompt="one", echo=True, max_tokens=0, n=2)
         assert [(one.text, one.finish_reason) for one in silent.choices] == [("one", "length")] * 2
-    await proven(components)
+    await components.proven()
 
 
 async def test_prompt_logprobs_as_vllm_gives_them(components: Components) -> None:
@@ -197,7 +188,7 @@ async def test_prompt_logprobs_as_vllm_gives_them(components: Components) -> Non
             await client.completions.create(prompt=PROMPT, **asked, stream=True)
         with pytest.raises(openai.BadRequestError, match=r"logprobs: 21 is not in \[0, 20\]"):
             await client.completions.create(model="tiny", prompt=PROMPT, echo=True, logprobs=21)
-    await proven(components)
+    await components.proven()
 
 
 async def test_the_blocking_client(components: Components) -> None:
@@ -217,7 +208,7 @@ async def test_the_blocking_client(components: Components) -> None:
             assert [text[:3] for text in texts] == ["one", "two"]
 
     await asyncio.to_thread(ask)
-    await proven(components)
+    await components.proven()
 
 
 async def test_sampling_fields_change_the_answer(components: Components) -> None:
@@ -250,7 +241,7 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
         letter = (await text(**forced))[0]
         assert await text(**forced, stop=letter * 3) == ""
         assert await text(**forced, max_tokens=2) == letter * 2
-    await proven(components)
+    await components.proven()
 
 
 async def test_a_conversation_is_continued_alike_everywhere(components: Components) -> None:
@@ -290,7 +281,7 @@ async def test_a_conversation_is_continued_alike_everywhere(components: Componen
         components.gateway.http_address, "/tokenize", {"messages": begun, "continue_final_message": True}
     )
     assert tokens.json["count"] == plain.usage.prompt_tokens
-    await proven(components)
+    await components.proven()
 
 
 async def test_error_classes(components: Components) -> None:
@@ -315,7 +306,7 @@ async def test_error_classes(components: Components) -> None:
         chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
         # The answer is sampled at random, and may end early.
         assert chat.choices[0].finish_reason in ("length", "stop")
-    await proven(components)
+    await components.proven()
 
 
 async def test_leaving_frees_everything(components: Components) -> None:
@@ -326,11 +317,11 @@ async def test_leaving_frees_everything(components: Components) -> None:
         async for _ in stream:
             break
         await stream.close()
-        await proven(components)
+        await components.proven()
         waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400))
         await until("the request to begin", lambda: components.gateway.gateway.active_requests)
         waiting.cancel()
-        await proven(components)
+        await components.proven()
 
 
 class Weather(pydantic.BaseModel):
@@ -373,4 +364,4 @@ async def test_answers_of_a_given_shape(components: Components) -> None:
     assert isinstance(last.parsed, Weather)
     [output] = await components.client.batch([PROMPT], schema={"enum": [7, 8]}, max_tokens=20)
     assert output.outputs[0].parsed in (7, 8)
-    await proven(components)
+    await components.proven()

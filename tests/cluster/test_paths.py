@@ -18,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from pillion import AsyncClient, Delta
-from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.drafts import guessing
@@ -70,12 +69,7 @@ async def components_on(model: pathlib.Path, **flags: Any) -> AsyncIterator[Comp
     with tempfile.TemporaryDirectory(prefix="pil-") as short:
         async with running_components(pathlib.Path(short), model=model_flags, **flags) as components:
             yield components
-            pool = components.kvnode.pool
-            await until(
-                "tickets and requests to end",
-                lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests),
-            )
-            pool.check_integrity()
+            await components.proven()
 
 
 async def ask(client: AsyncClient, prompt: Sequence[int], **options: Any) -> list[Delta]:

@@ -24,11 +24,11 @@ from pillion.config import ModelFlags
 from pillion.core_board import CoreBoard
 from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.errors import InvalidRequest, NotFound
+from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.types import TokenLogprob
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
-from testbed.tiny_model import save_model
+from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
@@ -49,19 +49,9 @@ def cluster(model: str) -> Iterator[ServedCluster]:
         yield running
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
-
-
 def answer(client: Client, ids: list[int], max_tokens: int, salt: str = "") -> tuple[int, ...]:
     stream = client.generate(ids, temperature=0.0, max_tokens=max_tokens, ignore_eos=True, cache_salt=salt)
     return tuple(itertools.chain.from_iterable(delta.token_ids for delta in stream))
-
-
-def idle(cluster: ServedCluster) -> bool:
-    """Return whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock."""
-    status = cluster.node_status()
-    return status.tickets == 0 and status.pinned_blocks == 0 and status.reserved_blocks == 0
 
 
 def end(cluster: ServedCluster, number: signal.Signals) -> None:
@@ -75,13 +65,13 @@ def end(cluster: ServedCluster, number: signal.Signals) -> None:
 
 
 def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> None:
-    prompts = [prompt(seed, 5 + 37 * seed) for seed in range(12)]
+    prompts = [byte_prompt(seed, 5 + 37 * seed) for seed in range(12)]
     with Client(cluster.target) as client:
         alone = [answer(client, ids, 20, "alone") for ids in prompts]
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             together = list(pool.map(lambda ids: answer(client, ids, 20, "together"), prompts))
     assert together == alone
-    wait_for("all slots back", lambda: idle(cluster))
+    wait_for("all slots back", cluster.idle)
 
 
 def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
@@ -99,10 +89,10 @@ def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
 
 
 def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:
-    ids = prompt(77, 100)
+    ids = byte_prompt(77, 100)
     with Client(cluster.target) as client:
         first_answer = answer(client, ids, 60, "turns")
-        wait_for("commits", lambda: idle(cluster))
+        wait_for("commits", cluster.idle)
         *_, last = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="turns")
         *_, other = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="other")
     # 160 tokens were seen; the last one sampled has no KV, and a block is 16.
@@ -135,7 +125,7 @@ def test_no_core_idles_while_either_worker_has_work(cluster: ServedCluster) -> N
         with Client(cluster.target) as client:
 
             def all_lent() -> bool:
-                answer(client, prompt(3, 900), 60, f"lent {next(salts)}")
+                answer(client, byte_prompt(3, 900), 60, f"lent {next(salts)}")
                 return lent == set(range(board.cores))
 
             wait_for("all cores to have been lent", all_lent)
@@ -149,11 +139,11 @@ def test_no_core_idles_while_either_worker_has_work(cluster: ServedCluster) -> N
 def test_cancel_mid_stream_frees_everything(cluster: ServedCluster) -> None:
     with Client(cluster.target) as client:
         for seed in range(6):
-            stream = client.generate(prompt(seed, 300), temperature=0.0, max_tokens=600, ignore_eos=True)
+            stream = client.generate(byte_prompt(seed, 300), temperature=0.0, max_tokens=600, ignore_eos=True)
             for _ in range(seed):
                 next(stream)
             stream.close()
-    wait_for("all slots back", lambda: idle(cluster))
+    wait_for("all slots back", cluster.idle)
 
 
 def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
@@ -173,11 +163,12 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
 
 
 def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
-    """In the end SIGTERM leaves nothing behind, and each line of the log, the supervisor's own lines too, is a JSON
-    object."""
+    """In the end SIGTERM ends streams at once, as they have no time to drain, and leaves nothing behind. Each line of
+    its log, the supervisor's too, is a JSON object. With time, streams end first: test_gateway_workers.py."""
     # 160 slots of 16 tokens; eight streams that end at 700 tokens each want 352.
     flags = (*FLAGS, "--kv-pool-bytes", str(160 * 8192), "--log-format", "json")
-    prompts = [prompt(100 + seed, 200) for seed in range(8)]
+    flags += ("--max-model-len", "1920", "--drain-timeout-s", "0")
+    prompts = [byte_prompt(100 + seed, 200) for seed in range(8)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as small:
         with Client(small.target) as client:
 
@@ -192,17 +183,39 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
             assert sum(preemptions) > 0
             alone = [answer(client, ids, 500, "alone") for ids in prompts]
         assert list(together) == alone
-        wait_for("all slots back", lambda: idle(small))
-        end(small, signal.SIGTERM)
+        wait_for("all slots back", small.idle)
+        check_no_time_to_drain(small)
         lines = [json.loads(line) for line in small.log.read_text().splitlines()]
         components = {"pillion", "kvnode-0", "prefill-0", "decode-0", "gateway-0"}
         assert components <= {line["component"] for line in lines}
         assert all({"time", "level", "message"} <= set(line) for line in lines)
 
 
+def check_no_time_to_drain(running: ServedCluster) -> None:
+    begun = threading.Semaphore(0)
+
+    def read() -> None:
+        with Client(running.target, resume_timeout_s=0) as client:
+            stream = client.generate("x", max_tokens=1900, ignore_eos=True)
+            next(stream)
+            begun.release()
+            for _ in stream:
+                pass
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        reading = [pool.submit(read) for _ in range(4)]
+        for _ in reading:
+            assert begun.acquire(timeout=WITHIN_S)
+        end(running, signal.SIGTERM)
+        for work in reading:
+            with pytest.raises(PillionError):
+                work.result(WITHIN_S)
+    assert running.process.returncode == 0
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
 def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
-    ids = prompt(5, 400)
+    ids = byte_prompt(5, 400)
     with Client(cluster.target) as client:
         # The prompt is long enough that a small model is still busy when the signal arrives.
         expected = answer(client, ids, 600, f"before {role}")
@@ -220,7 +233,7 @@ def test_a_killed_part_costs_a_pause(cluster: ServedCluster, role: str) -> None:
             assert last.timings.replays >= 1
         wait_for("the component to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
-    wait_for("all slots back", lambda: idle(cluster))
+    wait_for("all slots back", cluster.idle)
 
 
 @needs_kernels
@@ -231,7 +244,7 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
     8 bits, whose codes a replay has to find again bit by bit. In the end SIGINT leaves nothing behind, not even of what
     was killed.
     """
-    ids = prompt(8, 300)
+    ids = byte_prompt(8, 300)
     asked = {"n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True, "frequency_penalty": 0.2}
 
     def read(client: Client, salt: str, victim: str) -> dict[int, list[int]]:
@@ -256,7 +269,7 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
             score_over_a_kill(running, client)
         assert all(len(tokens) == 150 for tokens in expected.values())
         assert len({tuple(tokens) for tokens in expected.values()}) == 3
-        wait_for("all slots back", lambda: idle(running))
+        wait_for("all slots back", running.idle)
         end(running, signal.SIGINT)
 
 
@@ -278,7 +291,7 @@ def check_against_one_process(running: ServedCluster, client: Client, model: str
 
 def score_over_a_kill(running: ServedCluster, client: Client) -> None:
     """A worker that is killed amid a prompt costs no log probability, and none comes twice."""
-    ids = prompt(6, 800)
+    ids = byte_prompt(6, 800)
     asked: Any = {"prompt_logprobs": 1, "temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
 
     def gathered(deltas: list[Delta]) -> tuple[list[int], list[TokenLogprob]]:
@@ -302,7 +315,7 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
 def test_streams_move_to_another_worker(model: str) -> None:
     """In the end the supervisor is killed, and all others end with it."""
     flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
-    prompts = [prompt(40 + seed, 80) for seed in range(6)]
+    prompts = [byte_prompt(40 + seed, 80) for seed in range(6)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
         with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
 
@@ -334,23 +347,23 @@ def test_streams_move_to_another_worker(model: str) -> None:
                     break
             else:
                 raise AssertionError("no round had streams on the worker that died and on the other one")
-        wait_for("all slots back", lambda: idle(cluster))
+        wait_for("all slots back", cluster.idle)
         end(cluster, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])
 def test_a_new_request_waits_for_a_part_that_restarts(cluster: ServedCluster, role: str) -> None:
     with Client(cluster.target) as client:
-        expected = answer(client, prompt(6, 90), 10)
+        expected = answer(client, byte_prompt(6, 90), 10)
         cluster.kill(role)
-        assert answer(client, prompt(6, 90), 10) == expected
+        assert answer(client, byte_prompt(6, 90), 10) == expected
 
 
 def answered_by_prefill(client: Client) -> bool:
     """Return whether a new prompt is prefilled by a prefill worker again."""
     answered_by_prefill.calls += 1  # type: ignore[attr-defined]
     salt = f"probe {answered_by_prefill.calls}"  # type: ignore[attr-defined]
-    *_, last = client.generate(prompt(9, 100), temperature=0.0, max_tokens=1, cache_salt=salt)
+    *_, last = client.generate(byte_prompt(9, 100), temperature=0.0, max_tokens=1, cache_salt=salt)
     return last.timings is not None and last.timings.prefilled_tokens > 0
 
 
@@ -360,7 +373,7 @@ answered_by_prefill.calls = 0  # type: ignore[attr-defined]
 def test_emptied_redis_costs_nothing_but_hits_for_a_while(cluster: ServedCluster) -> None:
     import redis
 
-    ids = prompt(31, 200)
+    ids = byte_prompt(31, 200)
     path = next(cluster.folder.rglob("*redis*.sock"))
     with Client(cluster.target) as client, redis.Redis(unix_socket_path=str(path)) as server:
         expected = answer(client, ids, 10)

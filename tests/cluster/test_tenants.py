@@ -73,14 +73,6 @@ async def cached(client: AsyncClient, **options: Any) -> int:
     return deltas[-1].usage.cached_tokens
 
 
-async def proven(components: Components) -> None:
-    pool = components.kvnode.pool
-    await until(
-        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
-    )
-    pool.check_integrity()
-
-
 def blocks(components: Components) -> int:
     return components.kvnode.pool.status().committed_blocks
 
@@ -105,7 +97,7 @@ async def test_two_tenants_never_share_a_block(components: Components, guarded: 
     finally:
         for client in one.values():
             await client.close()
-    await proven(components)
+    await components.proven()
 
 
 async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded: str) -> None:
@@ -116,7 +108,7 @@ async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded
         assert await cached(left, cache_salt="mine") == 0
         assert await cached(left, cache_salt="mine") == WHOLE
         assert await cached(right) == WHOLE
-    await proven(components)
+    await components.proven()
 
 
 async def test_malformed_requests_leave_everything_whole(components: Components) -> None:
@@ -140,7 +132,7 @@ async def test_malformed_requests_leave_everything_whole(components: Components)
                 await one()
 
         await asyncio.gather(*(several(FUZZ // AT_ONCE) for _ in range(AT_ONCE)))
-    await proven(components)
+    await components.proven()
     for worker in (components.prefill, components.decode):
         assert not worker.worker.epoch.listeners
     assert {component.role for component in (await components.client.status()).components} == {

@@ -79,15 +79,6 @@ def client_of(components: Components) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url_of(components), api_key="none", max_retries=0, timeout=60)
 
 
-async def proven(components: Components) -> None:
-    """Wait until nothing is held any more, and prove that the pool adds up."""
-    pool = components.kvnode.pool
-    await until(
-        "tickets and requests to end", lambda: not (pool.ledger.tickets or components.gateway.gateway.active_requests)
-    )
-    pool.check_integrity()
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Forecast"}}])
 async def test_random_weights_write_valid_calls(components: Components, choice: Any) -> None:
     asked = {**ASKED, "tool_choice": choice, "parallel_tool_calls": False, "n": 3}
@@ -103,7 +94,7 @@ async def test_random_weights_write_valid_calls(components: Components, choice: 
             assert isinstance(call.function.parsed_arguments, Forecast)
     calls = [[one.message.tool_calls[0].function.arguments for one in each.choices] for each in (whole, streamed)]
     assert calls[0] == calls[1]
-    await proven(components)
+    await components.proven()
 
 
 async def test_clients_over_grpc_and_without_servers_say_the_same(components: Components, tiny: pathlib.Path) -> None:
@@ -133,7 +124,7 @@ async def test_clients_over_grpc_and_without_servers_say_the_same(components: Co
 
     alone = await asyncio.to_thread(offline)
     assert [one.arguments for one in alone.tool_calls] == [call.arguments]
-    await proven(components)
+    await components.proven()
 
 
 async def test_the_other_doors_carry_the_call(components: Components) -> None:
@@ -166,7 +157,7 @@ async def test_the_other_doors_carry_the_call(components: Components) -> None:
         (item,) = response.output
         assert (item.type, response.status) == ("function_call", "completed")
         Forecast.model_validate_json(item.arguments)
-    await proven(components)
+    await components.proven()
 
 
 async def test_reasoning_comes_before_the_call(components: Components, tiny: pathlib.Path) -> None:
@@ -183,7 +174,7 @@ async def test_reasoning_comes_before_the_call(components: Components, tiny: pat
     assert ended.usage.completion_tokens_details.reasoning_tokens == 1
     (call,) = ended.choices[0].message.tool_calls
     Forecast.model_validate_json(call.function.arguments)
-    await proven(components)
+    await components.proven()
 
 
 async def test_the_code_of_the_page_runs(components: Components) -> None:
@@ -219,4 +210,4 @@ async def test_other_clients_read_the_calls(components: Components, script: str)
     for arguments in found.values():
         Forecast.model_validate(arguments)
     assert found["whole"] == found["streamed"]
-    await proven(components)
+    await components.proven()

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from pillion import Client, Delta
-from pillion.adapter_folders import ADAPTERS, cache_root
+from pillion.adapter_folders import ADAPTERS
 from testbed.conditions import wait_for
-from testbed.tiny_model import save_model
+from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
+from tests.support.own_cache import model_cache
 from tests.support.two_nodes import Hosts, hosts
 
 TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
@@ -58,7 +59,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
     model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
     # What a fetch does not bring in its time is computed, and here every block is counted.
     flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB", "--fetch-timeout-ms", "60000")
-    with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "2048") as cluster:
+    with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "4096") as cluster:
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
@@ -95,11 +96,38 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         assert cluster.node_status("kv-a").fetched_blocks == fetched
         all_idle(cluster, "kv-a", "kv-b")
 
+        decode = cluster.worker("decode", "kv-b")
+        cluster.stop(second)
+        cluster.sees(target, prefill, decode)
+        check_a_node_killed_in_mid_transfer(cluster, target)
+
+
+def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str) -> None:
+    """kv-a dies while the prefill worker's blocks come over to kv-b, which serves on alone."""
+    ids = byte_prompt(0, 2000)
+    expected, last = read(target, ids)
+    assert last.timings.prefilled_tokens == 1984
+    before = cluster.node_status("kv-b").fetched_blocks
+    found: list[tuple[tuple[int, ...], Delta]] = []
+    asking = threading.Thread(target=lambda: found.append(read(target, ids, "killed")))
+    asking.start()
+    wait_for("the first blocks", lambda: cluster.node_status("kv-b").fetched_blocks > before)
+    cluster.stop("kv-a", kill=True)
+    asking.join(300)
+    ((got, last),) = found
+    assert got == expected
+    assert 0 < last.timings.prefilled_tokens < 1984, "some of it came over, some did not"
+    assert cluster.node_status("kv-b").corrupt_blocks == 0
+    all_idle(cluster, "kv-b")
+    # The other node serves on.
+    assert read(target, ids, "after")[0] == expected
+    all_idle(cluster, "kv-b")
+
 
 @pytest.mark.cluster
 def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kv-a and the gateway share a machine, kv-b and its worker another one, whose copies are lost."""
-    here, there = (model_cache(folder / name) for name in ("here", "there"))
+    here, there = (pathlib.Path(model_cache(folder / name)) for name in ("here", "there"))
     monkeypatch.setenv("PILLION_CACHE", str(here))
     model, ids = save_model(folder / "tiny"), [2 + n * 7919 % 256 for n in range(40)]
     names = ("red", "green")
@@ -136,48 +164,5 @@ def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkey
         all_idle(cluster, "kv-a", "kv-b")
 
 
-def model_cache(folder: pathlib.Path) -> pathlib.Path:
-    """A machine's model cache with the machine code that all tests share."""
-    compiled = cache_root() / "kernels"
-    compiled.mkdir(parents=True, exist_ok=True)
-    folder.mkdir()
-    (folder / "kernels").symlink_to(compiled)
-    return folder
-
-
 def kept(cache: pathlib.Path) -> set[str]:
     return {path.name for path in (cache / ADAPTERS).glob("*") if path.suffix != ".tmp"}
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_node_killed_in_mid_transfer(folder: pathlib.Path, transport: str) -> None:
-    model = ("--model", str(save_model(folder / "tiny")), "--dtype", "float32", "--max-model-len", "4096")
-    ids = [2 + (n * 104729) % 256 for n in range(3000)]
-    flags = ("--kv-transport", transport, "--kv-pool-bytes", "16MiB")
-    with hosts(folder, *model) as cluster:
-        for node_id in ("kv-a", "kv-b"):
-            cluster.node(node_id, *flags)
-        decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "16")
-        cluster.sees(target, decode)
-        expected, _ = read(target, ids, "alone")
-        prefill = cluster.worker("prefill", "kv-a")
-        cluster.sees(target, prefill, decode)
-        got, last = read(target, ids, "whole")
-        assert (got, last.timings.prefilled_tokens) == (expected, 2992)
-        before = cluster.node_status("kv-b").fetched_blocks
-
-        found: list[tuple[tuple[int, ...], Delta]] = []
-        asking = threading.Thread(target=lambda: found.append(read(target, ids, "killed")))
-        asking.start()
-        wait_for("the first blocks", lambda: cluster.node_status("kv-b").fetched_blocks > before)
-        cluster.stop("kv-a", kill=True)
-        asking.join(300)
-        ((got, last),) = found
-        assert got == expected
-        assert 0 < last.timings.prefilled_tokens < 2992, "some of it came over, some did not"
-        assert cluster.node_status("kv-b").corrupt_blocks == 0
-        all_idle(cluster, "kv-b")
-        # The other node serves on.
-        assert read(target, ids, "after")[0] == expected
-        all_idle(cluster, "kv-b")

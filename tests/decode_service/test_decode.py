@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
+import threading
 from typing import Any
 
 import grpc
@@ -21,13 +21,9 @@ from testbed.conditions import WITHIN_S, until
 from tests.support.ahead_backend import AheadBackend
 from tests.support.drafts import guessing
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
+from tests.support.workers import Answer, Connection, Workers, connected, prompt, running_workers, submit_of
 
 NOT_FOUND, INVALID, EXHAUSTED, DEADLINE, INTERNAL = 5, 3, 8, 4, 13
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 13 + position * 7) % 97 for position in range(length)]
 
 
 async def over(answer: Answer) -> None:
@@ -331,11 +327,12 @@ async def test_a_key_in_use_ends_the_connection() -> None:
 
 async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits says its place; one that decodes says nothing, and nor does any while the step hangs."""
-    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
+    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
     async with running_workers(decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         backend, prompts = workers.decode_backend, [prompt(seed, 9) for seed in range(3)]
-        # A step takes so long that the line stands for some signs of life, and not as long as one may be missing.
-        monkeypatch.setattr(backend, "before_step", lambda batch: time.sleep(0.002))
+        # Steps are short beside the time for an answer, and take long altogether until the signs are there.
+        told = threading.Event()
+        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.025))
         tickets = [await workers.ticket(one) for one in prompts]
         first = await connection.submit(submit_of(1, tickets[0], prompts[0], 400))
         await until("the first stream to decode", lambda: first.token_ids)
@@ -346,7 +343,9 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         assert [one.queued[-1] for one in others] == [1, 2]
         assert len(first.queued) == early
         backend.gate.clear()
+        told.set()
         await until("the step to hang", backend.waiting.is_set)
+        monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
         unanswered: list[None] = []
         positions = WorkerEpoch.positions
 
@@ -357,9 +356,9 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
 
         monkeypatch.setattr(WorkerEpoch, "positions", counted)
         await until("a question without an answer", lambda: unanswered)
-        told = [len(one.queued) for one in others]
+        before = [len(one.queued) for one in others]
         await until("further ones", lambda: len(unanswered) >= 4)
-        assert [len(one.queued) for one in others] == told
+        assert [len(one.queued) for one in others] == before
         backend.gate.set()
         for answer in (first, *others):
             await asyncio.wait_for(answer.over.wait(), WITHIN_S)

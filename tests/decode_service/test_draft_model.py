@@ -30,16 +30,13 @@ from tests.support.workers import (
     Connection,
     Workers,
     connected,
+    prompt,
     running_workers,
     submit_of,
 )
 
 GUESSES = 3
 NAMESPACE = b"\2" * 32
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 13 + position * 7) % 97 for position in range(length)]
 
 
 def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Sequence[int], left: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,7 @@ from pillion.v1 import prefill_pb2
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
-from tests.support.workers import Workers, connected, running_workers, submit_of
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 13 + position * 7) % 97 for position in range(length)]
+from tests.support.workers import Workers, connected, prompt, running_workers, submit_of
 
 
 def call_of(workers: Workers, span: RunSpanRequest) -> Any:
@@ -240,13 +236,24 @@ async def test_two_spans_of_one_prompt_commit_the_same_blocks() -> None:
 
 
 async def test_a_span_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
+    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
+    told = threading.Event()
+
+    async def read(span: RunSpanRequest) -> list[ChunkAck]:
+        messages = []
+        async for message in call_of(workers, span):
+            messages.append(message)
+            if message.HasField("queued") and len(span.token_ids) == 800:
+                told.set()
+        return messages
+
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 4}) as workers:
         backend, long, short = workers.prefill_backend, prompt(1, 801), prompt(2, 9)
-        monkeypatch.setattr(backend, "before_step", lambda batch: time.sleep(0.002))
+        # Steps are short beside the time for an answer, and take long altogether until the long span has had one.
+        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.02))
         tickets = [await workers.ticket(tokens) for tokens in (long, short)]
         spans = [workers.span(tickets[0], long, (800,)), workers.span(tickets[1], short, (4, 4))]
-        found = await asyncio.gather(*(acks_of(workers, span) for span in spans))
+        found = await asyncio.gather(*(read(span) for span in spans))
         for span, messages in zip(spans, found, strict=True):
             acks = [one for one in messages if not one.HasField("queued")]
             assert [ack.chunk_index for ack in acks] == list(range(len(span.chunk_tokens)))

@@ -31,6 +31,12 @@ class Components:
     common: dict[str, Any]
     model: dict[str, Any]
 
+    async def proven(self) -> None:
+        """Waits until nothing is held any more, and proves that the pool adds up."""
+        pool, gateway = self.kvnode.pool, self.gateway.gateway
+        await until("tickets and requests to end", lambda: not (pool.ledger.tickets or gateway.active_requests))
+        pool.check_integrity()
+
     @contextlib.asynccontextmanager
     async def another_gateway(self, **flags: Any) -> AsyncIterator[AsyncClient]:
         """Run a second gateway before the same workers, with other flags; yield a client of it."""

@@ -28,11 +28,16 @@ from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
 from testbed.conditions import WITHIN_S, until
-from tests.support.fake_backend import FakeBackend, factory
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
 
 BLOCK = 4
 ROOT = b"\5" * 32
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Tokens that the fake model knows; prompts of one seed are prefixes of each other."""
+    return [(seed * 13 + position * 7) % VOCAB_SIZE for position in range(length)]
 
 
 @dataclass

@@ -19,14 +19,10 @@ from pillion.types import SamplingParams, TokenLogprob
 from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
-from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
+from tests.support.workers import Answer, Connection, Workers, connected, prompt, running_workers, submit_of
 
 INTERNAL, UNAVAILABLE = 13, 14
 Heard = list[tuple[list[int], list[TokenLogprob]]]
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [(seed * 13 + position * 7) % 97 for position in range(length)]
 
 
 @contextlib.asynccontextmanager
