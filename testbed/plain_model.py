@@ -44,9 +44,7 @@ def plain_folder(model: str = "demo", dtype: str = "bfloat16") -> pathlib.Path:
         config.pop("quantization_config", None)
         (folder / "config.json").write_text(json.dumps(config, indent=2))
 
-    cache = ModelCache()
-    with cache.lock(lambda line: None):
-        return cache.folder(f"{converted.name}-plain-{CONVERSION_VERSION}", fill)
+    return ModelCache().folder(f"{converted.name}-plain-{CONVERSION_VERSION}", fill, lambda line: None)
 
 
 if __name__ == "__main__":

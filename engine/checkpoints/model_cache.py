@@ -1,7 +1,7 @@
 """The cache on disk of prepared models, so that a model is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
-|-- prepare.lock          one process prepares at a time
+|-- locks/                a lock for each thing that is made: one process makes it at a time, and others at the same time
 |-- packed/               weights in the layout of kernels (engine/backends/{cpu/cpu,gpu/gpu}_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from pillion.adapter_folders import cache_root
 from pillion.engine.checkpoints.model_files import Progress
@@ -33,6 +34,8 @@ PACKING_VERSION = 7
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
+# What is being made has this behind its name.
+DRAFT_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class ModelCache:
     def read_record(self, source: Path, kind: str) -> ModelRecord | None:
         """Returns the record of a source, or None if there is none or a file has changed since."""
         try:
-            fields = json.loads(self._record_path(source, kind).read_text("utf-8"))
+            fields = json.loads(self.record_path(source, kind).read_text("utf-8"))
             files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
@@ -67,7 +70,7 @@ class ModelCache:
 
     def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
         """Writes the record of a source atomically."""
-        path = self._record_path(source, kind)
+        path = self.record_path(source, kind)
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
         try:
@@ -78,49 +81,65 @@ class ModelCache:
                 f"the model cache {self._root} cannot be written: {error.strerror}; PILLION_CACHE names another"
             ) from None
 
-    def _record_path(self, source: Path, kind: str) -> Path:
+    def record_path(self, source: Path, kind: str) -> Path:
+        """Returns the path of a source's record, whether the file exists or not."""
         key = hashlib.sha256(f"{CONVERSION_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
-    def folder(self, digest: str, fill: Callable[[Path], None]) -> Path:
-        """Returns the model folder of that digest; ``fill`` makes its files if need be. Call it under the lock."""
+    def folder(self, digest: str, fill: Callable[[Path], None], progress: Progress) -> Path:
+        """Returns the model folder of that digest; ``fill`` makes its files if need be, under the folder's lock. Raises
+        ConfigError where the folder cannot be kept, and as :meth:`lock` does."""
         target = self._root / "models" / digest
         if target.is_dir():
             return target
         self.make("models")
-        for left_over in target.parent.glob("*.tmp"):
-            # Left by a process that died: the lock's holder is alone here.
-            shutil.rmtree(left_over, ignore_errors=True)
-        draft = target.with_name(digest + ".tmp")
-        try:
-            draft.mkdir()
-            fill(draft)
-            draft.rename(target)
-        except OSError as error:
-            raise ConfigError(f"the model cannot be kept in {target.parent}: {error.strerror or error}") from None
-        finally:
+        with self.lock(target, progress):
+            if target.is_dir():
+                return target
+            self.remove_drafts(target.parent)
+            draft = target.with_name(digest + DRAFT_SUFFIX)
+            # Left by a process that died: whoever makes this folder has its lock.
             shutil.rmtree(draft, ignore_errors=True)
+            try:
+                draft.mkdir()
+                fill(draft)
+                draft.rename(target)
+            except OSError as error:
+                raise ConfigError(f"the model cannot be kept in {target.parent}: {error.strerror or error}") from None
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
         return target
 
     @contextmanager
-    def lock(self, progress: Progress) -> Iterator[None]:
-        """Lets one process of this machine prepare at a time. Raises ConfigError after LOCK_TIMEOUT_S."""
-        self.make("")
+    def lock(self, target: Path, progress: Progress) -> Iterator[None]:
+        """Lets one process of this machine at a time make ``target``, a path in this cache. Raises ConfigError after
+        LOCK_TIMEOUT_S. A caller that has the lock of a record may take that of a folder, and no other second one: so
+        nobody waits in a circle."""
         give_up = time.monotonic() + LOCK_TIMEOUT_S
-        with (self._root / "prepare.lock").open("w") as file:
+        with self._lock_file(target) as file:
             reported = False
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > give_up:
-                        raise ConfigError("another process has been preparing a model for too long") from None
+            while not _try_lock(file):
+                if time.monotonic() > give_up:
+                    raise ConfigError(f"another process has been making {target} for too long")
                 if not reported:
-                    progress("waiting for another process that prepares a model")
+                    progress("waiting for another process that prepares the same model")
                     reported = True
                 time.sleep(LOCK_POLL_S)
             yield
+
+    def remove_drafts(self, folder: Path) -> None:
+        """Removes what processes that died left half made in ``folder``: drafts of targets whose lock nobody has."""
+        for draft in folder.glob("*" + DRAFT_SUFFIX):
+            with self._lock_file(draft.with_suffix("")) as file:
+                if _try_lock(file):
+                    if draft.is_dir():
+                        shutil.rmtree(draft, ignore_errors=True)
+                    else:
+                        draft.unlink(missing_ok=True)
+
+    def _lock_file(self, target: Path) -> IO[bytes]:
+        # Lock files stay: a process that waits for one that was removed would not exclude one that makes it anew.
+        return (self.make("locks") / "-".join(target.relative_to(self._root).parts)).open("wb")
 
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:
         """Returns the path of a model's weights in the layout of ``kernels``, whether the file exists or not."""
@@ -136,6 +155,15 @@ class ModelCache:
                 f"the model cache {self._root} cannot be made: {error.strerror}; PILLION_CACHE names another"
             ) from None
         return folder
+
+
+def _try_lock(file: IO[bytes]) -> bool:
+    """Locks an open file until it is closed, unless another process, or another place in this one, has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
+from pillion.engine.checkpoints.model_cache import DRAFT_SUFFIX, PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.runtime.code_cache import others_could_write
@@ -75,7 +75,7 @@ class PackedWriter:
 @contextmanager
 def write_packed(path: Path) -> Iterator[PackedWriter]:
     """Yields a writer whose file appears at ``path`` only if the block ends without an error."""
-    draft = path.with_name(path.name + ".tmp")
+    draft = path.with_name(path.name + DRAFT_SUFFIX)
     try:
         with draft.open("wb") as file:
             os.fchmod(file.fileno(), 0o600)
@@ -146,9 +146,10 @@ def packed_once(
     """Maps the file at ``path`` by ``make``; where it is missing, one process of this machine packs it before."""
     with contextlib.suppress(OSError):
         return make(path)
-    with cache.lock(progress):
+    with cache.lock(path, progress):
         with contextlib.suppress(OSError):
             return make(path)
+        cache.remove_drafts(path.parent)
         _remove_older(path)
         with write_packed(path) as writer:
             pack(writer)
@@ -156,10 +157,10 @@ def packed_once(
 
 
 def _remove_older(path: Path) -> None:
-    """Removes all models' files of older packing versions, which nobody would ask for again, and drafts of packers that
-    died. Needs the lock. Workers of an older release that have mapped such a file keep it."""
+    """Removes all models' files of older packing versions, which nobody would ask for again. Workers of an older
+    release that have mapped such a file keep it."""
     for other in path.parent.iterdir():
         version = other.name.rpartition("-")[2].removesuffix(".weights")
-        if other.suffix == ".tmp" or (version.isdigit() and int(version) < PACKING_VERSION):
+        if version.isdigit() and int(version) < PACKING_VERSION:
             with contextlib.suppress(OSError):
                 other.unlink()

@@ -132,11 +132,11 @@ class WeightKind:
 
 
 def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> ModelRecord:
-    """Reads the record of a model, which the first process makes under the cache's lock."""
+    """Reads the record of a model, which the first process makes under its lock."""
     cache = ModelCache()
     record = cache.read_record(source.path, str(weights))
     if record is None:
-        with cache.lock(progress):
+        with cache.lock(cache.record_path(source.path, str(weights)), progress):
             record = cache.read_record(source.path, str(weights))
             if record is None:
                 record = _examine(cache, source, weights, progress)
@@ -186,6 +186,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}",
             lambda into: convert_gguf(source.path, into, kind.dtype, progress),
+            progress,
         )
     else:
         folder = _complete(cache, source.path, progress)
@@ -220,7 +221,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
 
         quantize_folder(folder, into, kind.quantization, kind.group, progress)
 
-    return cache.folder(digest, fill)
+    return cache.folder(digest, fill, progress)
 
 
 def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
@@ -263,7 +264,7 @@ def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
         return folder
     files = stamp(path for path in sorted(folder.iterdir()) if path.is_file())
     digest = hashlib.sha256(json.dumps([str(folder), files]).encode()).hexdigest()[:32]
-    return cache.folder(f"{digest}-links", lambda into: link_with_tokenizer(folder, into, progress))
+    return cache.folder(f"{digest}-links", lambda into: link_with_tokenizer(folder, into, progress), progress)
 
 
 def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> str:

@@ -20,6 +20,7 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.loading import precision_notes
 from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints import model_cache
 from pillion.engine.checkpoints import prepare as prepare_module
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
@@ -317,12 +318,31 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigError, match="No space left"):
-        cache.folder("digest", die)
+        cache.folder("digest", die, print)
     assert not list((tmp_path / "models").iterdir())
     (tmp_path / "models" / "other.tmp").mkdir()
-    made = cache.folder("digest", lambda into: (into / "whole").write_text("x"))
+    made = cache.folder("digest", lambda into: (into / "whole").write_text("x"), print)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["digest"]
     assert (made / "whole").is_file()
+
+
+def test_one_models_conversion_waits_for_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_cache, "LOCK_TIMEOUT_S", 0.3)
+    cache, lines = ModelCache(tmp_path), []
+    slow, half_made = tmp_path / "models" / "slow", tmp_path / "models" / "slow.tmp"
+    with cache.lock(slow, lines.append):
+        half_made.mkdir(parents=True)
+        made = cache.folder("quick", lambda into: (into / "whole").write_text("x"), lines.append)
+        assert (made / "whole").is_file()
+        assert half_made.is_dir(), "a draft was removed under its maker"
+        assert not lines
+        # Whoever wants the same model waits, says so once, and gives up at last.
+        with pytest.raises(ConfigError, match="too long"):
+            cache.folder("slow", lambda into: None, lines.append)
+        assert lines == ["waiting for another process that prepares the same model"]
+    cache.folder("slow", lambda into: (into / "whole").write_text("y"), lines.append)
+    assert {path.name for path in slow.parent.iterdir()} == {"quick", "slow"}
+    assert [path.name for path in slow.iterdir()] == ["whole"]
 
 
 def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
