@@ -191,8 +191,10 @@ class SimWorker:
         record: ComponentRecord,
         cost_s: tuple[float, ...],
         number: int,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.record = record
+        self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._cores = cores
         self._number = number
@@ -217,15 +219,19 @@ class SimWorker:
 
     def beat(self) -> None:
         """Publish the worker's record, and again after each heartbeat's period."""
+        self.record = self.fresh_record()
+        self._clock.after(self._heartbeat_s, self.beat)
+
+    def fresh_record(self) -> ComponentRecord:
+        """Return the record as a heartbeat would send it now."""
         load = self._load
-        self.record = msgspec.structs.replace(
+        return msgspec.structs.replace(
             self.record,
             **asdict(load),
             free_seqs=max(0, self._max_num_seqs - load.running_requests - load.waiting_requests),
             # The time of the heartbeat for now; readers replace it by its age.
             heartbeat_age_ms=int(self._clock.now * 1000),
         )
-        self._clock.after(HEARTBEAT_S, self.beat)
 
     def add(self, flow: Flow) -> None:
         """Add a request: a span on a prefill worker, a stream on a decode worker."""
@@ -316,17 +322,29 @@ class SimGateway:
 
     def arrive(self, request: Request) -> None:
         """Plan a request and send it to its first worker."""
+        self._plan(request, self._clock.now)
+
+    def components(self) -> list[ComponentRecord]:
+        """Return the workers that a request is planned with, as of their last heartbeats."""
+        return [self._aged(worker.record) for worker in self._workers.values()]
+
+    def loads(self) -> tuple[Counter[str], Counter[str]]:
+        """Return what is known to be under way, by component: streams or tokens, and prompt tokens to be computed."""
+        return self._streams | Counter({p: n for p, n in self._tokens.items() if p.startswith("prefill")}), self._tokens
+
+    def _plan(self, request: Request, arrived_s: float) -> None:
         every, shared = self._demand.per_s(self._clock.now)
+        own_load, own_tokens = self.loads()
         snapshot = ClusterSnapshot(
             model="m",
             prompt_tokens=request.prompt_tokens,
             hits={},
-            components=(NODE, *(self._aged(worker.record) for worker in self._workers.values())),
+            components=(NODE, *self.components()),
             policy=self._policy,
             block_size=BLOCK_SIZE,
             chunk_tokens=CHUNK_TOKENS,
-            own_load=self._streams | Counter({p: n for p, n in self._tokens.items() if p.startswith("prefill")}),
-            own_tokens=self._tokens,
+            own_load=own_load,
+            own_tokens=own_tokens,
             sticky_choice=self._leanings.of("m", request.prompt_tokens),
             spread=self._first_spread + len(self.flows),
             demand_per_s=(self._gateways * every, self._gateways * shared),
@@ -337,42 +355,53 @@ class SimGateway:
         self.plan_s.append(time.perf_counter() - begun)
         self._leanings.note("m", request.prompt_tokens, bool(decided.chunks))
         self._demand.note(self._clock.now, bool(decided.chunks), request.prompt_tokens)
-        flow = Flow(request, decided, self._clock.now, self)
+        flow = Flow(request, decided, arrived_s, self)
         self.flows.append(flow)
-        self._streams[decided.decode.component_id] += 1
-        self._tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
+        self._send(flow)
+
+    def _send(self, flow: Flow) -> None:
+        decided = flow.plan
+        self._count(decided.decode, 1, decided.prompt_tokens - decided.split_tokens)
         if decided.prefill is not None and decided.chunks:
-            self._tokens[decided.prefill.component_id] += sum(decided.chunks)
+            self._count(decided.prefill, 0, sum(decided.chunks))
             prefill = self._workers[decided.prefill.component_id]
-            self._clock.after(2 * CALL_S, lambda: prefill.add(flow))
+            self._clock.after(2 * CALL_S, lambda: self._offer(prefill, flow))
         else:
             self._submit(flow)
+
+    def _count(self, worker: ComponentRecord, streams: int, tokens: int) -> None:
+        """Count what is sent to a worker, or with negative numbers what it has done."""
+        self._streams[worker.component_id] += streams
+        self._tokens[worker.component_id] += tokens
 
     def _aged(self, record: ComponentRecord) -> ComponentRecord:
         return msgspec.structs.replace(record, heartbeat_age_ms=int(self._clock.now * 1000) - record.heartbeat_age_ms)
 
     def _submit(self, flow: Flow) -> None:
         decode = self._workers[flow.plan.decode.component_id]
-        self._clock.after(2 * CALL_S, lambda: decode.add(flow))
+        self._clock.after(2 * CALL_S, lambda: self._offer(decode, flow))
+
+    def _offer(self, worker: SimWorker, flow: Flow) -> None:
+        """The request has come to a worker."""
+        worker.add(flow)
 
     def _acked(self, flow: Flow, chunk: ChunkDone) -> None:
         assert flow.plan.prefill is not None
-        self._tokens[flow.plan.prefill.component_id] -= flow.plan.chunks[chunk.index]
+        self._count(flow.plan.prefill, 0, -flow.plan.chunks[chunk.index])
         if chunk.end_tokens == flow.plan.split_tokens:
             self._submit(flow)
 
     def _told(self, flow: Flow, update: Update) -> None:
-        decode = flow.plan.decode.component_id
-        now = self._clock.now
+        decode, now = flow.plan.decode, self._clock.now
         for _ in update.token_ids:
             if flow.first_s:
                 flow.gaps_s.append(now - flow.last_s)
             else:
                 flow.first_s = now
-                self._tokens[decode] -= flow.plan.prompt_tokens - flow.plan.split_tokens
+                self._count(decode, 0, flow.plan.split_tokens - flow.plan.prompt_tokens)
             flow.last_s = now
         if update.ending is not None:
-            self._streams[decode] -= 1
+            self._count(decode, -1, 0)
             self.on_end(flow)
 
 
@@ -381,7 +410,7 @@ class SimCluster:
     """The number of prefill and decode workers, and their step costs.
 
     ``shared_cores``: how many cores each of them owns of one host, where they lend each other cores; 0: they do not.
-    ``target_itl_steps`` is the target where ``target_itl_ms`` is 0.
+    ``target_itl_steps`` is the target where ``target_itl_ms`` is 0. Workers beat every ``heartbeat_s`` seconds.
     """
 
     prefills: int
@@ -391,6 +420,7 @@ class SimCluster:
     target_itl_ms: float
     target_itl_steps: float = 0.0
     shared_cores: int = 0
+    heartbeat_s: float = HEARTBEAT_S
 
     def workers(self, clock: Clock) -> list[SimWorker]:
         """Make the workers, with heartbeats that are spread over the period."""
@@ -411,22 +441,26 @@ class SimCluster:
                 core_board="board" if self.shared_cores else "",
                 core_share=1 / len(kinds) if self.shared_cores else 0.0,
             )
-            worker = SimWorker(clock, cores, record, cost_s, number)
-            clock.after(HEARTBEAT_S * number / len(kinds), worker.beat)
+            worker = SimWorker(clock, cores, record, cost_s, number, self.heartbeat_s)
+            clock.after(self.heartbeat_s * number / len(kinds), worker.beat)
             found.append(worker)
         return found
 
 
+# Makes one of several gateways: from the clock, the policy, the workers, its number and how many there are.
+MakeGateway = Callable[[Clock, str, list[SimWorker], int, int], SimGateway]
+
+
 def simulate(
-    cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1
+    cluster: SimCluster, policy: str, requests: list[Request], gateways: int = 1, make: MakeGateway = SimGateway
 ) -> tuple[list[ClientRecord], list[float]]:
     """Simulate a load; return the clients' records, and the real seconds of each plan.
 
-    Gateways get requests in turn, and know each other's load by heartbeats.
+    Gateways get requests in turn, and know each other's load by heartbeats, unless ``make`` makes others.
     """
     clock = Clock()
     workers = cluster.workers(clock)
-    edge = [SimGateway(clock, policy, workers, number, gateways) for number in range(gateways)]
+    edge = [make(clock, policy, workers, number, gateways) for number in range(gateways)]
     for request in (*_warm_up(len(workers)), *requests):
         arrive = edge[request.number % gateways].arrive
         clock.after(WARM_UP_S + request.at_s, lambda arrive=arrive, request=request: arrive(request))  # type: ignore[misc]

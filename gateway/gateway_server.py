@@ -45,6 +45,7 @@ from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import SharedBuckets
+from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
@@ -197,7 +198,8 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
-    cluster = Cluster(component_id, registry, Index(flags.redis_url), flags.heartbeat_timeout_ms / 1000)
+    grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads)
     options = GatewayOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.

@@ -17,8 +17,8 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.links.cluster import OwnLoad
 from pillion.gateway.links.decode_link import DecodeLink
+from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.component_calls import ComponentCalls

@@ -1,6 +1,6 @@
 """Runs Redis's scripts in Lua 5.1, the language that Redis runs them in: no second version of a script can be wrong.
 
-lupa brings Lua; Redis's own library is ``redis.call``, ``redis.pcall`` and ``struct.pack``, and no more of it is here.
+lupa brings Lua. Of the library that Redis adds, ``redis.call``, ``redis.pcall`` and some of ``struct`` are here.
 Of fakeredis, which has the rest of Redis's commands, neither the clock can be handed in, nor a server's refusals be
 switched, and it has no ``struct``. Sans-IO.
 """
@@ -25,10 +25,12 @@ class LuaScripts:
     def __init__(self, command: ScriptCommand) -> None:
         self._command = command
         self._functions: dict[bytes, Any] = {}
-        self._lua = lua51.LuaRuntime(encoding=None, register_eval=False, register_builtins=False)
+        self._lua = lua51.LuaRuntime(
+            encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
+        )
         names = self._lua.globals()
         names[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._pcall})
-        names[b"struct"] = self._lua.table_from({b"pack": _pack})
+        names[b"struct"] = self._lua.table_from({b"pack": _pack, b"unpack": _unpack})
 
     def forget(self) -> None:
         """Drops all scripts, as SCRIPT FLUSH does."""
@@ -94,7 +96,17 @@ def _reply(value: Any) -> RedisReply:
 
 
 def _pack(layout: bytes, *numbers: Any) -> bytes:
-    """Packs numbers as ``struct.pack`` does in Redis's Lua; ``>I4`` is all that Pillion uses of it."""
-    if layout != b">I4":
+    return struct.pack(_layout(layout), *map(int, numbers))
+
+
+def _unpack(layout: bytes, packed: bytes) -> tuple[int, ...]:
+    """Returns the numbers, and where the rest of the text begins."""
+    size = struct.calcsize(_layout(layout))
+    return (*struct.unpack_from(_layout(layout), packed), size + 1)
+
+
+def _layout(layout: bytes) -> str:
+    """Returns Python's name for a layout of Redis's ``struct``: numbers of four bytes are all that Pillion uses."""
+    if layout.replace(b"I4", b"") != b">":
         raise RedisRefusalError(f"ERR the model packs no {layout!r}")
-    return struct.pack(">I", *map(int, numbers))
+    return ">" + "I" * layout.count(b"I4")

@@ -15,16 +15,18 @@ from typing import Any, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
 from pillion.gateway.links.decode_link import DecodeLink
+from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.cluster_view import ClusterView
+from pillion.gateway.planning.cluster_view import WORKERS, ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.gateway.planning.sent_adapters import SentAdapters
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
+from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.observability import telemetry
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.registry import ComponentRecord
@@ -107,31 +109,23 @@ class Served:
         return worker.fingerprint in ("", self.fingerprint) and worker.namespace == self.namespace.hex()
 
 
-class OwnLoad:
-    """What this gateway has given to each component and not got back.
+class Cluster:
+    """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included.
 
-    ``by_component``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be
-    computed, for both.
+    ``shared_loads`` is the way on which gateways tell each other what they have under way; None: there is one gateway.
     """
 
-    def __init__(self) -> None:
-        self.by_component: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-
-    def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
-        """Adds to a component's load, or takes from it with negative numbers; nothing is kept for an idle one."""
-        for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
-            counter[component_id] += change
-            if counter[component_id] <= 0:
-                del counter[component_id]
-
-
-class Cluster:
-    """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included."""
-
-    def __init__(self, gateway_id: str, registry: ComponentDirectory, index: Prefixes, grace_s: float) -> None:
+    def __init__(
+        self,
+        gateway_id: str,
+        registry: ComponentDirectory,
+        index: Prefixes,
+        grace_s: float,
+        shared_loads: SharedLoads | None = None,
+    ) -> None:
         self.index = index
         self.load = OwnLoad()
+        self._exchange = LoadExchange(gateway_id, self.load, shared_loads, self._other_gateway_ids)
         self.fetch_pace = FetchPace()
         self.sticky_choices = StickyChoices()
         self.sent_adapters = SentAdapters()
@@ -157,6 +151,7 @@ class Cluster:
     async def start(self) -> None:
         """Asks the registry once, and from then on regularly."""
         await self.refresh()
+        self._exchange.start()
         self._poller = asyncio.create_task(self._poll(), name="registry view")
 
     async def aclose(self) -> None:
@@ -165,6 +160,7 @@ class Cluster:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
         await self._waiters.aclose()
+        await self._exchange.aclose()
         links = [link for links in self._links.values() for link in links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._closing, return_exceptions=True)
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
@@ -320,6 +316,14 @@ class Cluster:
     def other_gateways(self) -> list[ComponentRecord]:
         """Live gateways besides this one."""
         return [record for record in self.view.of("gateway") if record.component_id != self._gateway_id]
+
+    def _other_gateway_ids(self) -> list[str]:
+        return [record.component_id for record in self.other_gateways()]
+
+    async def under_way(self, components: Iterable[ComponentRecord]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """What all gateways have under way on these workers, as far as is known, by component id: amounts and tokens as
+        in OwnLoad."""
+        return await self._exchange.with_others([one.component_id for one in components if one.role in WORKERS])
 
     def demand_per_s(self) -> tuple[float, float]:
         """Requests a second to all gateways, and those that use prefill workers: other gateways are

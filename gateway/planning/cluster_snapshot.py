@@ -48,10 +48,10 @@ class ClusterSnapshot:
         chunk_tokens: most tokens of one chunk.
         board_mates: further workers that share a board of cores with one of ``components``: no plan uses them, but what
             they compute takes cores.
-        own_load: tokens (prefill) and streams (decode) that this gateway has under way, by component id. Heartbeats are
-            up to a second old, and do not know of them.
-        own_tokens: prompt tokens that this gateway has sent to each component and that are not computed yet, by
-            component id.
+        own_load: tokens (prefill) and streams (decode) that gateways have under way, by component id: this one, and the
+            others as far as it knows. Heartbeats are up to a second old, and do not know of them.
+        own_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
+            id.
         fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).

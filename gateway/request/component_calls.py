@@ -157,10 +157,10 @@ class ComponentCalls:
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
         """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
-        for component_id, (amount, tokens) in self._assigned.items():
-            self._cluster.load.add(component_id, -amount, -tokens)
-        for component_id, (amount, tokens) in amounts.items():
-            self._cluster.load.add(component_id, amount, tokens)
+        for component_id in {**self._assigned, **amounts}:
+            before, now = (owner.get(component_id, (0, 0)) for owner in (self._assigned, amounts))
+            if before != now:
+                self._cluster.load.add(component_id, now[0] - before[0], now[1] - before[1])
         self._assigned = amounts
 
     def _cancel_decode(self) -> None:
@@ -214,6 +214,8 @@ class ComponentCalls:
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
+        mates = cluster.board_mates(components)
+        own_load, own_tokens = await cluster.under_way((*components, *mates))
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -222,9 +224,9 @@ class ComponentCalls:
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
-            board_mates=cluster.board_mates(components),
-            own_load=cluster.load.by_component,
-            own_tokens=cluster.load.tokens,
+            board_mates=mates,
+            own_load=own_load,
+            own_tokens=own_tokens,
             fetch_block_s=cluster.fetch_pace.block_s,
             demand_per_s=cluster.demand_per_s(),
             demand_tokens=cluster.demand.mean_tokens,

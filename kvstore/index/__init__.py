@@ -9,6 +9,7 @@
     redis_url.py       --redis-url and redis-py's client for it.
     lua/               the scripts: every change and every question.
     shared_buckets.py  SharedBuckets: tenants' quotas that all gateways share.
+    shared_loads.py    SharedLoads: what gateways have under way, for each other.
     shared_names.py    SharedNames: names of adapters that all gateways share.
     advertise.py       the address that a component advertises in the registry.
 

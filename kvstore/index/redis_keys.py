@@ -30,6 +30,8 @@ ADAPTERS = PREFIX + b"adapters"
 
 # Token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"
+# What gateways have under way, under one hash tag, so that one script reads it all.
+_LOADS = PREFIX + b"{load}:%b"
 
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
@@ -45,6 +47,11 @@ _HEAD_BYTES = 3
 def buckets_of(owner: str) -> bytes:
     """Returns the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
     return _BUCKETS % owner.encode()
+
+
+def load_of(gateway_id: str) -> bytes:
+    """Returns the key of what a gateway has under way (shared_loads.py)."""
+    return _LOADS % gateway_id.encode()
 
 
 def bucket(segment: bytes) -> bytes:

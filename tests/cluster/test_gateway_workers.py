@@ -24,11 +24,13 @@ import openai
 import psutil
 import pydantic
 import pytest
+import redis
 
 from pillion import Client, Delta, StructuredOutputs
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.kvstore.index import redis_keys
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served
 from testbed.conditions import WITHIN_S, wait_for
@@ -312,6 +314,12 @@ def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_
     assert "/properties/a/not" in refused.stderr
 
 
+def told_loads(cluster: ServedCluster) -> list[bytes]:
+    """Which gateways have told the others what they have under way."""
+    with redis.Redis(unix_socket_path=str(next(cluster.folder.rglob("redis*.sock")))) as client:
+        return list(client.scan_iter(redis_keys.load_of("*")))
+
+
 def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:
     """The SDK resumes them behind their last tokens: answers, log probabilities and usage are those of an undisturbed
     run, also of several answers to a prompt."""
@@ -338,6 +346,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
         for _ in range(STREAMS):
             assert begun.acquire(timeout=200)
+        wait_for("the gateway to tell the other one what it has under way", lambda: told_loads(cluster))
         connections = psutil.Process().net_connections("tcp")
         own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
         killed = [process for process in gateways(cluster).values() if own & peers(process)]

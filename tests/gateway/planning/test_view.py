@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from pillion._version import PROTOCOL
 from pillion.errors import InvalidRequest
 from pillion.gateway.admission.admission import Admission
-from pillion.gateway.links.cluster import OwnLoad
+from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.gateway.planning.cluster_view import SUSPECT_S, ClusterView
 from pillion.gateway.request.validation import check_pool
 from pillion.wire.registry import ComponentRecord

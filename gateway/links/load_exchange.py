@@ -1,0 +1,184 @@
+"""What all gateways have under way: each tells the others by Redis, and asks for theirs before it plans.
+
+    OwnLoad --note--> told: what is sent at once, what is done within REPORT_S, everything again every WHOLE_S
+                        |
+                        v
+    SharedLoads, a hash for each gateway --with_others, before a plan--> own load + theirs on the candidates
+
+A lone gateway tells and asks nothing. Where Redis does not answer, a gateway plans with its own count and the workers'
+heartbeats alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from pillion.errors import Unavailable
+from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
+
+log = logging.getLogger("pillion.gateway")
+
+# How long the others may not know that something is done, so that many ends are one call.
+REPORT_S = 0.1
+# How often everything is told, so that an emptied Redis learns it again: well within LOAD_TTL_MS.
+WHOLE_S = 2.0
+# How long nothing is told after a call that failed.
+RETRY_S = 0.5
+
+
+class OwnLoad:
+    """What this gateway has given to each component and not got back.
+
+    ``by_component``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be
+    computed, for both.
+    """
+
+    def __init__(self) -> None:
+        self.by_component: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        # Told of each change: the component, and whether its load grew.
+        self.on_change: Callable[[str, bool], None] = lambda component_id, grew: None
+
+    def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
+        """Adds to a component's load, or takes from it with negative numbers; nothing is kept for an idle one."""
+        for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
+            counter[component_id] += change
+            if counter[component_id] <= 0:
+                del counter[component_id]
+        self.on_change(component_id, amount > 0 or tokens > 0)
+
+    def of(self, component_id: str) -> UnderWay:
+        """What is under way on a component."""
+        return UnderWay(self.by_component[component_id], self.tokens[component_id])
+
+    def busy(self) -> set[str]:
+        """Components that have something."""
+        return {*self.by_component, *self.tokens}
+
+
+class LoadExchange:
+    """One gateway's part. ``start`` begins to tell, ``aclose`` takes back what was told.
+
+    Args:
+        own: its load, whose changes it tells.
+        shared: the way to the others; None where the gateway is alone for good.
+        others: returns the component ids of the other live gateways.
+    """
+
+    def __init__(
+        self, gateway_id: str, own: OwnLoad, shared: SharedLoads | None, others: Callable[[], Sequence[str]]
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._own = own
+        self._shared = shared
+        self._others = others
+        self._changed: set[str] = set()
+        self._due = asyncio.Event()
+        self._report: asyncio.TimerHandle | None = None
+        self._whole_at_s = 0.0
+        # Whether the others may read something of ours.
+        self._told = False
+        self._teller: asyncio.Task[None] | None = None
+        self._answers = True
+
+    def start(self) -> None:
+        """Begins to tell. Call once, on the event loop."""
+        if self._shared is not None:
+            self._own.on_change = self._note
+            self._teller = asyncio.create_task(self._tell(self._shared), name="load for other gateways")
+
+    async def aclose(self) -> None:
+        """Takes back what was told, if Redis answers, and closes the connections."""
+        self._own.on_change = lambda component_id, grew: None
+        if self._report is not None:
+            self._report.cancel()
+        if self._teller is not None:
+            self._teller.cancel()
+            await asyncio.gather(self._teller, return_exceptions=True)
+        if self._shared is not None:
+            if self._told:
+                with contextlib.suppress(Unavailable):
+                    await self._shared.tell(self._gateway_id, {}, whole=True)
+            await self._shared.aclose()
+
+    async def with_others(self, component_ids: Sequence[str]) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """What all gateways have under way on some components, by component id: amounts and tokens as in OwnLoad. Never
+        raises; this gateway's own where the others are not known."""
+        others = self._others() if self._shared is not None else ()
+        if self._shared is None or not others:
+            return self._own.by_component, self._own.tokens
+        try:
+            theirs = await self._shared.read(others, component_ids)
+        except Unavailable as error:
+            self._note_answer(error)
+            return self._own.by_component, self._own.tokens
+        self._note_answer(None)
+        # Read behind the answer: what this gateway has sent meanwhile counts.
+        amounts, tokens = self._own.by_component.get, self._own.tokens.get
+        pairs = list(zip(component_ids, theirs, strict=True))
+        return (
+            {component_id: amounts(component_id, 0) + other.amount for component_id, other in pairs},
+            {component_id: tokens(component_id, 0) + other.tokens for component_id, other in pairs},
+        )
+
+    # -- inside
+
+    def _note(self, component_id: str, grew: bool) -> None:
+        self._changed.add(component_id)
+        if grew:
+            self._due.set()
+        elif self._report is None:
+            self._report = asyncio.get_running_loop().call_later(REPORT_S, self._report_now)
+
+    def _report_now(self) -> None:
+        self._report = None
+        self._due.set()
+
+    async def _tell(self, shared: SharedLoads) -> None:
+        """Tells changes until it is cancelled: one call at a time, so that none overtakes another."""
+        now_s = asyncio.get_running_loop().time
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._whole_at_s - now_s())):
+                    await self._due.wait()
+            self._due.clear()
+            whole = now_s() >= self._whole_at_s
+            if whole:
+                self._whole_at_s = now_s() + WHOLE_S
+            names = sorted(self._own.busy() if whole else self._changed)
+            self._changed.clear()
+            if not self._others():
+                # Whoever comes is told everything.
+                self._whole_at_s = min(self._whole_at_s, now_s() + RETRY_S)
+                continue
+            try:
+                await self._tell_of(shared, names, whole)
+            except Unavailable as error:
+                self._note_answer(error)
+                await asyncio.sleep(RETRY_S)
+                self._whole_at_s = now_s()
+            else:
+                self._note_answer(None)
+
+    async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
+        if not names and not (whole and self._told):
+            return
+        self._told = bool(names) or not whole
+        for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
+            some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
+            await shared.tell(self._gateway_id, some, whole=whole and not first)
+
+    def _note_answer(self, error: Unavailable | None) -> None:
+        """Logs only changes."""
+        answers = error is None
+        if answers != self._answers:
+            log.warning(
+                "the other gateways' work is known again"
+                if error is None
+                else f"planning without what the other gateways have under way: {error.message}"
+            )
+        self._answers = answers

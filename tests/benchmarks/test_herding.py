@@ -1,0 +1,38 @@
+"""Several simulated gateways over the same workers: how well they choose follows from what they know of each other."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.herding import makers
+from benchmarks.split_load import arrivals, figures
+from benchmarks.split_world import SimCluster, simulate
+
+# Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.
+COST = (9.4e-3, 1.06e-3, 4.1e-4, 7.5e-7, 2.9e-7)
+
+
+def good_share(knowledge: str) -> float:
+    """The share of good requests, with one gateway or with four, over 4 + 4 workers."""
+    load = argparse.Namespace(
+        seconds=15.0,
+        long_share=0.2,
+        long_tokens=2000,
+        short_tokens=[30, 200],
+        answer_tokens=[32, 96],
+        ttft_ms=1000.0,
+        ttft_token_ms=2.0,
+        itl_ms=120.0,
+    )
+    count, heartbeat_s, make = makers()[knowledge]
+    cluster = SimCluster(4, 4, COST, COST, 100.0, heartbeat_s=heartbeat_s)
+    records, _ = simulate(cluster, "auto", arrivals(load, 4.0, 303), count or 4, make)
+    share = figures(load, records)["good_share"]
+    assert isinstance(share, float)
+    return share
+
+
+def test_four_gateways_that_know_of_each_other_choose_as_one_does() -> None:
+    one = good_share("one")
+    assert good_share("sketch") >= one - 0.02
+    assert good_share("heartbeats") < one - 0.05

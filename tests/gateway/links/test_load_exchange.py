@@ -1,0 +1,124 @@
+"""Gateways tell each other what they have under way, by a real Redis: what one sends, the next plan of another sees."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
+from pillion.kvstore.index import redis_keys as keys
+from pillion.kvstore.index import shared_loads
+from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads
+from testbed.conditions import until
+from testbed.redis import RedisServer, running_redis
+
+PATIENT_DEADLINE_MS = 30_000
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengthens the deadlines: on a busy machine a sound Redis may take a second to answer."""
+    monkeypatch.setattr(shared_loads, "READ_LOADS_DEADLINE_MS", PATIENT_DEADLINE_MS)
+    monkeypatch.setattr(shared_loads, "TELL_LOAD_DEADLINE_MS", PATIENT_DEADLINE_MS)
+
+
+class ToldGateway:
+    """A gateway's part of the exchange. ``others`` are known to it."""
+
+    def __init__(self, redis: RedisServer, name: str, others: list[str]) -> None:
+        self.load = OwnLoad()
+        self.exchange = LoadExchange(name, self.load, SharedLoads(redis.url), lambda: others)
+        self.exchange.start()
+
+    async def sees(self, component_id: str, amount: int, tokens: int) -> bool:
+        amounts, queued = await self.exchange.with_others([component_id])
+        return (amounts.get(component_id, 0), queued.get(component_id, 0)) == (amount, tokens)
+
+    async def until_sees(self, component_id: str, amount: int, tokens: int) -> None:
+        await until(f"{amount}, {tokens} on {component_id}", lambda: self.sees(component_id, amount, tokens))
+
+
+@contextlib.asynccontextmanager
+async def gateways(redis: RedisServer, *names: str) -> AsyncIterator[list[ToldGateway]]:
+    made = [ToldGateway(redis, name, [other for other in names if other != name]) for name in names]
+    try:
+        yield made
+    finally:
+        for one in made:
+            await one.exchange.aclose()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_each_sees_the_work_of_all(redis: RedisServer) -> None:
+    async with gateways(redis, "a", "b", "c") as (a, b, c):
+        a.load.add("decode-1", 1, 100)
+        b.load.add("decode-1", 1, 20)
+        b.load.add("prefill-1", 512, 512)
+        for one in (a, b, c):
+            await one.until_sees("decode-1", 2, 120)
+            await one.until_sees("prefill-1", 512, 512)
+        assert await c.sees("decode-2", 0, 0)
+        a.load.add("decode-1", 0, -100)
+        b.load.add("decode-1", -1, -20)
+        await c.until_sees("decode-1", 1, 0)
+        await b.exchange.aclose()
+        assert await c.sees("prefill-1", 0, 0), "a gateway that leaves takes back what it told"
+
+
+@pytest.mark.usefixtures("patient")
+async def test_an_emptied_redis_learns_everything_again(redis: RedisServer) -> None:
+    async with gateways(redis, "a", "b") as (a, b):
+        count = MAX_CHANGES_PER_CALL + 2
+        for number in range(count):
+            a.load.add(f"decode-{number}", 1, number)
+        await b.until_sees(f"decode-{count - 1}", 1, count - 1)
+        redis.command("FLUSHALL")
+        redis.command("RPUSH", keys.load_of("a"), "not ours")
+        assert await b.sees("decode-0", 0, 0)
+        await b.until_sees("decode-0", 1, 0)
+        await b.until_sees(f"decode-{count - 1}", 1, count - 1)
+        a.load.add("decode-0", -1)
+        await b.until_sees("decode-0", 0, 0)
+
+
+async def test_without_redis_a_gateway_knows_its_own_work(redis: RedisServer) -> None:
+    async with gateways(redis, "a", "b") as (a, b):
+        a.load.add("decode-1", 1, 5)
+        b.load.add("decode-1", 1, 7)
+        await a.until_sees("decode-1", 2, 12)
+        redis.kill()
+        assert await a.sees("decode-1", 1, 5)
+        a.load.add("decode-2", 1, 0)
+        redis.start()
+        await a.until_sees("decode-1", 2, 12)
+        await b.until_sees("decode-2", 1, 0)
+        with redis.refusing("full"):
+            assert await b.sees("decode-2", 1, 0), "what was told is still read"
+
+
+async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
+    async with gateways(redis, "a") as (a,):
+        a.load.add("decode-1", 1, 5)
+        a.load.add("decode-1", -1, -5)
+        assert await a.sees("decode-1", 0, 0)
+        info = redis.command("INFO", "commandstats")
+        assert isinstance(info, dict)
+        assert not {"cmdstat_eval", "cmdstat_evalsha"} & info.keys()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_what_a_lost_gateway_had_is_forgotten(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 50)
+    lost = SharedLoads(redis.url)
+    await lost.tell("b", {"decode-1": shared_loads.UnderWay(1, 9)}, whole=True)
+    async with gateways(redis, "a", "b") as (a, _):
+        await a.until_sees("decode-1", 0, 0)
+    await lost.aclose()
