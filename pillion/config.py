@@ -513,6 +513,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         0, "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.", least=0, most=MAX_RANKS
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
+    standby: bool = flag(
+        True, "Keep a started process beside each worker and KV node, which takes over at once when it dies."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 - `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role; it also has free
   ports.
+- `faults` kills or stops processes at named points of their code.
 - `conditions` waits for a condition with a bound, blocking or on the event loop.
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import psutil
 
@@ -18,6 +18,7 @@ from pillion import Client
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.standby import WAITING_NAME
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
@@ -52,14 +53,24 @@ class ServedCluster:
         return [process for process in self.ever_seen.values() if alive(process)]
 
     def components(self, role: str) -> list[psutil.Process]:
-        """Return the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server")."""
+        """Return the processes of ``role`` ("prefill", "decode", "kvnode", "gateway", "redis-server"), without those
+        that only stand by."""
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if process.pid != self.process.pid and any(pathlib.Path(word).name == role for word in words[:5]):
+                named = any(pathlib.Path(word).name == role for word in words[:5])
+                if named and process.pid != self.process.pid and process.name() != WAITING_NAME:
                     found.append(process)
         return found
+
+    def standbys(self) -> int:
+        """Return how many processes are ready to take over from others."""
+        count = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                count += process.name() == WAITING_NAME
+        return count
 
     def component(self, role: str) -> psutil.Process | None:
         """Return the first process of ``role``, None if there is none."""
@@ -139,14 +150,19 @@ def alive(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def served(
-    folder: pathlib.Path, model: str, *flags: str, split_policy: str = "disaggregated"
+    folder: pathlib.Path,
+    model: str,
+    *flags: str,
+    split_policy: str = "disaggregated",
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
     It dies with the thread that calls this (on Linux), so nothing outlives a test or a benchmark that is killed.
 
     Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
-    "" leaves it to the default of `pillion serve`.
+    "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
+    as starting the cluster. ``environ`` is added to the environment.
     """
     port = free_port()
     temporary = folder / "t"
@@ -154,7 +170,7 @@ def served(
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
     policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
-    environment = policy | {"PILLION_LOG_LEVEL": "info", **os.environ}
+    environment = policy | {"PILLION_LOG_LEVEL": "info", "PILLION_STANDBY": "false", **os.environ, **(environ or {})}
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

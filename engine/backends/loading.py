@@ -47,6 +47,7 @@ class LoadedModel:
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
     cores; 0: it has no board, or borrows none of its cores. ``ranks`` are the worker's other processes, or None.
+    ``held_s`` is for how long the process only waited while it loaded, as one that stands by does.
     """
 
     prepared: PreparedModel
@@ -54,6 +55,7 @@ class LoadedModel:
     operators: str = "torch"
     core_share: float = 0.0
     ranks: RankProcesses | None = None
+    held_s: float = 0.0
 
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
@@ -332,6 +334,14 @@ def is_ready(flags: PrepareFlags) -> bool:
     Raises ConfigError as :func:`make_ready` does.
     """
     return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
+
+
+def shares_weights(flags: WorkerFlags) -> bool:
+    """Whether a second process that loads the same model takes next to no memory for it: the CPU kernels map weights
+    that all processes of a machine share. Raises ConfigError as :func:`load_model` does."""
+    if resolve_device(flags) == "cuda" or flags.tensor_parallel_size > 1:
+        return False
+    return choose_kernels(flags, prepare(flags, log.info))[0] is not None
 
 
 def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, RankSplit]]:

@@ -176,7 +176,7 @@ class Worker:
         loop.add_reader(self.attachment.fileno(), self._on_node_gone)
         if self.model.ranks is not None:
             self.model.ranks.watch(lambda reason: loop.call_soon_threadsafe(self.fail, reason))
-        self._start_s = time.monotonic() - began_s
+        self._start_s = time.monotonic() - began_s - self.model.held_s
         self.epoch.start()
 
     async def _abandon(self) -> None:
@@ -306,6 +306,11 @@ class Worker:
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     # Life and death.
+
+    @property
+    def failed(self) -> bool:
+        """Whether the worker has died by itself."""
+        return self._failure.done()
 
     async def wait_failed(self) -> str:
         """Returns why the worker died by itself; never returns while it lives."""

@@ -39,7 +39,9 @@ class WorkerServer:
         """Take no more work, give running sequences ``grace_s`` seconds, then end."""
         await self.worker.drain(grace_s)
         self._finish()
-        await self._server.stop(LAST_MESSAGES_S)
+        # Whom a failed worker leaves without a last message learns as much from the end of the connection, and somebody
+        # may be waiting for the process that comes after this one.
+        await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
 
 

@@ -115,7 +115,8 @@ class DecodeLink:
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _serve(self) -> None:
-        call = self._stub.Connect()
+        # It waits for a worker that is started again, and is connected in the moment in which that listens.
+        call = self._stub.Connect(wait_for_ready=True)
         commands: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue(MAX_QUEUED_COMMANDS)
         writer: asyncio.Task[None] | None = None
         try:

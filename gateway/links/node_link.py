@@ -75,7 +75,7 @@ class NodeLink:
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _hold_session(self) -> None:
-        session = await self.client.open_session()
+        session = await self.client.open_session(wait_for_node=True)
         try:
             self._session = session
             await session.closed()

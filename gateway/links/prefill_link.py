@@ -80,7 +80,9 @@ class PrefillLink:
         """Watches the worker's health, whose stream ends with the worker, and begins again for as long as there is this
         link."""
         while True:
-            call = self._health.Watch(health_pb2.HealthCheckRequest(service=SERVICE_NAME))
+            asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+            # One that is known not to answer is waited for; one that never did must be known first.
+            call = self._health.Watch(asked, wait_for_ready=not self.alive)
             try:
                 async for reply in call:
                     self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING

@@ -74,9 +74,11 @@ class NodeClient:
         self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
         self._abandoning: set[asyncio.Task[None]] = set()
 
-    async def open_session(self, timeout_s: float = CALL_TIMEOUT_S) -> NodeSession:
-        """Opens a session with a new epoch. Raises Unavailable if the node does not answer."""
-        call = self._stub.OpenSession(kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id)))
+    async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
+        """Opens a session with a new epoch; with ``wait_for_node``, of a node that does not listen yet, too. Raises
+        Unavailable if the node does not answer."""
+        request = kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id))
+        call = self._stub.OpenSession(request, wait_for_ready=wait_for_node)
         try:
             async with asyncio.timeout(timeout_s):
                 event = await typed(call.read())

@@ -157,6 +157,7 @@ class Announcer:
         self._hashes = hashes
         self._queue = AnnounceQueue()
         self._changed = asyncio.Event()
+        self._next_heartbeat_s = float("-inf")
         self._entry = b""
         # Generation of each group since the last repetition; another one shows that a shard has lost its memory.
         self._generations: dict[bytes, bytes] = {}
@@ -178,25 +179,33 @@ class Announcer:
             self._queue.push(events)
             self._changed.set()
 
+    def beat_now(self) -> None:
+        """Has a heartbeat go out at once: the node's record says something that others wait for."""
+        self._next_heartbeat_s = float("-inf")
+        self._changed.set()
+
     async def run(self) -> None:
         """Sends heartbeats and announcements until it is cancelled. It survives any trouble of Redis."""
         loop = asyncio.get_running_loop()
-        next_heartbeat_s = loop.time()
         while True:
             try:
-                if loop.time() >= next_heartbeat_s:
+                if loop.time() >= self._next_heartbeat_s:
                     # Counted from here, so that a slow Redis does not make heartbeats rarer.
-                    due_s = loop.time() + self._heartbeat_s
-                    await self._heartbeat()
-                    next_heartbeat_s = due_s
-                wait_s = await self._announce(next_heartbeat_s)
+                    self._next_heartbeat_s = loop.time() + self._heartbeat_s
+                    try:
+                        await self._heartbeat()
+                    except BaseException:
+                        self._next_heartbeat_s = float("-inf")
+                        raise
+                wait_s = await self._announce(self._next_heartbeat_s)
                 self._note(answered=True)
             except Unavailable as error:
                 self._note(answered=False, reason=error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
+            wait_s = max(0.0, min(wait_s, self._next_heartbeat_s - loop.time()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(0.0, min(wait_s, next_heartbeat_s - loop.time())))
+                await asyncio.wait_for(self._changed.wait(), wait_s)
 
     async def leave(self) -> None:
         """Takes the node out of the registry, if Redis answers, and closes the connections."""

@@ -301,7 +301,9 @@ class KVNode:
         interval_s = self._flags.heartbeat_ms / 2000
         while True:
             await asyncio.sleep(interval_s)
-            self.pool.judge_silence(interval_s)
+            if self.pool.judge_silence(interval_s) and self._announcer is not None:
+                # Gateways move a fenced worker's requests when they read of it in the node's record.
+                self._announcer.beat_now()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -168,17 +168,19 @@ class Pool:
         holder = self.ledger.seen(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
-    def judge_silence(self, interval_s: float) -> None:
-        """Fences workers that were silent for too long. Called every ``interval_s``. If the last call was much longer
-        ago, this process itself slept, and nobody is judged by that time."""
+    def judge_silence(self, interval_s: float) -> bool:
+        """Fences workers that were silent for too long; returns whether there were any. Called every ``interval_s``. If
+        the last call was much longer ago, this process itself slept, and nobody is judged by that time."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
         if slept:
             self.ledger.forgive(now)
-        for epoch in self.ledger.overdue(now, self._timeout_s):
+        overdue = tuple(self.ledger.overdue(now, self._timeout_s))
+        for epoch in overdue:
             log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)
             self.fence(epoch)
+        return bool(overdue)
 
     def fence(self, epoch: int) -> None:
         """Ends the rights of an epoch, the first of an attachment or a later one; what it holds is quarantined."""

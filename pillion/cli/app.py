@@ -108,8 +108,8 @@ def demo(**values: Any) -> int:
         if values[name]:
             raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # A demonstration must not meet another cluster's ports.
-    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096}.items():
+    # A demonstration must not meet another cluster's ports, and is over before a standby is of use.
+    for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
         if ctx.get_parameter_source(name) is default:
             values[name] = value
     return run_demo(with_model(ServeFlags, values))

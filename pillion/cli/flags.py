@@ -37,6 +37,7 @@ OTHER_VARIABLES = {
     "PILLION_CACHE": "workers and gateways: the folder of prepared models and compiled kernels",
     "PILLION_CHECK_KERNELS": "workers: bounds checks in CPU kernels",
     "PILLION_PARENT_PID": "components: the supervisor that started them",
+    "PILLION_AWAITS_TURN": "components: set for a standby by its supervisor",
     "PILLION_TARGET": "client commands: the gateway's address",
     "PILLION_CA": "client commands: authorities",
     "PILLION_CERT": "client commands: a client's certificate",

@@ -12,7 +12,7 @@ GROUPS = {
     "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
-    " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s",
+    " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " low_watermark high_watermark host_bytes disk verify_blocks fetch max_fetch_bytes",
     "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill max_waiting",

@@ -4,6 +4,7 @@
     local_cluster.py        which processes `pillion serve` starts, with which flags, in which order
     gateway_processes.py    several gateways behind the same two ports
     supervisor.py           starts processes level by level, restarts dead ones, stops them all
+    standby.py              a process that is started ahead and takes over when its component dies
     restarts.py             when a dead process is started again, and when the cluster gives up
     fence_watch.py          kills workers that stay fenced
     child_process.py        one child process: its command line and environment, its output, its end

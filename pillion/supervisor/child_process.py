@@ -54,13 +54,19 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        forward: Callable[[str], None],
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """``forward`` gets each line of standard output and error. Raises OSError where the program does not start."""
+        """``forward`` gets each line of standard output and error; ``stdin`` is the descriptor of the child's
+        standard input, which has nothing to read without it. Raises OSError where the program does not start."""
         process = await asyncio.create_subprocess_exec(
             *argv,
             env=environ,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             # Ctrl-C in the terminal is for the supervisor alone, which stops its components in order.
@@ -73,9 +79,17 @@ class ChildProcess:
         """The process id, which is also the id of the process group."""
         return self._process.pid
 
+    @property
+    def running(self) -> bool:
+        """Whether the process, its group aside, has not ended."""
+        return self._process.returncode is None
+
     async def wait(self) -> int:
-        """The exit status (negative: the signal), once the output is forwarded. Several tasks may await it."""
+        """The exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
+
+        What the process started and left behind is killed: it would only hold the output open."""
         code = await self._process.wait()
+        self.kill()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
         self._output.cancel()
         return code

@@ -1,5 +1,6 @@
 """Runs one component in this process, until a signal or the component's own end.
 
+waiting, where it was started as a standby (:mod:`pillion.supervisor.standby`) ---> starting
 starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
    |             |
    |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
@@ -18,11 +19,13 @@ import signal
 import socket
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import lifeline
+from pillion.supervisor.standby import Standby
 
 T = TypeVar("T")
 
@@ -42,6 +45,7 @@ ROLES = {
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
 }
+WORKERS = ("prefill", "decode")
 # Time for running requests in a component without --drain-timeout-s, and time for the clean-up after them.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
@@ -74,6 +78,7 @@ def run_component(role: str, flags: Any) -> int:
     from pillion.observability import telemetry
     from pillion.supervisor.preflight import check_files
 
+    standby = Standby.of_process()
     name = name_of(role, flags)
     set_up_logging(flags.log_level, flags.log_format, name)
     check_flags(flags)
@@ -86,13 +91,17 @@ def run_component(role: str, flags: Any) -> int:
     telemetry.setup(name, role)
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
+    if standby is not None and role in WORKERS:
+        start = partial(start, backend_factory=standby.load_ahead())
+    elif standby is not None:
+        standby.wait()
     try:
-        return asyncio.run(_run(name, role, start, flags))
+        return asyncio.run(_run(name, role, start, flags, standby))
     finally:
         telemetry.shutdown()
 
 
-async def _run(name: str, role: str, start: Any, flags: Any) -> int:
+async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | None = None) -> int:
     from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
     from pillion.supervisor.preflight import ask_redis
@@ -106,6 +115,9 @@ async def _run(name: str, role: str, start: Any, flags: Any) -> int:
     try:
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:
+            if standby is not None and standby.waiting:
+                # A thread waits for the supervisor's word, and nothing else would end it.
+                os._exit(0)
             return 0
         component = started.result()
         page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}

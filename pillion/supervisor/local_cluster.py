@@ -159,7 +159,8 @@ def process_specs(
     listen = f"unix:{folder}/{NODE_SOCKET}"
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool_device(flags.device)}
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
-    specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ))
+    standby = {"standby": flags.standby}
+    specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ, **standby))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
         for number in range(count):
@@ -173,7 +174,8 @@ def process_specs(
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
             # A worker without a node ends at once; the gateway waits for both by itself.
             needs = (node.node_id,)
-            specs.append(component_spec(role, component_id, worker, listen, level=2, environ=compute, needs=needs))
+            more = {"environ": compute, "needs": needs, **standby}
+            specs.append(component_spec(role, component_id, worker, listen, level=2, **more))
     return specs + gateway_specs(flags, folder, environ, level=3)
 
 

@@ -2,7 +2,8 @@
 
 Sans-IO (I9): deaths and a clock in, decisions out.
 
-died ---- fewer than max_deaths within the window ----> Restart after a delay that doubles with each of them
+died ---- alone within the window --------------------> Restart at once: a client may be waiting
+     ---- fewer than max_deaths within it ------------> Restart after a delay that doubles with each of them
      ---- the max_deaths-th within the window --------> GiveUp
      ---- exit status 2: its flags cannot work -------> GiveUp at once
 """
@@ -36,7 +37,8 @@ class RestartPolicy:
 
     Args:
         max_deaths: number of deaths of one component within ``window_s`` seconds at which the cluster gives up.
-        first_delay_ms: wait after a lone death; doubles with each further one in the window, up to ``max_delay_ms``.
+        first_delay_ms: wait after the second death in the window; doubles with each further one, up to
+            ``max_delay_ms``.
     """
 
     max_deaths: int = 6
@@ -55,5 +57,7 @@ class RestartPolicy:
         deaths.append(now)
         if len(deaths) >= self.max_deaths:
             return GiveUp(f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
-        delay_ms = min(self.first_delay_ms * 2 ** (len(deaths) - 1), self.max_delay_ms)
+        if len(deaths) == 1:
+            return Restart(0.0)
+        delay_ms = min(self.first_delay_ms * 2 ** (len(deaths) - 2), self.max_delay_ms)
         return Restart(delay_ms / 1000)

@@ -7,12 +7,16 @@ Life of a component, tended by a task of its own:
      are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
                                               does not answer for long
 
+A component with a standby has its next process ready (:mod:`pillion.supervisor.standby`): one at a time they are
+started when the cluster is ready, so that they take no core from a start that somebody waits for.
+
 Before the cluster was ready once, a death is final: what cannot start will not start better the third time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections import deque
@@ -24,6 +28,7 @@ from pillion.cli.console import Notices
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import ChildProcess
 from pillion.supervisor.restarts import GiveUp, RestartPolicy
+from pillion.supervisor.standby import Successor
 
 # Loading a large model is most of it.
 START_TIMEOUT_S = 600.0
@@ -32,6 +37,9 @@ STOP_GRACE_S = 5.0
 # A component that leaves so many probes in a row unanswered hangs. Each probe may take a second: some twenty in all.
 ALIVE_INTERVAL_S = 1.0
 MAX_SILENCES = 10
+# How long a component has been ready when its standby is started: requests that waited for it come first. This is also
+# how often the supervisor looks whether there is one.
+STANDBY_DELAY_S = 2.0
 # Begins the one line with which a command of ours ends that failed.
 FAILED = "pillion: "
 # The last lines of a quiet component's output.
@@ -45,12 +53,13 @@ class ProcessSpec:
     Attributes:
         level: components of a lower level are ready before this one starts, and stop after it.
         environ: the child's whole environment.
-        needs: components that must be ready before this one is started again; the first start waits for all lower
-            levels.
+        needs: components that must be ready before this one is started again, and with whose death it is killed; the
+            first start waits for all lower levels.
         probe: whether the component is ready; called again and again until it is, must not raise.
         quiet: the output is kept back and shown only where the component dies by itself.
         drain_s: time to stop beside the usual grace, for the requests that are under way.
         alive: whether the component answers at all, asked while it runs; None: it is not asked. Must not raise.
+        standby: whether its next process is started ahead. The program must know of that.
     """
 
     component_id: str
@@ -62,16 +71,18 @@ class ProcessSpec:
     quiet: bool = False
     drain_s: float = 0.0
     alive: Callable[[], Awaitable[bool]] | None = None
+    standby: bool = False
 
 
 @dataclass(slots=True)
 class _SupervisedProcess:
-    """``child`` is None before the first start and between a death and the next start. ``failed`` is why it could not
-    start, in its own words."""
+    """``child`` is None before the first start and between a death and the next start; ``successor`` is the standby,
+    None while there is none. ``failed`` is why it could not start, in its own words."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
+    successor: Successor | None = None
     failed: str = ""
 
 
@@ -90,6 +101,7 @@ class Supervisor:
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
+        standby_delay_s: float = STANDBY_DELAY_S,
     ) -> None:
         self._components = [_SupervisedProcess(spec) for spec in specs]
         self._notices = notices
@@ -97,9 +109,11 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._alive_interval_s = alive_interval_s
+        self._standby_delay_s = standby_delay_s
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
+        self._one_standby = asyncio.Lock()
 
     async def start(self) -> None:
         """Returns once every component is ready. Raises Unavailable, naming the one that is not; then stop, too."""
@@ -116,6 +130,11 @@ class Supervisor:
         if self._failure.done():
             raise Unavailable(self._failure.result())
         self._was_ready = True
+        self._tasks += [
+            asyncio.create_task(self._keep_standby(component), name=f"standby of {component.spec.component_id}")
+            for component in self._components
+            if component.spec.standby
+        ]
 
     async def failed(self) -> str:
         """Waits until the cluster cannot be kept alive; returns why."""
@@ -126,6 +145,10 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        waiting = [component.successor for component in self._components if component.successor]
+        for successor in waiting:
+            successor.close()
+        await asyncio.gather(*(successor.wait() for successor in waiting))
         for level in sorted({component.spec.level for component in self._components}, reverse=True):
             ending = [
                 (component.child, component.spec)
@@ -143,8 +166,8 @@ class Supervisor:
 
     def living(self) -> list[int]:
         """Process groups that still live; empty after :meth:`stop`."""
-        children = (component.child for component in self._components)
-        return [child.pid for child in children if child and not child.gone()]
+        every = [one for component in self._components for one in (component.child, component.successor)]
+        return [process.pid for process in every if process and not process.gone()]
 
     def pid_of(self, component_id: str) -> int | None:
         """The process id of a running component, None while it does not run."""
@@ -166,14 +189,30 @@ class Supervisor:
             if not self._was_ready:
                 ended = f"{name} {describe_exit(code)} before it was ready"
                 return self._fail(f"{name} cannot start: {component.failed}" if component.failed else ended)
+            self._end_dependents(name)
+            if lost := self._lost_need(component.spec):
+                # It could not go on, so nothing speaks against it.
+                self._notices.say(f"{name} {describe_exit(code)}; starting it again behind {lost}", "bold yellow")
+                continue
             decision = self._policy.died(name, code, time.monotonic())
             if isinstance(decision, GiveUp):
                 return self._fail(decision.reason)
-            self._notices.say(
-                f"{name} {describe_exit(code)}; starting it again in {decision.delay_s:g} s", "bold yellow"
-            )
+            when = f"in {decision.delay_s:g} s" if decision.delay_s else "at once"
+            self._notices.say(f"{name} {describe_exit(code)}; starting it again {when}", "bold yellow")
             await asyncio.sleep(decision.delay_s)
         return None
+
+    def _end_dependents(self, name: str) -> None:
+        """Kills what needs a component that has just died: it would end by itself, but later, and its next process can
+        only begin then."""
+        for other in self._components:
+            if name in other.spec.needs and other.child is not None:
+                other.child.kill()
+
+    def _lost_need(self, spec: ProcessSpec) -> str:
+        """A component that this one needs and that is not ready; empty where there is none."""
+        needed = (one for one in self._components if one.spec.component_id in spec.needs)
+        return next((one.spec.component_id for one in needed if not one.ready.is_set()), "")
 
     async def _run_once(self, component: _SupervisedProcess) -> int:
         spec = component.spec
@@ -186,7 +225,11 @@ class Supervisor:
                 return
             self._notices.component(spec.component_id, line)
 
-        child = await ChildProcess.start(spec.argv, spec.environ, kept.append if spec.quiet else show)
+        forward = kept.append if spec.quiet else show
+        successor, component.successor = component.successor, None
+        child = successor.begin(forward) if successor is not None else None
+        if child is None:
+            child = await ChildProcess.start(spec.argv, spec.environ, forward)
         component.child = child
         probing = asyncio.create_task(self._until_ready(component, child))
         try:
@@ -220,6 +263,28 @@ class Supervisor:
             silences = 0 if await component.spec.alive() else silences + 1
         self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
         child.kill()
+
+    async def _keep_standby(self, component: _SupervisedProcess) -> None:
+        """Sees to it that the component has a standby whenever it has been ready for a while. One that dies while it
+        waits is missed when it is needed, and replaced behind that."""
+        spec = component.spec
+        while True:
+            await component.ready.wait()
+            await asyncio.sleep(self._standby_delay_s)
+            if component.successor is None and component.ready.is_set():
+                async with self._one_standby:
+                    try:
+                        component.successor = successor = await Successor.start(spec.argv, spec.environ)
+                    except OSError as error:
+                        self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
+                        continue
+                    waits = True
+                    with contextlib.suppress(TimeoutError):
+                        waits = await asyncio.wait_for(successor.ready(), self._start_timeout_s)
+                if not waits and component.successor is successor:
+                    self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
+                    for line in successor.output():
+                        self._notices.component(spec.component_id, line)
 
     async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
         for component in self._components:

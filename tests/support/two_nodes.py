@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 from pillion import Client
@@ -17,7 +18,7 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import READY_TIMEOUT_S, free_port
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.conditions import POLL_S, WITHIN_S, wait_for
 from testbed.redis import running_redis
 
 
@@ -25,13 +26,15 @@ class Hosts:
     """Real processes by name. Files and logs lie under ``folder``, which must be short: Unix sockets are in it.
 
     ``caches``: the model cache of a node's machine, by the node's name, where it is not that of this process. Its
-    workers share it.
+    workers share it. ``environ`` is added to the environment of all processes.
     """
 
     def __init__(self, folder: pathlib.Path, redis_url: str, model: tuple[str, ...]) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.caches: dict[str, pathlib.Path] = {}
+        self.environ: dict[str, str] = {}
+        self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
         self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
         self._model = model
 
@@ -48,19 +51,39 @@ class Hosts:
         self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags, machine=node_id)
         return name
 
-    def gateway(self, *flags: str) -> str:
-        """Begin to start the gateway; returns where clients find it."""
+    def gateway(self, *flags: str, name: str = "gateway") -> str:
+        """Begin to start a gateway; returns where clients find it."""
         target = f"127.0.0.1:{free_port()}"
         # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
         edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
-        self._start("gateway", "gateway", *self._model, *edge, *flags)
+        self._start(name, "gateway", *self._model, "--component-id", name, *edge, *flags)
         return target
 
-    def sees(self, target: str, *names: str) -> None:
-        """Wait until the gateway serves with exactly these workers."""
+    @contextlib.contextmanager
+    def supervised(self) -> Iterator[None]:
+        """Start every process that ends again, as a supervisor does, until the block ends."""
+        over = threading.Event()
+
+        def supervise() -> None:
+            while not over.wait(POLL_S):
+                for name, process in tuple(self.processes.items()):
+                    if process.poll() is not None:
+                        command, machine = self._commands[name]
+                        self._start(name, *command, machine=machine)
+
+        supervisor = threading.Thread(target=supervise, daemon=True)
+        supervisor.start()
+        try:
+            yield
+        finally:
+            over.set()
+            supervisor.join()
+
+    def sees(self, target: str, *names: str, gateway: str = "gateway") -> None:
+        """Wait until a gateway serves with exactly these workers."""
 
         def there() -> bool:
-            for name in ("gateway", *names):
+            for name in (gateway, *names):
                 assert self.processes[name].poll() is None, f"{name} ended:\n{self._log(name).read_text()}"
             status = self._status(target)
             workers = (
@@ -101,7 +124,9 @@ class Hosts:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
 
     def _start(self, name: str, *command: str, machine: str = "") -> None:
-        environment = {**os.environ, PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
+        self._commands[name] = command, machine
+        environment = {**os.environ, **self.environ}
+        environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         with self._log(name).open("ab") as out:

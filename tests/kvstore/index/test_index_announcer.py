@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from pillion.kvstore.index.announcer import BATCH_BLOCKS, AnnounceQueue, Announc
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
+from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until_found
@@ -25,10 +27,14 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 @contextlib.asynccontextmanager
-async def announcing(url: str, have: list[tuple[bytes, bytes]]) -> AsyncIterator[Announcer]:
-    announcer = Announcer(
-        url, heartbeat_s=0.05, ttl_ms=5000, record=lambda boot: node_record("a", boot), hashes=lambda: list(have)
-    )
+async def announcing(
+    url: str,
+    have: list[tuple[bytes, bytes]],
+    *,
+    heartbeat_s: float = 0.05,
+    record: Callable[[int], ComponentRecord] = lambda boot: node_record("a", boot),
+) -> AsyncIterator[Announcer]:
+    announcer = Announcer(url, heartbeat_s=heartbeat_s, ttl_ms=5000, record=record, hashes=lambda: list(have))
     task = asyncio.create_task(announcer.run())
     try:
         yield announcer
@@ -54,6 +60,31 @@ async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, i
     registry = Registry(redis.url, 1)
     assert await registry.components() == []
     await registry.aclose()
+
+
+async def test_what_others_wait_for_does_not_wait_for_the_next_heartbeat(redis: RedisServer) -> None:
+    """Gateways learn from the node's record who is fenced."""
+    fenced: list[str] = []
+
+    def record(boot: int) -> ComponentRecord:
+        return msgspec.structs.replace(node_record("a", boot), fenced_components=tuple(fenced))
+
+    registry = Registry(redis.url, 5000)
+
+    async def named() -> list[tuple[str, ...]]:
+        return [one.fenced_components for one in await registry.components()]
+
+    async with announcing(redis.url, [], heartbeat_s=3600, record=record) as announcer:
+        await until("the first heartbeat", named)
+        for name in ("decode-0", "decode-1"):
+            fenced.append(name)
+            announcer.beat_now()
+            await until("the record", lambda: _is(named, [tuple(fenced)]))
+    await registry.aclose()
+
+
+async def _is(asked: Callable[[], Awaitable[object]], wanted: object) -> bool:
+    return await asked() == wanted
 
 
 async def test_an_emptied_redis_is_told_again(redis: RedisServer, index: Index) -> None:

@@ -11,7 +11,8 @@ from pillion.supervisor.restarts import EXIT_CONFIG, GiveUp, Restart, RestartPol
 def test_delays_double_up_to_a_bound() -> None:
     policy = RestartPolicy(max_deaths=7, window_s=60, first_delay_ms=200, max_delay_ms=1000)
     delays = [policy.died("a", 1, now) for now in range(6)]
-    assert delays == [Restart(s) for s in (0.2, 0.4, 0.8, 1.0, 1.0, 1.0)]
+    # A lone death is followed at once, as somebody may be waiting.
+    assert delays == [Restart(s) for s in (0.0, 0.2, 0.4, 0.8, 1.0, 1.0)]
 
 
 def test_too_many_deaths_within_the_window_end_it() -> None:
@@ -23,8 +24,9 @@ def test_too_many_deaths_within_the_window_end_it() -> None:
 
 
 def test_old_deaths_are_forgotten() -> None:
-    policy = RestartPolicy(max_deaths=2, window_s=10, first_delay_ms=100)
-    assert policy.died("a", 1, 0.0) == Restart(0.1)
+    policy = RestartPolicy(max_deaths=3, window_s=10, first_delay_ms=100)
+    assert policy.died("a", 1, 0.0) == Restart(0.0)
+    assert policy.died("a", 1, 9.5) == Restart(0.1)
     assert policy.died("a", 1, 10.5) == Restart(0.1)
     assert isinstance(policy.died("a", 1, 11.0), GiveUp)
 

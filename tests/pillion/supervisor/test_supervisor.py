@@ -18,10 +18,12 @@ from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
+from pillion.supervisor.standby import WAITING_NAME, Successor
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from testbed.cluster import alive
 from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support.notices import RecordedNotices
-from tests.support.processes import STAY, started
+from tests.support.processes import STAY, NewChildren, started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 COMPONENT = (
@@ -33,7 +35,7 @@ def note(what):
 def stop(*_):
     note("stop"); (folder / name).unlink(); sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
-note("start"); (folder / name).touch(); print("hello from", name, flush=True)
+note("start"); print("hello from", name, flush=True); (folder / name).touch()
 """
     + STAY
 )
@@ -98,12 +100,85 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
         os.kill(first, signal.SIGKILL)
         await until("a to run again", lambda: (folder / "a").exists() and supervisor.pid_of("a"))
         assert supervisor.pid_of("a") != first
-        assert "pillion: a was ended by SIGKILL; starting it again in 0.01 s" in notices.lines
+        assert "pillion: a was ended by SIGKILL; starting it again at once" in notices.lines
         # Its neighbour was left alone.
         assert log_of(folder).count("start b") == 1
     finally:
         await supervisor.stop()
     assert supervisor.living() == []
+
+
+# The same with a standby.
+STANDING_BY = (
+    f"from pillion.supervisor.standby import Standby; by = Standby.of_process(); by and by.wait()\n{COMPONENT}"
+)
+
+
+def waiting(children: NewChildren) -> list[psutil.Process]:
+    """The processes that stand by."""
+    return [child for child in children() if alive(child) and child.name() == WAITING_NAME]
+
+
+async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path) -> None:
+    notices, children = RecordedNotices(), NewChildren()
+    kept = dataclasses.replace(spec(folder, "a", program=STANDING_BY), standby=True)
+    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
+    await supervisor.start()
+    try:
+        for starts in (2, 3):
+            [standby] = await until("a standby", lambda: waiting(children))
+            assert log_of(folder).count("start a") == starts - 1, "it has not begun"
+            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+            await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
+            assert supervisor.pid_of("a") == standby.pid
+        assert notices.lines.count("a: hello from a") == 3
+        # One that died in the meantime is no help, and no harm.
+        [standby] = await until("a standby", lambda: waiting(children))
+        standby.kill()
+        await until("its end", lambda: not alive(standby))
+        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+        await until("another one to begin", lambda: log_of(folder).count("start a") == 4)
+        assert await until("a standby", lambda: waiting(children))
+    finally:
+        await supervisor.stop()
+    assert supervisor.living() == []
+    assert waiting(children) == []
+
+
+async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same(folder: pathlib.Path) -> None:
+    gate = folder / "gate"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n{STANDING_BY}"
+    waits = spec(folder, "a", program=slow)
+    lines: list[str] = []
+    child = (await Successor.start(waits.argv, waits.environ)).begin(lines.append)
+    assert child is not None
+    gate.touch()
+    await until("it to begin", lambda: lines == ["hello from a"])
+    await child.stop(WITHIN_S)
+
+
+async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
+    program = "import os\nif 'PILLION_AWAITS_TURN' in os.environ: raise SystemExit('the reason')\n" + COMPONENT
+    notices = RecordedNotices()
+    kept = dataclasses.replace(spec(folder, "a", program=program), standby=True)
+    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
+    await supervisor.start()
+    await until("the notice", lambda: "a: the reason" in notices.lines)
+    assert "pillion: a has no standby, it ended:" in notices.lines
+    await supervisor.stop()
+
+
+async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
+    waits = spec(folder, "a", program=STANDING_BY)
+    successor = await Successor.start(waits.argv, waits.environ)
+    try:
+        assert await asyncio.wait_for(successor.ready(), WITHIN_S)
+        # As the end of the supervisor does.
+        successor._connection.close()
+        await asyncio.wait_for(successor.wait(), WITHIN_S)
+    finally:
+        successor.close()
+    assert not (folder / "log").exists()
 
 
 async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
@@ -116,6 +191,30 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
             os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
         await until("b to run again", lambda: log_of(folder).count("start b") == 2)
         assert log_of(folder)[3:] == ["start c", "start a", "start b"]
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path) -> None:
+    """It is no death of its own, however often that happens."""
+    notices = RecordedNotices()
+    needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
+
+    class ForgivesTheFirst(RestartPolicy):
+        def died(self, component_id: str, exit_code: int, now: float) -> Restart:
+            assert component_id == "a"
+            return Restart(0.01)
+
+    supervisor = Supervisor([spec(folder, "a"), needy, free], notices, ForgivesTheFirst())
+    await supervisor.start()
+    try:
+        for starts in (2, 3):
+            (folder / "a").unlink()
+            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+            await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
+            assert log_of(folder)[-2:] == ["start a", "start b"]
+        assert log_of(folder).count("start c") == 1
+        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again behind a") == 2
     finally:
         await supervisor.stop()
 

@@ -1,0 +1,195 @@
+"""A standby: a second process of a component, started ahead, which takes over at once when the first one dies.
+
+    started --imports; a worker loads its model, too--> READY to the supervisor, waiting
+                                                          |-- BEGIN --> starts as any process of the component
+                                                          '-- the connection ends (the supervisor is gone) --> exit
+
+Starting Python and importing take seconds on a busy machine, and a client's stream waits for them when the only worker
+of its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the
+registry. It costs memory, so it maps a model's weights only where all processes share them, and takes no GPU's.
+
+Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They talk over
+the process's standard input, which is a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pillion.config import WorkerFlags
+from pillion.supervisor.child_process import ChildProcess
+
+# Set for a process that is to wait for its turn.
+STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
+# What `ps -o comm` shows of a process that waits.
+WAITING_NAME = "pillion-standby"
+READY, BEGIN = b"r", b"b"
+# The last lines of its output, which are shown when it takes over.
+MAX_KEPT_LINES = 20
+
+
+class Standby:
+    """The process's side. ``supervisor`` is the connection to it."""
+
+    def __init__(self, supervisor: socket.socket) -> None:
+        self._supervisor: socket.socket | None = supervisor
+        self._own_name = _comm()
+
+    @classmethod
+    def of_process(cls) -> Standby | None:
+        """What this process has to wait for; None where it was not started as a standby."""
+        if not os.environ.pop(STANDBY_VARIABLE, ""):
+            return None
+        supervisor = socket.socket(fileno=os.dup(0))
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        return cls(supervisor)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this process's turn has not come yet."""
+        return self._supervisor is not None
+
+    def wait(self) -> float:
+        """Blocks until this process's turn has come; returns for how many seconds it has. Where the supervisor is gone,
+        the process ends."""
+        supervisor, began_s = self._supervisor, time.monotonic()
+        if supervisor is None:
+            return 0.0
+        _comm(WAITING_NAME)
+        try:
+            # Its turn may have come already, and then nobody reads this any more.
+            with contextlib.suppress(BrokenPipeError):
+                supervisor.sendall(READY)
+            begun = supervisor.recv(1) == BEGIN
+        except OSError:
+            begun = False
+        if not begun:
+            # No thread of this process has anything that would have to be saved, and some may wait for ever.
+            os._exit(0)
+        supervisor.close()
+        self._supervisor = None
+        _comm(self._own_name)
+        return time.monotonic() - began_s
+
+    def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
+        """A worker's factory that loads the model before the process waits, where that costs no memory of its own."""
+        from pillion.engine.backends.loading import load_model, shares_weights
+
+        def load(flags: WorkerFlags, threads: int) -> Any:
+            if not self.waiting:
+                return load_model(flags, threads)
+            if flags.device == "cuda":
+                # Nothing of it touches the GPU.
+                importlib.import_module("pillion.engine.backends.gpu.gpu_loading")
+            ahead = load_model(flags, threads) if shares_weights(flags) else None
+            held_s = self.wait()
+            return replace(ahead or load_model(flags, threads), held_s=held_s)
+
+        return load
+
+
+class Successor:
+    """The supervisor's side: a started process that waits, or is on its way to that."""
+
+    def __init__(self, child: ChildProcess, connection: socket.socket, output: _KeptOutput) -> None:
+        self._child = child
+        self._connection = connection
+        self._output = output
+
+    @classmethod
+    async def start(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Successor:
+        """Starts the process. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        output = _KeptOutput()
+        try:
+            with theirs:
+                child = await ChildProcess.start(
+                    argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno()
+                )
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return cls(child, ours, output)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.running
+
+    def gone(self) -> bool:
+        """Whether no process of its group lives."""
+        return self._child.gone()
+
+    async def ready(self) -> bool:
+        """Returns when the process waits for its turn, or, with False, has ended."""
+        with contextlib.suppress(OSError):
+            return await asyncio.get_running_loop().sock_recv(self._connection, 1) == READY
+        return False
+
+    def output(self) -> tuple[str, ...]:
+        """The last lines of its output."""
+        return self._output.lines()
+
+    def begin(self, show: Callable[[str], None]) -> ChildProcess | None:
+        """Has the process start, and its output shown by ``show`` from now on, what was kept of it first; None where it
+        has ended."""
+        if not self.running:
+            self.close()
+            return None
+        with contextlib.suppress(OSError):
+            self._connection.send(BEGIN)
+        self._connection.close()
+        self._output.show(show)
+        return self._child
+
+    def close(self) -> None:
+        """Kills the process, which holds nothing. Idempotent."""
+        self._child.kill()
+        self._connection.close()
+
+    async def wait(self) -> None:
+        """Returns when the process has ended."""
+        await self._child.wait()
+
+
+class _KeptOutput:
+    """Keeps the last lines until somebody wants to see them and those after them."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+        self.take: Callable[[str], None] = lambda line: self._show(line)
+        self._show: Callable[[str], None] = self._lines.append
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+    def show(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        for line in self._lines:
+            show(line)
+
+
+def _comm(name: str = "") -> str:
+    """This process's name in the process table, set to ``name`` where one is given. Empty where there is none."""
+    try:
+        with open("/proc/self/comm", "r+" if name else "r", encoding="utf-8") as comm:
+            if not name:
+                return comm.read().strip()
+            comm.write(name)
+    except OSError:
+        pass
+    return ""

@@ -1,0 +1,109 @@
+"""The board: a mapped file in which a test arms faults, and in which the processes of a cluster count their passings.
+
+empty --arm--> armed, passings to go --the last one--> empty, and fired: by whom, when
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import pathlib
+import signal
+import time
+from dataclasses import dataclass
+
+from testbed.faults.points import FaultPoint
+
+# Names the board's file to a process. Its name does not begin as those of the product's settings do.
+BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
+# Faults that can be armed at once.
+SLOTS = 2
+# 64-bit words of a slot.
+_POINT, _LEFT, _SIGNAL, _VICTIM, _FIRED_PID, _FIRED_NS, _WORDS = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class FiredFault:
+    """A fault that has happened: the process that passed the point, and when, by the monotonic clock."""
+
+    pid: int
+    at_s: float
+
+
+class FaultBoard:
+    """One board, mapped by the test and by each process of its cluster."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Maps the file, and makes it where it is not there."""
+        self._path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            size = SLOTS * _WORDS * 8
+            if os.fstat(descriptor).st_size < size:
+                os.ftruncate(descriptor, size)
+            self._words = memoryview(mmap.mmap(descriptor, size)).cast("q")
+        finally:
+            os.close(descriptor)
+
+    # The test's side.
+
+    def arm(self, slot: int, point: FaultPoint, passing: int, number: signal.Signals, victim: int = 0) -> None:
+        """Has the ``passing``-th passing of a point, from now on and over all processes of its role, send a signal to
+        the process that passes, or to ``victim``."""
+        base = slot * _WORDS
+        values = {_LEFT: passing, _SIGNAL: int(number), _VICTIM: victim, _FIRED_PID: 0, _FIRED_NS: 0}
+        for word, value in values.items():
+            self._words[base + word] = value
+        self._words[base + _POINT] = point.number
+
+    def fired(self, slot: int) -> FiredFault | None:
+        """What became of the fault that was armed last; None as long as it has not happened."""
+        base = slot * _WORDS
+        pid = self._words[base + _FIRED_PID]
+        return FiredFault(pid, self._words[base + _FIRED_NS] / 1e9) if pid else None
+
+    def disarm(self) -> None:
+        """No fault happens from now on; what has happened is still known."""
+        for slot in range(SLOTS):
+            self._words[slot * _WORDS + _POINT] = 0
+
+    def clear(self) -> None:
+        """No fault is armed, and none has happened."""
+        self.disarm()
+        for word in range(len(self._words)):
+            self._words[word] = 0
+
+    # The processes' side.
+
+    def passes(self, number: int) -> None:
+        """This process passes a point. It costs two reads of memory where the point is not armed."""
+        words = self._words
+        for base in range(0, SLOTS * _WORDS, _WORDS):
+            if words[base + _POINT] == number:
+                self._count(base, number)
+
+    def _count(self, base: int, number: int) -> None:
+        words = self._words
+        # A description of its own for each lock, so that the threads of a process keep each other out, too.
+        with self._path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if words[base + _POINT] != number:
+                return
+            words[base + _LEFT] -= 1
+            if words[base + _LEFT] > 0:
+                return
+            words[base + _POINT] = 0
+            words[base + _FIRED_NS] = time.monotonic_ns()
+            words[base + _FIRED_PID] = os.getpid()
+            victim, sent = words[base + _VICTIM] or os.getpid(), words[base + _SIGNAL]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, sent)
+
+
+def hook_environment(board: pathlib.Path) -> dict[str, str]:
+    """The environment with which a cluster has the hooks, beside what it has anyway."""
+    hooks = pathlib.Path(__file__).parent
+    paths = (str(hooks), str(hooks.parent.parent), os.environ.get("PYTHONPATH", ""))
+    return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

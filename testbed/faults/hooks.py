@@ -1,0 +1,118 @@
+"""Wraps the seams of a component's process: when a module with a seam has been imported, its points are passed.
+
+The role is the word behind ``-m pillion`` on the command line. A seam stays what it was to everybody who calls it: a
+function, a coroutine function or an asynchronous generator function of the same name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import pathlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from testbed.faults.board import FaultBoard
+from testbed.faults.points import POINTS
+
+Pass = Callable[[], None]
+
+
+def role_of(words: Sequence[str]) -> str:
+    """The role of a component by its command line; empty where it is none."""
+    for place, word in enumerate(words[:-1]):
+        if pathlib.Path(word).name == "pillion" and words[place - 1] == "-m":
+            return words[place + 1]
+    return ""
+
+
+def install(board: FaultBoard, role: str) -> None:
+    """Has this process pass the points of ``role`` from now on, as soon as their modules are imported."""
+    seams: dict[str, dict[str, dict[str, Pass]]] = defaultdict(lambda: defaultdict(dict))
+    for point in POINTS:
+        if point.role == role:
+            module, _, name = point.seam.partition(":")
+            seams[module][name][point.moment] = functools.partial(board.passes, point.number)
+    if seams:
+        sys.meta_path.insert(0, _SeamFinder(seams))
+
+
+class _SeamFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules with seams as Python would, and wraps their seams when they have been run."""
+
+    def __init__(self, seams: dict[str, dict[str, dict[str, Pass]]]) -> None:
+        self._seams = seams
+        self._finding: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Python's protocol."""
+        if name not in self._seams or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _SeamLoader(spec.loader, self._seams[name])
+        return spec
+
+
+class _SeamLoader(importlib.abc.Loader):
+    def __init__(self, inner: Any, seams: dict[str, dict[str, Pass]]) -> None:
+        self._inner = inner
+        self._seams = seams
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Python's protocol."""
+        made: ModuleType | None = self._inner.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Python's protocol."""
+        self._inner.exec_module(module)
+        for name, passes in self._seams.items():
+            owner, _, last = name.rpartition(".")
+            holder = getattr(module, owner) if owner else module
+            setattr(holder, last, wrapped(getattr(holder, last), passes["before"], passes["after"]))
+
+
+def wrapped(seam: Callable[..., Any], before: Pass, after: Pass) -> Callable[..., Any]:
+    """The seam with its two points. A seam that raises does not pass the second one."""
+    if inspect.isasyncgenfunction(seam):
+
+        @functools.wraps(seam)
+        async def messages(*args: Any, **kwargs: Any) -> Any:
+            async with aclosing(seam(*args, **kwargs)) as found:
+                async for message in found:
+                    before()
+                    yield message
+                    after()
+
+        return messages
+    if inspect.iscoroutinefunction(seam):
+
+        @functools.wraps(seam)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            before()
+            answer = await seam(*args, **kwargs)
+            after()
+            return answer
+
+        return call
+
+    @functools.wraps(seam)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        before()
+        answer = seam(*args, **kwargs)
+        after()
+        return answer
+
+    return plain

@@ -1,0 +1,12 @@
+"""Python imports this first in a process that has this folder on its path: it puts the hooks into components."""
+
+import os
+import pathlib
+import sys
+
+from testbed.faults.board import BOARD_VARIABLE, FaultBoard
+from testbed.faults.hooks import install, role_of
+
+_role = role_of(sys.orig_argv)
+if _role and (_path := os.environ.get(BOARD_VARIABLE)):
+    install(FaultBoard(pathlib.Path(_path)), _role)

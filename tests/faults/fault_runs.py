@@ -1,0 +1,198 @@
+"""One run: a seed draws faults and requests, the requests run while the faults happen, the checker looks at all of it.
+
+    drawn --armed--> requests under way --faults--> all ended --> whole again --> idle, integrity proved --> a row
+
+The seed decides which faults are armed and what is asked. When exactly a process comes to its n-th passing is the
+machine's to say, so a seed that failed is run several times to meet the same defect again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+
+from pillion import Client
+from testbed.faults.board import SLOTS
+from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, FaultPoint
+from tests.faults.histories import RequestHistory, complaints, read_history
+from tests.faults.places import FaultPlace
+from tests.faults.questions import QUESTIONS
+
+STREAMS = 6
+# Longest time of a run's requests. Whatever dies is back long before.
+REQUESTS_WITHIN_S = 240.0
+RESUME_TIMEOUT_S = 200.0
+SECOND_FAULT_SHARE = 0.3
+STOP_SHARE = 0.25
+# How long a stopped process stays stopped: shorter and longer than the time after which it is fenced.
+STOPS_S = (0.3, 1.5, 5.0)
+OTHERS = ("prefill", "decode", "kvnode", "gateway", "redis-server")
+OTHER_VICTIM_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnFault:
+    """A fault: at the ``passing``-th passing of a point the signal goes to the process that passes it, or to a process
+    of ``victim``."""
+
+    point: FaultPoint
+    passing: int
+    number: signal.Signals
+    victim: str
+    stop_s: float
+
+    @property
+    def words(self) -> str:
+        """The fault for ledgers and people."""
+        whom = f" to {self.victim}" if self.victim else ""
+        stop = f" for {self.stop_s:g} s" if self.number is signal.SIGSTOP else ""
+        return f"{self.number.name}{whom}{stop} at passing {self.passing} of {self.point.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What a seed draws: faults, questions by name, and whether each run asks under a salt of its own."""
+
+    seed: int
+    faults: tuple[DrawnFault, ...]
+    questions: tuple[str, ...]
+    salted: bool
+
+
+@dataclass(slots=True)
+class FaultRecord:
+    """What came of a run. ``fired`` says which faults happened."""
+
+    plan: FaultPlan
+    fired: list[bool] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    pause_s: float = 0.0
+    replays: int = 0
+    seconds: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        """One or two words, or what is wrong."""
+        if self.wrong:
+            return "; ".join(self.wrong)
+        return "right" if all(self.fired) else "right, but not every point was reached"
+
+
+def draw(seed: int, *, one_fault: bool = False) -> FaultPlan:
+    """What a seed stands for."""
+    chance = random.Random(seed)
+    count = 1 if one_fault else 1 + (chance.random() < SECOND_FAULT_SHARE)
+    faults = tuple(_fault(chance, second=bool(number)) for number in range(min(count, SLOTS)))
+    questions = tuple(chance.choice(tuple(QUESTIONS)) for _ in range(STREAMS))
+    return FaultPlan(seed, faults, questions, salted=chance.random() < 0.7)
+
+
+def _fault(chance: random.Random, *, second: bool) -> DrawnFault:
+    # A component starts only where something has died before.
+    points = [point for point in POINTS if second or point.passed != AT_START]
+    point = chance.choice(points)
+    stops = chance.random() < STOP_SHARE
+    victim = chance.choice(OTHERS) if chance.random() < OTHER_VICTIM_SHARE else ""
+    return DrawnFault(
+        point,
+        chance.randint(1, MOST_PASSINGS[point.passed]),
+        signal.SIGSTOP if stops else signal.SIGKILL,
+        victim,
+        chance.choice(STOPS_S) if stops else 0.0,
+    )
+
+
+class FaultRunner:
+    """Runs plans on one cluster. ``expected`` are the answers of the undisturbed cluster, by question."""
+
+    def __init__(self, place: FaultPlace) -> None:
+        self.place = place
+        self.expected: dict[str, RequestHistory] = {}
+        self._files: dict[int, int] = {}
+        for name in QUESTIONS:
+            with Client(place.target) as client:
+                self.expected[name] = read_history(client, QUESTIONS[name], "undisturbed")
+            assert not self.expected[name].error, f"{name}: {self.expected[name].error}"
+
+    def run(self, plan: FaultPlan) -> FaultRecord:
+        """Runs one plan, and leaves the cluster whole."""
+        place, record, began_s = self.place, FaultRecord(plan), time.monotonic()
+        stopped = threading.Event()
+        waking = [threading.Thread(target=self._wake, args=(slot, fault, stopped)) for slot, fault in self._arm(plan)]
+        for thread in waking:
+            thread.start()
+        try:
+            salt = f"{plan.seed} {began_s}" if plan.salted else "undisturbed"
+            for question, history in zip(plan.questions, self._ask(plan.questions, salt), strict=True):
+                record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
+                record.pause_s = max(record.pause_s, history.pause_s)
+                record.replays = max(record.replays, history.replays)
+        finally:
+            record.fired = [place.board.fired(slot) is not None for slot in range(len(plan.faults))]
+            place.board.disarm()
+            stopped.set()
+            for thread in waking:
+                thread.join()
+        record.wrong += place.complaints()
+        record.wrong += self._leaked_files()
+        record.seconds = time.monotonic() - began_s
+        return record
+
+    def _arm(self, plan: FaultPlan) -> list[tuple[int, DrawnFault]]:
+        armed = []
+        self.place.board.clear()
+        for slot, fault in enumerate(plan.faults):
+            pids = self.place.pids(fault.victim) if fault.victim else [0]
+            if pids:
+                self.place.board.arm(slot, fault.point, fault.passing, fault.number, pids[0])
+                armed.append((slot, fault))
+        return armed
+
+    def _wake(self, slot: int, fault: DrawnFault, over: threading.Event) -> None:
+        """Lets a stopped process go on after its time."""
+        if fault.number is not signal.SIGSTOP:
+            return
+        victims = self.place.pids(fault.victim) if fault.victim else []
+        while not over.wait(0.02):
+            if (fired := self.place.board.fired(slot)) is not None:
+                break
+        else:
+            # It may have happened in the last moment.
+            fired = self.place.board.fired(slot)
+        if fired is None:
+            return
+        time.sleep(max(0.0, fired.at_s + fault.stop_s - time.monotonic()))
+        for pid in victims[:1] or [fired.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _ask(self, questions: tuple[str, ...], salt: str) -> list[RequestHistory]:
+        def ask(name: str) -> RequestHistory:
+            with Client(self.place.target, resume_timeout_s=RESUME_TIMEOUT_S) as client:
+                return read_history(client, QUESTIONS[name], salt)
+
+        pool = concurrent.futures.ThreadPoolExecutor(len(questions))
+        try:
+            asked = [pool.submit(ask, name) for name in questions]
+            concurrent.futures.wait(asked, REQUESTS_WITHIN_S)
+            lost = RequestHistory(error=f"it had not ended after {REQUESTS_WITHIN_S:g} s")
+            return [one.result() if one.done() else lost for one in asked]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _leaked_files(self) -> list[str]:
+        """Processes that have more files open than ever after a run before, by far: a few come with other peers."""
+        now, wrong = self.place.open_files(), []
+        for pid, count in now.items():
+            before = self._files.get(pid, count)
+            if count > 2 * before + 32:
+                wrong.append(f"process {pid} has {count} files open, after {before}")
+            self._files[pid] = min(before, count)
+        self._files = {pid: count for pid, count in self._files.items() if pid in now}
+        return wrong
