@@ -480,7 +480,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
     tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")
-    max_attempts: int = flag(4, "Times a request is tried over when components are lost under it.", least=1)
+    max_attempts: int = flag(
+        4, "Attempts in a row that bring no token when components are lost under a request.", least=1
+    )
     max_message_bytes: int = size_flag(
         16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )

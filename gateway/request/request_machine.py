@@ -72,7 +72,8 @@ class RequestState(Enum):
 
 
 class RequestMachine:
-    """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds.
+    """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds. At most ``max_attempts``
+    in a row bring nothing.
 
     A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. One that
     is ``resumed`` goes on behind the tokens that another gateway has given; there ``cached_tokens`` of the prompt were
@@ -103,6 +104,9 @@ class RequestMachine:
         self._max_tokens = max_tokens
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
+        # Attempts since the last one that brought something: only these are bounded, for a stream that gets on, however
+        # often it has to move, is not to be given up.
+        self._fruitless = 1
         self._avoid: frozenset[str] = frozenset()
         # When a component of this request was lost; None: none was.
         self._lost_s: float | None = None
@@ -281,6 +285,7 @@ class RequestMachine:
             if not ids:
                 return []
             self.emitted.extend(ids)
+            self._fruitless = 0
             if self._timeline.first_token is None:
                 self._timeline.first_token = now
             return [ev.Emit(ids, event.logprobs[:left])]
@@ -292,6 +297,8 @@ class RequestMachine:
     def _scored(self, event: ev.PromptScored) -> list[Action]:
         logprobs = event.logprobs[: len(self.prompt) - 1 - self.scored_tokens]
         self.scored_tokens += len(logprobs)
+        if logprobs:
+            self._fruitless = 0
         return [ev.EmitScores(logprobs)] if logprobs else []
 
     def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
@@ -348,13 +355,14 @@ class RequestMachine:
     ) -> list[Action]:
         if not retryable:
             return self._end(ev.Fail(error), now, stream_over)
-        if self.attempt >= self._max_attempts:
-            text = f"given up after {self.attempt} attempts; the last one: {error.message}"
+        if self._fruitless >= self._max_attempts:
+            text = f"given up after {self._fruitless} attempts; the last one: {error.message}"
             last = Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
             return self._end(ev.Fail(last), now, stream_over)
         leaving = self._leave(stream_over)
-        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** (self.attempt - 1))
+        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** max(0, self._fruitless - 1))
         self.attempt += 1
+        self._fruitless += 1
         self._timeline.retry()
         self.state = RequestState.PLANNING
         self._lost_s = now

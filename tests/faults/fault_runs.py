@@ -31,7 +31,7 @@ RESUME_TIMEOUT_S = 200.0
 SECOND_FAULT_SHARE = 0.3
 STOP_SHARE = 0.25
 # How long a stopped process stays stopped: shorter and longer than the time after which it is fenced.
-STOPS_S = (0.3, 1.5, 5.0)
+STOPS_S = (0.3, 3.0, 11.0)
 OTHERS = ("prefill", "decode", "kvnode", "gateway", "redis-server")
 OTHER_VICTIM_SHARE = 0.25
 

@@ -34,10 +34,10 @@ WHOLE_WITHIN_S = 180.0
 # Small prefill steps, so that a prompt has several; a pool in which a few requests have to take turns.
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", "8MiB"),
-    *("--max-num-batched-prefill-tokens", "64", "--heartbeat-ms", "200"),
+    *("--max-num-batched-prefill-tokens", "64", "--heartbeat-ms", "400"),
 )
 # Long enough for a machine whose cores other processes want, too.
-TIMEOUT = ("--heartbeat-timeout-ms", "3000")
+TIMEOUT = ("--heartbeat-timeout-ms", "8000")
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,6 +247,23 @@ def test_attempts_are_bounded() -> None:
     assert last.error.message == "given up after 2 attempts; the last one: no such ticket"
 
 
+def test_a_stream_that_gets_on_is_not_given_up() -> None:
+    """Only attempts that bring nothing are bounded."""
+    m = machine(attempts=2, max_tokens=9)
+    for attempt in range(1, 6):
+        to_decoding(m, attempt)
+        m.handle(ev.TokensSampled(attempt, (50,)), 1.0)
+        *_, again = m.handle(ev.DecodeLost(attempt, GONE, True), 1.0)
+        assert isinstance(again, ev.LookUp)
+    assert m.emitted == [50] * 5
+    to_decoding(m, 6)
+    assert kinds(m.handle(ev.DecodeLost(6, GONE, True), 1.0))[-1] == "LookUp"
+    to_decoding(m, 7)
+    *_, last = m.handle(ev.DecodeLost(7, GONE, True), 1.0)
+    assert isinstance(last, ev.Fail)
+    assert last.error.message.startswith("given up after 2 attempts")
+
+
 @pytest.mark.parametrize("error", [Overloaded("line is full"), InvalidRequest("defect")])
 def test_what_cannot_help_is_not_tried_again(error: PillionError) -> None:
     m = machine()
