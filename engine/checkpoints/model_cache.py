@@ -1,7 +1,7 @@
 """The cache on disk of prepared models, so that a model is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
-|-- locks/                a lock for each thing that is made: one process makes it at a time, and others at the same time
+|-- locks/                one for each thing that is made, so that one process makes it at a time
 |-- packed/               weights in the layout of kernels (engine/backends/{cpu/cpu,gpu/gpu}_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made beside their place and renamed into it: there or not, never half
