@@ -54,7 +54,7 @@ retest: ## The tests that failed in the last run, again, one after the other
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/memory/test_cuda_driver.py -o timeout=1200 $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/memory/test_cuda_driver.py tests/kvstore/memory/test_shards.py -o timeout=1200 $(ARGS)
 
 check: lint types style ## Lint, formatting, types, style (-j2: side by side)
 

@@ -386,7 +386,9 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         "127.0.0.1:50061", "Address of the node's gRPC service (host:port or unix:path).", placement=True
     )
     node_advertise: str = flag("", ADVERTISE, placement=True)
-    kv_device: str = flag("cpu", "Where the KV pool is: cpu, cuda or cuda:N.", placement=True)
+    kv_device: str = flag(
+        "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
+    )
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
     low_watermark_percent: int = flag(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -22,6 +22,7 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.client.attachment import CONNECT_RETRY_S
 from pillion.kvstore.memory.domain import HostDomain
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
+from pillion.kvstore.memory.shards import Shards
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.wire.attach import AttachHello, AttachReply
 
@@ -51,11 +52,12 @@ class SimDomain(HostDomain):
         super().__init__(flags)
         self._machine = machine
 
-    def segment(self, size_bytes: int) -> Any:
+    def segment(self, size_bytes: int, shard: int = 0) -> Any:
         return self._machine.segment(size_bytes)
 
-    def memory(self, segment: Any, num_slots: int, block_bytes: int) -> PoolMemory:
-        return HostMemory(segment.data, num_slots, block_bytes)
+    def memory(self, segments: Sequence[Any], num_slots: int, shards: Shards) -> PoolMemory:
+        (segment,) = segments
+        return HostMemory(segment.data, num_slots, shards.block_bytes)
 
 
 class Machine:
@@ -125,14 +127,14 @@ class AttachPoint:
         self,
         machine: Machine,
         path: str,
-        memory_fd: Callable[[], int],
+        memory_fds: Callable[[], list[int]],
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
     ) -> None:
         self.process = PROCESS.get()
         self._machine = machine
         self._path = path
-        self._memory_fd = memory_fd
+        self._memory_fds = memory_fds
         self._admit = admit
         self._ended = ended
         self._links: list[Link] = []
@@ -168,7 +170,8 @@ class AttachPoint:
         try:
             reply = await self._admit(hello)
             link.epoch = reply.epoch
-            memory = self._machine.segments[self._memory_fd()].data
+            (descriptor,) = self._memory_fds()
+            memory = self._machine.segments[descriptor].data
         except PillionError as error:
             reply = AttachReply(error=error.message)
         if link.epoch:
@@ -211,7 +214,7 @@ class SimAttachment:
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
-        self.memory = memoryview(memory)
+        self.memory = self.pool = memoryview(memory)
         self.link = link
 
     def fileno(self) -> int:

@@ -47,8 +47,8 @@ def installed(machine: Machine, network: Network, redis: Any, generations: list[
     """
     loop, chance = machine.loop, random.Random(seed)
 
-    def attach_server(path: str, memory_fd: Any, admit: Any, ended: Any, *_: Any, **__: Any) -> AttachPoint:
-        return AttachPoint(machine, path, memory_fd, admit, ended)
+    def attach_server(path: str, memory_fds: Any, admit: Any, ended: Any, *_: Any, **__: Any) -> AttachPoint:
+        return AttachPoint(machine, path, memory_fds, admit, ended)
 
     async def explained(self: Any, error: Any, *_: Any) -> Any:
         return error

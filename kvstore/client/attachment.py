@@ -16,11 +16,13 @@ from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
 from pillion.kvstore.memory.memory import HOST, address_of
 from pillion.kvstore.memory.segment import map_shared
+from pillion.kvstore.memory.shards import MAX_SHARDS
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
     MAX_PROCESSES,
     PROCESSES,
+    AttachedShard,
     AttachHello,
     AttachReply,
     RegionFilled,
@@ -34,19 +36,49 @@ from pillion.wire.attach import (
 CONNECT_RETRY_S = 0.05
 
 
+class PoolShards:
+    """A pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot. A process maps those
+    that it uses, for kernels of its first GPU.
+
+    Attributes:
+        shares: the KV heads of each shard.
+    """
+
+    def __init__(self, descriptors: Sequence[int], shards: Sequence[AttachedShard]) -> None:
+        """``descriptors``: of each shard; they stay the caller's, and open until :meth:`close`."""
+        self.shares = tuple(range(shard.first_head, shard.first_head + shard.heads) for shard in shards)
+        self._descriptors, self._shards = descriptors, shards
+        self._mapped: dict[int, DeviceMapping] = {}
+
+    def shard(self, index: int) -> DeviceMapping:
+        """Returns the mapping of a shard. Raises ConfigError where this process's GPU cannot reach it."""
+        if index not in self._mapped:
+            shard = self._shards[index]
+            fd = self._descriptors[index]
+            self._mapped[index] = map_device(fd, shard.mapped_bytes, shard.device_uuid, reader_index=0)
+        return self._mapped[index]
+
+    def close(self) -> None:
+        """Unmaps what was mapped; nothing uses it any more. Idempotent."""
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+
 class SharedMemory:
     """Memory of a node that this process has mapped, and the connection that stands for its use.
 
     Attributes:
-        memory: the bytes, writable; empty where the memory is on a GPU.
+        memory: the bytes, writable; empty where the memory is on GPUs.
         device_memory: the mapping of a GPU's memory, else None.
+        shards: a pool that is divided over GPUs, else None.
     """
 
-    def __init__(self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping) -> None:
+    def __init__(self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping | PoolShards) -> None:
         self._sock = sock
         self._mapped = mapped
         self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
-        self.memory = memoryview(b"") if isinstance(mapped, DeviceMapping) else memoryview(mapped)
+        self.shards = mapped if isinstance(mapped, PoolShards) else None
+        self.memory = memoryview(mapped) if isinstance(mapped, mmap.mmap) else memoryview(b"")
 
     def _unmap(self) -> None:
         with contextlib.suppress(BufferError):
@@ -64,10 +96,17 @@ class Attachment(SharedMemory):
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
     """
 
-    def __init__(self, sock: socket.socket, memory_fd: int, reply: AttachReply, block_bytes: int) -> None:
-        """Maps the memory behind ``memory_fd``, and keeps a duplicate of it. Raises ConfigError."""
-        super().__init__(sock, _map_memory(memory_fd, reply, reply.num_slots * block_bytes))
-        self._memory_fd = os.dup(memory_fd)
+    def __init__(self, sock: socket.socket, memory_fds: Sequence[int], reply: AttachReply, block_bytes: int) -> None:
+        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them. Raises
+        ConfigError."""
+        if len(memory_fds) != max(1, len(reply.shards)):
+            raise ConfigError("the KV node answered without its memory")
+        self._memory_fds = [os.dup(fd) for fd in memory_fds]
+        try:
+            super().__init__(sock, _map_pool(self._memory_fds, reply, reply.num_slots * block_bytes))
+        except BaseException:
+            self._close_memory()
+            raise
         self._reply = reply
         self.epoch = reply.epoch
         self.node_id = reply.node_id
@@ -79,10 +118,15 @@ class Attachment(SharedMemory):
         """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
         return self._sock.fileno()
 
+    @property
+    def pool(self) -> memoryview | DeviceMapping | PoolShards:
+        """The pool's memory, in the form in which a backend takes it."""
+        return self.shards or self.device_memory or self.memory
+
     def handed_over(self) -> tuple[bytes, list[int]]:
         """What another process of this worker needs for :meth:`joined`: bytes, and descriptors to send along. They stay
         this attachment's."""
-        return line_to_bytes(self._reply), [self._memory_fd, self._sock.fileno()]
+        return line_to_bytes(self._reply), [*self._memory_fds, self._sock.fileno()]
 
     def name_processes(self, pids: Sequence[int]) -> None:
         """Tells the node of the worker's other processes, before they map a GPU's memory: it reuses no slot before all
@@ -107,8 +151,8 @@ class Attachment(SharedMemory):
         """The attachment of another process of the same worker, by what that one handed over; the descriptors stay the
         caller's. As long as either process holds the connection, the node sees no end of the worker (I4). Raises
         ConfigError where the memory cannot be mapped."""
-        memory_fd, connection = descriptors
-        return cls(socket.socket(fileno=os.dup(connection)), memory_fd, attach_reply_from_line(line), block_bytes)
+        *memory_fds, connection = descriptors
+        return cls(socket.socket(fileno=os.dup(connection)), memory_fds, attach_reply_from_line(line), block_bytes)
 
     def close(self) -> None:
         """Tells the node that this process uses the pool no more. No step may run: slots are reused at once."""
@@ -116,18 +160,39 @@ class Attachment(SharedMemory):
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
         self._sock.close()
-        if self._memory_fd >= 0:
-            os.close(self._memory_fd)
-            self._memory_fd = -1
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        while self._memory_fds:
+            os.close(self._memory_fds.pop())
 
 
 def attach(
-    socket_path: str, *, component_id: str, role: str, block_bytes: int, timeout_s: float, namespace: str = ""
+    socket_path: str,
+    *,
+    component_id: str,
+    role: str,
+    block_bytes: int,
+    timeout_s: float,
+    namespace: str = "",
+    kv_rows: int = 0,
+    kv_heads: int = 0,
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
+
+    ``kv_rows``, ``kv_heads``: rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
+
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
-    not exist: a worker that is started once more may find it again."""
-    hello = AttachHello(component_id=component_id, role=role, block_bytes=block_bytes, namespace=namespace)
+    not exist: a worker that is started once more may find it again.
+    """
+    hello = AttachHello(
+        component_id=component_id,
+        role=role,
+        block_bytes=block_bytes,
+        namespace=namespace,
+        kv_rows=kv_rows,
+        kv_heads=kv_heads,
+    )
     with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
         sock,
         line,
@@ -136,9 +201,7 @@ def attach(
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
-        if len(fds) != 1:
-            raise ConfigError("the KV node answered without its memory")
-        attachment = Attachment(sock, fds[0], reply, block_bytes)
+        attachment = Attachment(sock, fds, reply, block_bytes)
     sock.setblocking(False)
     return attachment
 
@@ -175,6 +238,20 @@ def _asked(
             os.close(fd)
 
 
+def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.mmap | DeviceMapping | PoolShards:
+    """Maps the pool behind the node's descriptors; of a divided one nothing yet. Raises ConfigError."""
+    if not reply.shards:
+        return _map_memory(fds[0], reply, size_bytes)
+    heads = max(shard.first_head + shard.heads for shard in reply.shards)
+    for shard in reply.shards:
+        if shard.mapped_bytes * heads < size_bytes * shard.heads:
+            raise ConfigError(
+                f"the KV node shares {shard.mapped_bytes} bytes on a GPU, {size_bytes * shard.heads // heads} were"
+                " promised"
+            )
+    return PoolShards(fds, reply.shards)
+
+
 def _map_memory(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> mmap.mmap | DeviceMapping:
     """Maps the memory behind the node's descriptor, at least ``size_bytes``. Raises ConfigError."""
     if reply.memory_kind == HOST:
@@ -199,7 +276,7 @@ def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Returns one line and the descriptors that came with it, the caller's to close. Raises Unavailable, OSError."""
     line, fds = b"", []
     while not line.endswith(b"\n"):
-        chunk, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), 1)
+        chunk, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), MAX_SHARDS)
         fds += received
         if not chunk or len(line) + len(chunk) >= MAX_LINE_BYTES:
             for fd in fds:
@@ -240,15 +317,23 @@ class Region(SharedMemory):
         self._sock.close()
 
 
-def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "") -> Region:
+def share_region(
+    socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "", device_uuid: str = ""
+) -> Region:
     """Maps the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``: to be filled, or to be read.
 
-    Blocks for up to ``timeout_s`` while another process fills it.
+    Blocks for up to ``timeout_s`` while another process fills it. ``device_uuid``: the GPU on which a node with a pool
+    on GPUs has the region; each of them has its own.
 
     Raises, in one line, ConfigError if the node refuses or has no memory, and Unavailable if it does not answer, ends
     meanwhile or does not exist.
     """
-    hello = RegionHello(component_id=component_id or f"process-{os.getpid()}", region_key=key, size_bytes=size_bytes)
+    hello = RegionHello(
+        component_id=component_id or f"process-{os.getpid()}",
+        region_key=key,
+        size_bytes=size_bytes,
+        device_uuid=device_uuid,
+    )
     with _asked(f"no region from the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
         reply = region_reply_from_line(line)
         if reply.error or len(fds) != 1:

@@ -38,6 +38,8 @@ GRANULARITY_MINIMUM = 0
 ACCESS_READ_WRITE = 3
 STREAM_NON_BLOCKING = 1
 HOST_REGISTER_PORTABLE = 1
+MEMORY_HOST = 1
+MEMORY_DEVICE = 2
 _UUID_BYTES = 16
 
 
@@ -84,6 +86,29 @@ class AccessDesc(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 
 
+class PitchedCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D: ``height`` rows of ``width`` bytes, on each side at a pitch of its own."""
+
+    _fields_ = (
+        ("source_x", c_size_t),
+        ("source_y", c_size_t),
+        ("source_type", c_int),
+        ("source_host", c_void_p),
+        ("source_device", c_ulonglong),
+        ("source_array", c_void_p),
+        ("source_pitch", c_size_t),
+        ("target_x", c_size_t),
+        ("target_y", c_size_t),
+        ("target_type", c_int),
+        ("target_host", c_void_p),
+        ("target_device", c_ulonglong),
+        ("target_array", c_void_p),
+        ("target_pitch", c_size_t),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
 # Every symbol that is used, under its exported name, with its arguments; each returns a CUresult.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
@@ -93,6 +118,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetUuid_v2": (POINTER(c_char * _UUID_BYTES), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
@@ -114,6 +140,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_ulonglong, c_size_t, c_void_p),
     "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(PitchedCopy), c_void_p),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
 }
@@ -164,11 +191,11 @@ class CudaDriver:
             raise ConfigError(f"there is no CUDA device {index}: this process sees {self.count()}")
         return CudaDevice(self, index)
 
-    def device_of(self, device_uuid: str) -> CudaDevice:
-        """Opens a device by its UUID. Raises ConfigError if this process does not see it."""
+    def index_of(self, device_uuid: str) -> int:
+        """Returns the number of a device by its UUID. Raises ConfigError if this process does not see it."""
         for index in range(self.count()):
             if self.uuid_of(index) == device_uuid:
-                return CudaDevice(self, index)
+                return index
         raise ConfigError(f"this process does not see the CUDA device {device_uuid}: CUDA_VISIBLE_DEVICES may hide it")
 
     def uuid_of(self, index: int) -> str:
@@ -212,6 +239,13 @@ class CudaDevice:
             yield
         finally:
             self.driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def reaches(self, other: int) -> bool:
+        """Whether kernels of this device can read and write the memory of the device at index ``other``."""
+        if other == self.index:
+            return True
+        number = self.driver.read(c_int, "cuDeviceGet", other)
+        return bool(self.driver.read(c_int, "cuDeviceCanAccessPeer", self._number, number))
 
     def memory_info(self) -> tuple[int, int]:
         """Returns (free, total) bytes of the device, over all processes."""
@@ -257,7 +291,8 @@ class CudaDevice:
             return self.driver.read(c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
 
     def map(self, handle: int, size_bytes: int) -> int:
-        """Maps the memory for reading and writing and returns its address in this process's contexts."""
+        """Maps memory, maybe that of another device that this one reaches, for reading and writing by this device;
+        returns its address in this process's contexts."""
         access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
         with self.current(), contextlib.ExitStack() as undo:
             address = self.driver.read(c_ulonglong, "cuMemAddressReserve", size_bytes, 0, 0, 0)
@@ -316,6 +351,40 @@ class CudaStream:
     def within(self, target: int, source: int, size_bytes: int) -> None:
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
+    def rows_to_host(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
+    ) -> None:
+        """Copies ``rows`` rows of ``width`` bytes, each a pitch behind the one before."""
+        self._copy_rows(
+            PitchedCopy(
+                source_type=MEMORY_DEVICE,
+                source_device=source,
+                source_pitch=source_pitch,
+                target_type=MEMORY_HOST,
+                target_host=target,
+                target_pitch=target_pitch,
+                width=width,
+                height=rows,
+            )
+        )
+
+    def rows_to_device(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
+    ) -> None:
+        """Copies as :meth:`rows_to_host` does, the other way."""
+        self._copy_rows(
+            PitchedCopy(
+                source_type=MEMORY_HOST,
+                source_host=source,
+                source_pitch=source_pitch,
+                target_type=MEMORY_DEVICE,
+                target_device=target,
+                target_pitch=target_pitch,
+                width=width,
+                height=rows,
+            )
+        )
+
     def synchronize(self) -> None:
         """Returns when all copies that were started are done. Raises CudaError if one failed."""
         with self._device.current():
@@ -331,3 +400,7 @@ class CudaStream:
     def _copy(self, name: str, target: int, source: int, size_bytes: int) -> None:
         with self._device.current():
             self._device.driver.call(name, target, source, size_bytes, self._stream)
+
+    def _copy_rows(self, rows: PitchedCopy) -> None:
+        with self._device.current():
+            self._device.driver.call("cuMemcpy2DAsync_v2", byref(rows), self._stream)

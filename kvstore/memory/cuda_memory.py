@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
-from pillion.errors import ConfigError, Internal, Unavailable
-from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaError, CudaStream
+from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.memory.cuda_copies import CudaCopies
+from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaError
 from pillion.kvstore.memory.cuda_segment import DeviceMapping
 from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, joined, until_over
+from pillion.kvstore.memory.shards import Shards
 
 # Number of stages; further callers wait for one.
 STAGES = 6
@@ -66,27 +68,34 @@ class PinnedMemory:
 
 
 class _Stage:
-    """A stream and pinned memory for a few blocks."""
+    """A stream, one on each of the pool's GPUs, and pinned memory for a few blocks."""
 
-    def __init__(self, stream: CudaStream, views: list[memoryview]) -> None:
-        self.stream = stream
+    def __init__(self, copies: CudaCopies, views: list[memoryview]) -> None:
+        self.copies = copies
         self.views = views
         self.addresses = [address_of(view) for view in views]
 
 
 class CudaMemory:
-    """PoolMemory (:mod:`pillion.kvstore.memory.memory`) on a GPU. Making one pins memory, so it must not be made on the
-    event loop's thread. Raises ConfigError if the pool does not fit into ``mapping``, or if nothing can be pinned."""
+    """PoolMemory (:mod:`pillion.kvstore.memory.memory`) on a GPU, or on several, each with a shard of every block; what
+    comes and goes is whole blocks in their canonical layout. ``address`` and ``device_index`` are of the first one.
+
+    Making one pins memory, so it must not be made on the event loop's thread. Raises ConfigError if the pool does not
+    fit into ``mappings``, one for each share, or if nothing can be pinned.
+    """
 
     kind = CUDA
 
-    def __init__(self, mapping: DeviceMapping, num_slots: int, block_bytes: int) -> None:
-        if mapping.size_bytes < num_slots * block_bytes:
-            raise ConfigError(f"{num_slots} slots of {block_bytes} bytes do not fit into {mapping.size_bytes} bytes")
+    def __init__(self, mappings: Sequence[DeviceMapping], num_slots: int, shards: Shards) -> None:
+        mapping, block_bytes = mappings[0], shards.block_bytes
+        for shard, part in enumerate(mappings):
+            if part.size_bytes < num_slots * shards.shard_bytes(shard):
+                needed = f"{num_slots} slots of {shards.shard_bytes(shard)} bytes"
+                raise ConfigError(f"{needed} do not fit into {part.size_bytes} bytes")
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.device_index, self.address = mapping.device_index, mapping.address
         self.batch_blocks = self.ahead_blocks = max(1, min(num_slots, STAGE_BYTES // block_bytes))
-        self._mapping = mapping
+        self._mappings = mappings
         self._closed = False
         stage_bytes = self.batch_blocks * block_bytes
         self._pinned = PinnedMemory(mapping.device, STAGES * stage_bytes)
@@ -94,7 +103,7 @@ class CudaMemory:
         for first in range(0, STAGES * stage_bytes, stage_bytes):
             starts = range(first, first + stage_bytes, block_bytes)
             views = [self._pinned.view[start : start + block_bytes] for start in starts]
-            self._stages.append(_Stage(CudaStream(mapping.device), views))
+            self._stages.append(_Stage(CudaCopies(mappings, num_slots, shards), views))
         self._free: asyncio.LifoQueue[_Stage] = asyncio.LifoQueue()
         for stage in self._stages:
             self._free.put_nowait(stage)
@@ -105,11 +114,11 @@ class CudaMemory:
     async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
         async with self._writers, self._stage() as stage:
             yield stage.views[: len(slots)]
-            await self._in_thread(lambda: self._to_device(stage.stream, slots, stage.addresses))
+            await self._in_thread(lambda: self._to_slots(stage.copies, slots, stage.addresses))
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
         def copy(stage: _Stage) -> list[bytes]:
-            self._to_host(stage.stream, slots, stage.addresses)
+            self._to_host(stage.copies, slots, stage.addresses)
             return joined(stage.views[: len(slots)], piece_bytes)
 
         async with self._stage() as stage:
@@ -121,7 +130,7 @@ class CudaMemory:
         """Copies straight into ``targets``, which had better be pinned."""
 
         def copy(stage: _Stage) -> list[int]:
-            self._to_host(stage.stream, slots, [address_of(target) for target in targets])
+            self._to_host(stage.copies, slots, [address_of(target) for target in targets])
             return [known or block_checksum(target) for target, known in zip(targets, known_sums, strict=True)]
 
         async with self._stage() as stage:
@@ -131,11 +140,11 @@ class CudaMemory:
         """Copies straight from ``sources``, which had better be pinned."""
         async with self._stage() as stage:
             addresses = [address_of(source) for source in sources]
-            await self._in_thread(lambda: self._to_device(stage.stream, slots, addresses))
+            await self._in_thread(lambda: self._to_slots(stage.copies, slots, addresses))
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
         def look(stage: _Stage, part: Sequence[int]) -> list[int]:
-            self._to_host(stage.stream, part, stage.addresses)
+            self._to_host(stage.copies, part, stage.addresses)
             return [block_checksum(view) for view in stage.views[: len(part)]]
 
         sums: list[int] = []
@@ -146,10 +155,10 @@ class CudaMemory:
         return sums
 
     def on_device(self) -> AbstractContextManager[None]:
-        return self._mapping.device.current()
+        return self._mappings[0].device.current()
 
     def hold(self) -> Any:
-        return self._mapping.hold()
+        return [mapping.hold() for mapping in self._mappings]
 
     def close(self) -> None:
         """Frees stages and threads; the mapping stays its segment's. Idempotent."""
@@ -158,7 +167,7 @@ class CudaMemory:
         self._closed = True
         self._threads.shutdown()
         for stage in self._stages:
-            stage.stream.close()
+            stage.copies.close()
         self._stages.clear()
         self._pinned.close()
 
@@ -180,22 +189,17 @@ class CudaMemory:
 
     # -- in threads
 
-    def _to_host(self, stream: CudaStream, slots: Sequence[int], addresses: Sequence[int]) -> None:
-        self._copy(stream, [(stream.to_host, to, self._at(slot)) for slot, to in zip(slots, addresses, strict=False)])
-
-    def _to_device(self, stream: CudaStream, slots: Sequence[int], addresses: Sequence[int]) -> None:
-        pairs = zip(slots, addresses, strict=False)
-        self._copy(stream, [(stream.to_device, self._at(slot), source) for slot, source in pairs])
-
-    def _copy(self, stream: CudaStream, copies: list[tuple[Callable[[int, int, int], None], int, int]]) -> None:
+    def _to_host(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:
         try:
-            for copy, target, source in copies:
-                copy(target, source, self.block_bytes)
+            for slot, target in zip(slots, addresses, strict=False):
+                copies.to_host(target, slot)
         finally:
             # Also if one copy could not begin: those before it are under way.
-            stream.synchronize()
+            copies.synchronize()
 
-    def _at(self, slot: int) -> int:
-        if not 0 <= slot < self.num_slots:
-            raise Internal(f"slot {slot} is not of this pool")
-        return self.address + slot * self.block_bytes
+    def _to_slots(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:
+        try:
+            for slot, source in zip(slots, addresses, strict=False):
+                copies.to_slot(slot, source)
+        finally:
+            copies.synchronize()

@@ -26,14 +26,15 @@ class DeviceMapping:
     Attributes:
         address: address of its first byte, for kernels and copies; the host cannot follow it.
         size_bytes: size of the mapping.
-        device_index: the device's number in this process, torch's ``cuda:N``.
-        device: the device, for copies.
+        device_index: number in this process of the device that has the memory, torch's ``cuda:N``.
+        device: the device that reads and writes it, the same one or another.
     """
 
-    def __init__(self, device: CudaDevice, handle: int, size_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, handle: int, size_bytes: int, home_index: int | None = None) -> None:
+        """``home_index``: number of the device that has the memory; None: ``device``."""
         self.device = device
         self.size_bytes = size_bytes
-        self.device_index = device.index
+        self.device_index = device.index if home_index is None else home_index
         self.address = device.map(handle, size_bytes)
         self._held: weakref.WeakSet[MappingHold] = weakref.WeakSet()
 
@@ -56,13 +57,26 @@ class DeviceMapping:
             self.address = 0
 
 
-def map_device(fd: int, size_bytes: int, device_uuid: str, library: str = "") -> DeviceMapping:
-    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's. ``library``:
-    another driver than the system's. Raises ConfigError."""
-    device = CudaDriver(library).device_of(device_uuid)
+def map_device(
+    fd: int, size_bytes: int, device_uuid: str, library: str = "", *, reader_index: int | None = None
+) -> DeviceMapping:
+    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
+
+    ``library``: another driver than the system's. ``reader_index``: number of the device whose kernels use the memory;
+    None: the one that has it. Raises ConfigError, also where the one device cannot reach the other's memory.
+    """
+    driver = CudaDriver(library)
+    home = driver.index_of(device_uuid)
+    device = driver.device(home if reader_index is None else reader_index)
+    if not device.reaches(home):
+        raise ConfigError(
+            f"CUDA device {device.index} cannot reach the memory of CUDA device {home}, where the KV node has a part of"
+            " its pool: there is no peer access between the two; serve with as many ranks as the pool has GPUs"
+            " (--tensor-parallel-size), or give each size a KV node of its own"
+        )
     handle = device.import_fd(fd)
     try:
-        return DeviceMapping(device, handle, size_bytes)
+        return DeviceMapping(device, handle, size_bytes, home)
     finally:
         # The mapping holds the memory.
         device.release(handle)

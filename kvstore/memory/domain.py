@@ -1,22 +1,26 @@
-"""The memory domain of a KV node: this host's memory or one GPU's, its size, and how segments of it are made.
+"""The memory domain of a KV node: this host's memory or that of some GPUs, its size, and how segments of it are made.
 
-open_domain --cpu-->  HostDomain:  segments are anonymous files
-     +-------cuda:N-> CudaDomain:  segments are device memory, shared by descriptors too
+open_domain --cpu--------------> HostDomain:  segments are anonymous files
+     +-------cuda:N, cuda:M ...> CudaDomain:  segments are device memory, shared by descriptors too; a pool has one on
+                                              each GPU that is named, with some of the KV heads of every block
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+from collections.abc import Sequence
 from fractions import Fraction
 
 from pillion.config import KVNodeFlags
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import CudaDriver
+from pillion.kvstore.ledger.records import slots_of
+from pillion.kvstore.memory.cuda_driver import CudaDevice, CudaDriver
 from pillion.kvstore.memory.cuda_memory import CudaMemory, PinnedMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
+from pillion.kvstore.memory.shards import MAX_SHARDS, Shards
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -34,28 +38,33 @@ class HostDomain:
 
     Attributes:
         kind: "host" or "cuda".
-        device_index, device_uuid: the GPU; 0 and empty for host memory.
+        device_indexes, device_uuids: the GPU of each shard of a pool; for host memory, 0 and an empty one.
     """
 
     kind = HOST
-    device_index = 0
-    device_uuid = ""
+    device_indexes: tuple[int, ...] = (0,)
+    device_uuids: tuple[str, ...] = ("",)
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._flags = flags
 
-    def pool_bytes(self) -> int:
+    def pool_bytes(self, shards: Shards) -> int:
         """Returns the pool's size: ``--kv-pool-bytes``, or the memory that the domain has left for it."""
         return self._flags.kv_pool_bytes or DEFAULT_HOST_POOL_BYTES
 
-    def segment(self, size_bytes: int) -> AnySegment:
-        """Makes fresh memory."""
+    def place(self, device_uuid: str) -> int:
+        """Returns the first of the shards that are on a GPU. Raises ConfigError if none is."""
+        return 0
+
+    def segment(self, size_bytes: int, shard: int = 0) -> AnySegment:
+        """Makes fresh memory where a shard is."""
         return Segment(size_bytes)
 
-    def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
-        """Makes a pool over a segment of this domain."""
-        mapped: mmap.mmap = map_shared(segment.fileno(), num_slots * block_bytes)
-        return HostMemory(mapped, num_slots, block_bytes)
+    def memory(self, segments: Sequence[AnySegment], num_slots: int, shards: Shards) -> PoolMemory:
+        """Makes a pool over a segment of each shard."""
+        (segment,) = segments
+        mapped: mmap.mmap = map_shared(segment.fileno(), num_slots * shards.block_bytes)
+        return HostMemory(mapped, num_slots, shards.block_bytes)
 
     def pinned(self, size_bytes: int) -> PinnedMemory:
         """Makes pinned host memory for this domain's GPU."""
@@ -66,42 +75,74 @@ class HostDomain:
 
 
 class CudaDomain:
-    """One GPU's memory; see :class:`HostDomain`."""
+    """The memory of one GPU or several; see :class:`HostDomain`. A GPU may be named twice: it has two shards then."""
 
     kind = CUDA
 
-    def __init__(self, flags: KVNodeFlags, index: int) -> None:
+    def __init__(self, flags: KVNodeFlags, indexes: Sequence[int]) -> None:
         self._flags = flags
-        self._device = CudaDriver().device(index)
-        self.device_index, self.device_uuid = index, self._device.uuid
+        driver = CudaDriver()
+        self._by_index: dict[int, CudaDevice] = {}
+        for index in indexes:
+            if index not in self._by_index:
+                self._by_index[index] = driver.device(index)
+        self._devices = [self._by_index[index] for index in indexes]
+        self.device_indexes = tuple(indexes)
+        self.device_uuids = tuple(device.uuid for device in self._devices)
 
-    def pool_bytes(self) -> int:
-        """Without a flag this is the share of the device that may be used, less all that is in use now."""
-        free, total = self._device.memory_info()
-        log.info("CUDA device %d has %d bytes, %d of them free", self.device_index, total, free)
+    def pool_bytes(self, shards: Shards) -> int:
+        """Without a flag, each GPU gives the share of it that may be used, less all that is in use now."""
+        left = {index: self._left(device) for index, device in self._by_index.items()}
+        if len(self._devices) == 1:
+            return self._flags.kv_pool_bytes or left[self.device_indexes[0]]
+        # As many slots as the fullest GPU has room for.
+        taken = dict.fromkeys(self._by_index, 0)
+        for shard, index in enumerate(self.device_indexes):
+            taken[index] += shards.shard_bytes(shard)
         if self._flags.kv_pool_bytes:
-            return self._flags.kv_pool_bytes
+            slots = slots_of(self._flags.kv_pool_bytes, sum(taken.values()))
+        else:
+            slots = min(slots_of(left[index], size) for index, size in taken.items())
+        return slots * shards.block_bytes
+
+    def place(self, device_uuid: str) -> int:
+        if not device_uuid:
+            # A process that does not say where it computes.
+            return 0
+        if device_uuid not in self.device_uuids:
+            named = ",".join(f"cuda:{index}" for index in self.device_indexes)
+            raise ConfigError(
+                f"a process computes on the GPU {device_uuid}, and this KV node has memory on {named} alone: name the"
+                " GPU of each rank of its workers in --kv-device, or choose the GPU by CUDA_VISIBLE_DEVICES"
+            )
+        return self.device_uuids.index(device_uuid)
+
+    def segment(self, size_bytes: int, shard: int = 0) -> AnySegment:
+        return DeviceSegment(self._devices[shard], size_bytes)
+
+    def memory(self, segments: Sequence[AnySegment], num_slots: int, shards: Shards) -> PoolMemory:
+        mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
+        return CudaMemory(mappings, num_slots, shards)
+
+    def pinned(self, size_bytes: int) -> PinnedMemory:
+        return PinnedMemory(self._devices[0], size_bytes)
+
+    def close(self) -> None:
+        for device in self._by_index.values():
+            device.close()
+
+    def _left(self, device: CudaDevice) -> int:
+        """Bytes of a GPU for its part of the pool. Raises ConfigError if there are none and no flag says how many."""
+        free, total = device.memory_info()
+        log.info("CUDA device %d has %d bytes, %d of them free", device.index, total, free)
         share = self._flags.gpu_memory_utilization
         left = int(Fraction(str(share)) * total) - (total - free)
-        if left <= 0:
+        if left <= 0 and not self._flags.kv_pool_bytes:
             raise ConfigError(
-                f"nothing is left for KV on CUDA device {self.device_index}: {total - free} of its {total} bytes are "
+                f"nothing is left for KV on CUDA device {device.index}: {total - free} of its {total} bytes are "
                 f"in use, and --gpu-memory-utilization {share} allows no more"
             )
         return left
-
-    def segment(self, size_bytes: int) -> AnySegment:
-        return DeviceSegment(self._device, size_bytes)
-
-    def memory(self, segment: AnySegment, num_slots: int, block_bytes: int) -> PoolMemory:
-        assert isinstance(segment, DeviceSegment)
-        return CudaMemory(segment.mapping, num_slots, block_bytes)
-
-    def pinned(self, size_bytes: int) -> PinnedMemory:
-        return PinnedMemory(self._device, size_bytes)
-
-    def close(self) -> None:
-        self._device.close()
 
 
 Domain = HostDomain | CudaDomain
@@ -109,8 +150,8 @@ Domain = HostDomain | CudaDomain
 
 def open_domain(flags: KVNodeFlags) -> Domain:
     """Opens the domain that ``--kv-device`` names. Raises ConfigError if there is none, or the flags do not fit."""
-    index = device_index(flags.kv_device)
-    if index is None:
+    indexes = device_indexes(flags.kv_device)
+    if not indexes:
         if flags.host_bytes:
             raise ConfigError(
                 "--host-bytes is for a pool on a GPU (--kv-device cuda): here it would copy from host memory to host "
@@ -121,14 +162,19 @@ def open_domain(flags: KVNodeFlags) -> Domain:
         raise ConfigError(f"--gpu-memory-utilization {flags.gpu_memory_utilization}: choose more than 0, at most 1")
     if flags.host_bytes < 0:
         raise ConfigError(f"--host-bytes {flags.host_bytes} is less than 0")
-    return CudaDomain(flags, index)
+    return CudaDomain(flags, indexes)
 
 
-def device_index(kv_device: str) -> int | None:
-    """Reads "cpu" (None), "cuda" (0) or "cuda:N". Raises ConfigError on anything else."""
-    name, colon, number = kv_device.partition(":")
+def device_indexes(kv_device: str) -> tuple[int, ...]:
+    """Reads "cpu" (none), "cuda" (0), "cuda:N" or several of these. Raises ConfigError on anything else."""
     if kv_device == CPU:
-        return None
-    if name != CUDA or (colon and not number.isdecimal()):
-        raise ConfigError(f"--kv-device {kv_device!r} is not cpu, cuda or cuda:N")
-    return int(number or 0)
+        return ()
+    found = []
+    for device in kv_device.split(","):
+        name, colon, number = device.partition(":")
+        if name != CUDA or (colon and not (number.isascii() and number.isdecimal())):
+            raise ConfigError(f"--kv-device {kv_device!r} is not cpu, cuda, cuda:N, or several such as cuda:0,cuda:1")
+        found.append(int(number or 0))
+    if len(found) > MAX_SHARDS:
+        raise ConfigError(f"--kv-device names {len(found)} GPUs; a pool can be on {MAX_SHARDS}")
+    return tuple(found)

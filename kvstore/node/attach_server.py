@@ -3,7 +3,7 @@
     worker                                   node
       | -- connect to the Unix socket ------> |
       | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
-      | <-- AttachReply + descriptor -------- |  (or AttachReply with an error, then the end)
+      | <-- AttachReply + descriptors ------- |  one, or one for each shard (or AttachReply with an error, then the end)
       |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
       | -- PROCESSES + descriptors ---------> |  with a GPU's memory: the other processes of a worker of several ranks
       | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
@@ -61,7 +61,7 @@ class AttachServer:
     """The listening socket and all connections to it.
 
     Args:
-        memory_fd: returns the pool's descriptor; called after a worker was admitted.
+        memory_fds: returns the pool's descriptor, or that of each shard; called after a worker was admitted.
         admit: turns a hello into a reply. Raises PillionErrors to refuse.
         ended: called with an epoch when its worker's death is proven, exactly once for every one admitted.
         fence: called with an epoch whose worker's connection ended while its exit is not proven.
@@ -72,7 +72,7 @@ class AttachServer:
     def __init__(
         self,
         path: str,
-        memory_fd: Callable[[], int],
+        memory_fds: Callable[[], list[int]],
         admit: Callable[[AttachHello], Awaitable[AttachReply]],
         ended: Callable[[int], None],
         fence: Callable[[int], None],
@@ -80,7 +80,7 @@ class AttachServer:
         exit_is_proof: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = path
-        self._memory_fd = memory_fd
+        self._memory_fds = memory_fds
         self._admit = admit
         self._ended = ended
         self._fence = fence
@@ -169,7 +169,7 @@ class AttachServer:
             return 0
         try:
             # One small line into an empty socket buffer: it goes at once or the peer is gone.
-            socket.send_fds(sock, [line_to_bytes(reply)], [self._memory_fd()])
+            socket.send_fds(sock, [line_to_bytes(reply)], self._memory_fds())
         except (OSError, PillionError):
             self._ended(reply.epoch)
             raise

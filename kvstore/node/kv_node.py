@@ -21,6 +21,7 @@ from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
+from pillion.kvstore.memory.domain import device_indexes
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.adapter_files import NodeAdapters
@@ -38,7 +39,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1 import kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
-from pillion.wire.attach import AttachHello, AttachReply
+from pillion.wire.attach import AttachedShard, AttachHello, AttachReply
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
@@ -89,7 +90,7 @@ class KVNode:
         self.adapters = NodeAdapters(flags.node_id, self._addresses, flags.store_limits)
         self._attach = AttachServer(
             flags.attach_socket,
-            self._memory.fileno,
+            self._memory.filenos,
             self._admit,
             self.pool.ended,
             self.pool.fence,
@@ -112,7 +113,9 @@ class KVNode:
         if flags.kv_transport == "nixl":
             # Named by the flag, so its absence is a mistake; otherwise NIXL is looked for when it is needed.
             await asyncio.to_thread(choose_transport, "nixl")
-        servicer = KVNodeServicer(self.pool, flags.node_id, self.status, self._stopping, self.adapters)
+        servicer = KVNodeServicer(
+            self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self.adapters
+        )
         plane = KVPlaneServicer(self._source)
         try:
             self._server = await start_server(
@@ -217,8 +220,8 @@ class KVNode:
     async def _admit(self, hello: AttachHello) -> AttachReply:
         async with self._shaping:
             try:
-                if not self.pool.shaped:
-                    await self._memory.shape(hello.block_bytes)
+                if not self.pool.shaped and hello.block_bytes > 0:
+                    await self._memory.shape(hello.block_bytes, hello.kv_rows, hello.kv_heads)
                     self.pool.pool_bytes = self._memory.pool_bytes
                 epoch, num_slots = self.pool.attach(hello)
             finally:
@@ -232,10 +235,27 @@ class KVNode:
             epoch=epoch,
             num_slots=num_slots,
             memory_kind=domain.kind,
-            device_uuid=domain.device_uuid,
-            device_index=domain.device_index,
-            mapped_bytes=self._memory.mapped_bytes,
+            device_uuid=domain.device_uuids[0],
+            device_index=domain.device_indexes[0],
+            mapped_bytes=self._memory.segments[0].size_bytes,
+            shards=self._attached_shards(),
         )
+
+    def _attached_shards(self) -> tuple[AttachedShard, ...]:
+        """What a worker has to know of each shard of a pool that is divided."""
+        memory = self._memory
+        if memory.shards is None or not memory.divided:
+            return ()
+        each = zip(memory.segments, memory.domain.device_uuids, memory.shards.shares, strict=True)
+        return tuple(
+            AttachedShard(device_uuid=uuid, mapped_bytes=segment.size_bytes, first_head=share.start, heads=len(share))
+            for segment, uuid, share in each
+        )
+
+    def check_integrity(self) -> None:
+        """Raises PillionError with what does not add up in the pool's slots or in its memory (I4)."""
+        self.pool.check_integrity()
+        self._memory.check_integrity()
 
     def _shaped(self, shape: PoolShape) -> None:
         assert self._memory.pool is not None
@@ -353,6 +373,13 @@ def _checked(flags: KVNodeFlags) -> KVNodeFlags:
         raise ConfigError("--heartbeat-ms must be positive and less than --heartbeat-timeout-ms")
     if not flags.node_id:
         raise ConfigError("--node-id must name the node")
+    if len(device_indexes(flags.kv_device)) > 1:
+        if flags.kv_transport == "nixl":
+            raise ConfigError(
+                f"--kv-transport nixl reads a block in one piece, and --kv-device {flags.kv_device} divides blocks over"
+                " several GPUs; choose grpc"
+            )
+        flags = replace(flags, kv_transport="grpc")
     if flags.verify_blocks:
         return flags
     # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Nothing

@@ -24,19 +24,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """Serves kvnode.proto. ``status`` returns the node's whole status, and ``stopping`` ends the sessions."""
+    """Serves kvnode.proto. ``status`` returns the node's whole status, ``check_integrity`` raises what does not add up,
+    and ``stopping`` ends the sessions."""
 
     def __init__(
         self,
         pool: Pool,
         node_id: str,
         status: Callable[[], NodeStatus],
+        check_integrity: Callable[[], None],
         stopping: asyncio.Event,
         adapters: NodeAdapters,
     ) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
+        self._check_integrity = check_integrity
         self._stopping = stopping
         self._adapters = adapters
 
@@ -100,5 +103,5 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         return self._status()
 
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest, context: Context) -> pb.CheckIntegrityReply:
-        self._pool.check_integrity()
+        self._check_integrity()
         return pb.CheckIntegrityReply()

@@ -45,12 +45,16 @@ class RegionServer:
         """Serves one connection until it ends. Raises OSError if it breaks."""
         user = next(self._ids)
         try:
-            state = await self._granted(sock, user, hello)
+            shard = self._memory.domain.place(hello.device_uuid)
+            # Each GPU has regions of its own, whatever their keys.
+            key = hello.region_key if shard == 0 else f"{hello.region_key} of shard {shard}"
+            state = await self._granted(sock, user, key, hello.size_bytes)
             if not state:
                 return
-            segment = await self._segment(hello.region_key, hello.size_bytes)
+            segment = await self._segment(key, hello.size_bytes, shard)
             log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
-            self._answer(sock, [segment.fileno()], state=state, mapped_bytes=segment.size_bytes)
+            uuid = self._memory.domain.device_uuids[shard]
+            self._answer(sock, [segment.fileno()], state=state, mapped_bytes=segment.size_bytes, device_uuid=uuid)
             if state == FILL:
                 message = region_filled_from_line(await read_line(sock))
                 if message.filled_bytes != hello.size_bytes:
@@ -81,11 +85,11 @@ class RegionServer:
             segment.close()
         self._segments.clear()
 
-    async def _granted(self, sock: socket.socket, user: int, hello: RegionHello) -> str:
+    async def _granted(self, sock: socket.socket, user: int, key: str, size_bytes: int) -> str:
         """Waits for the region; returns FILL or READY, or an empty string if the other side went away first."""
         granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[user] = granted
-        self._do(self.regions.ask(user, hello.region_key, hello.size_bytes))
+        self._do(self.regions.ask(user, key, size_bytes))
         if not granted.done():
             gone = asyncio.ensure_future(until_end(sock))
             try:
@@ -102,18 +106,19 @@ class RegionServer:
             raise DeadlineExceeded(f"the region was not filled within {WAIT_S:.0f} s")
         return granted.result()
 
-    async def _segment(self, key: str, size_bytes: int) -> AnySegment:
-        """Returns the region's memory, which is made for its first user. A second filler gets the same memory."""
+    async def _segment(self, key: str, size_bytes: int, shard: int) -> AnySegment:
+        """Returns the region's memory, which is made for its first user, where a shard of the pool is. A second filler
+        gets the same memory."""
         if key in self._segments:
             return self._segments[key]
         try:
-            segment = await self._memory.region(size_bytes)
+            segment = await self._memory.region(size_bytes, shard)
         except ConfigError:
             idle = self.regions.drop_idle()
             if not idle:
                 raise
             self._do(idle)
-            segment = await self._memory.region(size_bytes)
+            segment = await self._memory.region(size_bytes, shard)
         self._segments[key] = segment
         return segment
 
@@ -127,6 +132,5 @@ class RegionServer:
                 segment.close()
 
     def _answer(self, sock: socket.socket, fds: list[int], **fields: Any) -> None:
-        domain = self._memory.domain
-        reply = RegionReply(node_id=self._node_id, memory_kind=domain.kind, device_uuid=domain.device_uuid, **fields)
+        reply = RegionReply(node_id=self._node_id, memory_kind=self._memory.domain.kind, **fields)
         socket.send_fds(sock, [line_to_bytes(reply)], fds)

@@ -35,14 +35,32 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         namespace: base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
+        kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
     """
 
     component_id: str
     role: str
     block_bytes: int
     namespace: str = ""
+    kv_rows: int = 0
+    kv_heads: int = 0
     protocol: int = PROTOCOL
     version: str = VERSION
+
+
+class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard of a pool that is divided over GPUs.
+
+    Attributes:
+        device_uuid: its GPU.
+        mapped_bytes: size of the memory behind its descriptor.
+        first_head, heads: the KV heads whose pieces it has: ``heads`` from ``first_head`` on.
+    """
+
+    device_uuid: str
+    mapped_bytes: MappedBytes
+    first_head: Annotated[int, Meta(ge=0)]
+    heads: Annotated[int, Meta(ge=1)]
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +68,9 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         memory_kind: "host" or "cuda".
-        device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it.
+        device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it; of a divided pool, the first.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
+        shards: where the pool is divided, its shards, for each of which a descriptor comes; else none.
     """
 
     node_id: str = ""
@@ -62,6 +81,7 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     device_uuid: str = ""
     device_index: int = 0
     mapped_bytes: MappedBytes = 0
+    shards: tuple[AttachedShard, ...] = ()
     protocol: int = PROTOCOL
     version: str = VERSION
     error: str = ""
@@ -72,11 +92,13 @@ class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         region_key: 64 hexadecimal digits, the hash of what is in the region.
+        device_uuid: the GPU on which the process computes, and wants the region; "": none, or any.
     """
 
     component_id: str
     region_key: str
     size_bytes: int
+    device_uuid: str = ""
     protocol: int = PROTOCOL
     version: str = VERSION
 

@@ -5,7 +5,9 @@
    wait sees old bytes. Prototypes and numbers are those of the cuda.h that it is compiled with.
 
    FAKE_CUDA_TOUCHABLE=1 maps memory at its device address, too, once access is set: for kernels that are interpreted by
-   this host, which stands for the device then. FAKE_CUDA_DEVICES, FAKE_CUDA_TOTAL_BYTES and FAKE_CUDA_USED_BYTES (what "others" use) say what there is. */
+   this host, which stands for the device then. FAKE_CUDA_DEVICES, FAKE_CUDA_TOTAL_BYTES and FAKE_CUDA_USED_BYTES (what
+   "others" use) say what there is; CUDA_VISIBLE_DEVICES chooses and orders devices by their numbers. With
+   FAKE_CUDA_NO_PEERS no device reaches another one's memory. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -23,10 +25,12 @@
 #define NAME "fake-cuda-memory"
 
 struct allocation { int used, fd, device, handles, maps; ino_t file; size_t size; };
+/* `access` is the device that may use it, counted from 1. */
 struct mapping { int used, allocation, access, reservation; CUdeviceptr at; size_t size; char *bytes; };
 struct reservation { int used; CUdeviceptr at; size_t size; };
 struct pinned { int used; char *at; size_t size; };
-struct copy { int to_device, from_device; unsigned long long target, source; size_t size; };
+/* `rows` of `size` bytes; a plain copy has one. */
+struct copy { int to_device, from_device; unsigned long long target, source; size_t size, rows, target_pitch, source_pitch; };
 struct CUstream_st { int used, device; int count; struct copy copies[MANY]; };
 struct CUctx_st { int device, retained; };
 
@@ -46,7 +50,26 @@ static size_t number(const char *name, size_t otherwise) {
     const char *said = getenv(name);
     return said ? strtoull(said, NULL, 10) : otherwise;
 }
-static int devices(void) { return (int)number("FAKE_CUDA_DEVICES", 1); }
+/* The device that this process calls `index`, by its number among all, or -1. */
+static int physical(int index) {
+    const char *said = getenv("CUDA_VISIBLE_DEVICES");
+    long all = (long)number("FAKE_CUDA_DEVICES", 1);
+    if (!said) return index < all ? index : -1;
+    for (int at = 0;; at++) {
+        char *end;
+        long named = strtol(said, &end, 10);
+        if (end == said || named < 0 || named >= all) return -1;
+        if (at == index) return (int)named;
+        if (*end != ',') return -1;
+        said = end + 1;
+    }
+}
+static int devices(void) {
+    int count = 0;
+    while (count < DEVICES && physical(count) >= 0) count++;
+    return count;
+}
+static int reaches(int device, int other) { return device == other || !getenv("FAKE_CUDA_NO_PEERS"); }
 static size_t total(void) { return number("FAKE_CUDA_TOTAL_BYTES", 256UL << 20); }
 static size_t in_use(int device) {
     size_t sum = number("FAKE_CUDA_USED_BYTES", 0);
@@ -97,7 +120,7 @@ CUresult CUDAAPI cuDeviceGet(CUdevice *device, int index) {
     return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
-    memset(uuid, 0xa0 + device, sizeof *uuid);
+    memset(uuid, 0xa0 + physical(device), sizeof *uuid);
     return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
@@ -105,6 +128,12 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
           || attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
           || attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    return CUDA_SUCCESS;
+}
+
+CUresult CUDAAPI cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice other) {
+    if (device < 0 || other < 0 || device >= devices() || other >= devices()) return CUDA_ERROR_INVALID_DEVICE;
+    *can = device != other && reaches(device, other);
     return CUDA_SUCCESS;
 }
 
@@ -173,7 +202,9 @@ CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, 
         CONTEXT
         NEED(sound(prop) && !flags && size && size % GRANULARITY == 0, CUDA_ERROR_INVALID_VALUE)
         NEED(in_use(prop->location.id) + size <= total(), CUDA_ERROR_OUT_OF_MEMORY)
-        int fd = memfd_create(NAME, MFD_CLOEXEC);
+        char name[64];
+        snprintf(name, sizeof name, "%s-%d", NAME, physical(prop->location.id));
+        int fd = memfd_create(name, MFD_CLOEXEC);
         NEED(fd >= 0 && ftruncate(fd, (off_t)size) == 0, CUDA_ERROR_OUT_OF_MEMORY)
         *handle = (CUmemGenericAllocationHandle)(new_allocation(fd, size, prop->location.id) + 1);
         out:;
@@ -209,7 +240,11 @@ CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *ha
         NEED(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, CUDA_ERROR_INVALID_VALUE)
         NEED(readlink(path, name, sizeof name - 1) > 0 && strstr(name, NAME), CUDA_ERROR_INVALID_HANDLE)
         NEED(fstat(fd, &status) == 0, CUDA_ERROR_INVALID_HANDLE)
-        *handle = (CUmemGenericAllocationHandle)(new_allocation(dup(fd), (size_t)status.st_size, stack[depth - 1]->device) + 1);
+        int home = atoi(strstr(name, NAME) + strlen(NAME "-"));
+        int device = 0;
+        while (device < devices() && physical(device) != home) device++;
+        NEED(device < devices(), CUDA_ERROR_INVALID_DEVICE)
+        *handle = (CUmemGenericAllocationHandle)(new_allocation(dup(fd), (size_t)status.st_size, device) + 1);
         out:;
     });
 }
@@ -272,7 +307,10 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDe
         NEED(said->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CUDA_ERROR_INVALID_VALUE)
         for (int i = 0; i < MANY; i++)
             if (mappings[i].used && mappings[i].at == at && mappings[i].size == size) {
-                mappings[i].access = 1;
+                int device = said->location.id;
+                NEED(device >= 0 && device < devices(), CUDA_ERROR_INVALID_DEVICE)
+                NEED(reaches(device, allocations[mappings[i].allocation].device), CUDA_ERROR_INVALID_DEVICE)
+                mappings[i].access = device + 1;
                 if (getenv("FAKE_CUDA_TOUCHABLE"))
                     mmap((void *)at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
                          allocations[mappings[i].allocation].fd, 0);
@@ -282,6 +320,7 @@ CUresult CUDAAPI cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDe
         out:;
     });
 }
+static size_t extent(const struct copy *one, size_t pitch) { return (one->rows - 1) * pitch + one->size; }
 static int inside(unsigned long long at, size_t size, CUdeviceptr from, size_t length) {
     return at >= from && at + size <= from + length;
 }
@@ -293,8 +332,8 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr at, size_t size) {
         for (int s = 0; s < MANY; s++)
             for (int c = 0; streams[s].used && c < streams[s].count; c++) {
                 struct copy *one = &streams[s].copies[c];
-                int busy = (one->to_device && inside(one->target, one->size, at, size))
-                        || (one->from_device && inside(one->source, one->size, at, size));
+                int busy = (one->to_device && inside(one->target, extent(one, one->target_pitch), at, size))
+                        || (one->from_device && inside(one->source, extent(one, one->source_pitch), at, size));
                 NEED(!busy, CUDA_ERROR_ILLEGAL_ADDRESS)
             }
         struct allocation *it = &allocations[mappings[found].allocation];
@@ -315,6 +354,7 @@ CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags) {
             if (!streams[i].used) {
                 streams[i].used = 1;
                 streams[i].count = 0;
+                streams[i].device = stack[depth - 1]->device;
                 *stream = &streams[i];
                 goto out;
             }
@@ -325,9 +365,9 @@ CUresult CUDAAPI cuStreamCreate(CUstream *stream, unsigned int flags) {
 CUresult CUDAAPI cuStreamDestroy(CUstream stream) {
     LOCKED({ NEED(stream && stream->used && !stream->count, CUDA_ERROR_INVALID_HANDLE) stream->used = 0; out:; });
 }
-static char *bytes_at(unsigned long long at, size_t size) {
+static char *bytes_at(unsigned long long at, size_t size, int device) {
     for (int i = 0; i < MANY; i++)
-        if (mappings[i].used && mappings[i].access && inside(at, size, mappings[i].at, mappings[i].size))
+        if (mappings[i].used && mappings[i].access == device + 1 && inside(at, size, mappings[i].at, mappings[i].size))
             return mappings[i].bytes + (at - mappings[i].at);
     return NULL;
 }
@@ -337,11 +377,13 @@ CUresult CUDAAPI cuStreamSynchronize(CUstream stream) {
         NEED(stream && stream->used, CUDA_ERROR_INVALID_HANDLE)
         for (int i = 0; i < stream->count; i++) {
             struct copy *one = &stream->copies[i];
-            char *target = one->to_device ? bytes_at(one->target, one->size) : (char *)one->target;
-            char *source = one->from_device ? bytes_at(one->source, one->size) : (char *)one->source;
+            size_t reach = extent(one, one->target_pitch), from = extent(one, one->source_pitch);
+            char *target = one->to_device ? bytes_at(one->target, reach, stream->device) : (char *)one->target;
+            char *source = one->from_device ? bytes_at(one->source, from, stream->device) : (char *)one->source;
             if (!target || !source) { stream->count = 0; done = CUDA_ERROR_ILLEGAL_ADDRESS; goto out; }
-            memcpy(target, source, one->size);
-            copied += one->size;
+            for (size_t row = 0; row < one->rows; row++)
+                memcpy(target + row * one->target_pitch, source + row * one->source_pitch, one->size);
+            copied += one->rows * one->size;
         }
         stream->count = 0;
         done = (CUresult)fail_next;
@@ -353,21 +395,32 @@ static CUresult ask(CUstream stream, struct copy said) {
     LOCKED({
         CONTEXT
         NEED(stream && stream->used && stream->count < MANY, CUDA_ERROR_INVALID_HANDLE)
-        NEED(said.size && said.target && said.source, CUDA_ERROR_INVALID_VALUE)
-        NEED(!said.to_device || bytes_at(said.target, said.size), CUDA_ERROR_INVALID_VALUE)
-        NEED(!said.from_device || bytes_at(said.source, said.size), CUDA_ERROR_INVALID_VALUE)
+        NEED(said.size && said.rows && said.target && said.source, CUDA_ERROR_INVALID_VALUE)
+        NEED(said.rows == 1 || (said.target_pitch >= said.size && said.source_pitch >= said.size), CUDA_ERROR_INVALID_VALUE)
+        NEED(!said.to_device || bytes_at(said.target, extent(&said, said.target_pitch), stream->device), CUDA_ERROR_INVALID_VALUE)
+        NEED(!said.from_device || bytes_at(said.source, extent(&said, said.source_pitch), stream->device), CUDA_ERROR_INVALID_VALUE)
         stream->copies[stream->count++] = said;
         out:;
     });
 }
 CUresult CUDAAPI cuMemcpyDtoHAsync(void *target, CUdeviceptr source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){0, 1, (unsigned long long)target, source, size});
+    return ask(stream, (struct copy){0, 1, (unsigned long long)target, source, size, 1, 0, 0});
 }
 CUresult CUDAAPI cuMemcpyHtoDAsync(CUdeviceptr target, const void *source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){1, 0, target, (unsigned long long)source, size});
+    return ask(stream, (struct copy){1, 0, target, (unsigned long long)source, size, 1, 0, 0});
 }
 CUresult CUDAAPI cuMemcpyDtoDAsync(CUdeviceptr target, CUdeviceptr source, size_t size, CUstream stream) {
-    return ask(stream, (struct copy){1, 1, target, source, size});
+    return ask(stream, (struct copy){1, 1, target, source, size, 1, 0, 0});
+}
+CUresult CUDAAPI cuMemcpy2DAsync(const CUDA_MEMCPY2D *said, CUstream stream) {
+    int to_device = said->dstMemoryType == CU_MEMORYTYPE_DEVICE, from_device = said->srcMemoryType == CU_MEMORYTYPE_DEVICE;
+    if (said->srcXInBytes || said->srcY || said->dstXInBytes || said->dstY || said->srcArray || said->dstArray
+        || (!to_device && said->dstMemoryType != CU_MEMORYTYPE_HOST)
+        || (!from_device && said->srcMemoryType != CU_MEMORYTYPE_HOST)) return CUDA_ERROR_INVALID_VALUE;
+    unsigned long long target = to_device ? said->dstDevice : (unsigned long long)said->dstHost;
+    unsigned long long source = from_device ? said->srcDevice : (unsigned long long)said->srcHost;
+    return ask(stream, (struct copy){to_device, from_device, target, source, said->WidthInBytes, said->Height,
+                                     said->dstPitch, said->srcPitch});
 }
 
 CUresult CUDAAPI cuMemHostRegister(void *at, size_t size, unsigned int flags) {

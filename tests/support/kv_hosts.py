@@ -11,6 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
 from pillion.kvstore.client.attachment import Attachment, attach
@@ -24,6 +26,9 @@ from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192
+# By which a pool on several GPUs divides a block: rows, and pieces in a row.
+KV_ROWS, KV_HEADS = 4, 4
+PIECE_BYTES = BLOCK_BYTES // (KV_ROWS * KV_HEADS)
 NUM_SLOTS = 40
 NAMESPACE = "ab" * HASH_BYTES
 ROOT = bytes(HASH_BYTES)
@@ -109,6 +114,8 @@ class KVHost:
             block_bytes=BLOCK_BYTES,
             timeout_s=WITHIN_S,
             namespace=NAMESPACE,
+            kv_rows=KV_ROWS,
+            kv_heads=KV_HEADS,
         )
 
     def slot(self, number: int) -> memoryview:
@@ -116,16 +123,29 @@ class KVHost:
 
     def read(self, number: int) -> bytes:
         """A slot's bytes, wherever the pool is."""
-        if self.worker.device_memory is None:
+        if self.worker.device_memory is not None:
+            return DeviceBytes(self.worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
+        if self.worker.shards is None:
             return bytes(self.slot(number))
-        return DeviceBytes(self.worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
+        pieces = np.empty((KV_ROWS, KV_HEADS, PIECE_BYTES), np.uint8)
+        for index, heads in enumerate(self.worker.shards.shares):
+            size = KV_ROWS * len(heads) * PIECE_BYTES
+            found = DeviceBytes(self.worker.shards.shard(index)).read(number * size, size)
+            pieces[:, heads.start : heads.stop] = np.frombuffer(found, np.uint8).reshape(KV_ROWS, len(heads), -1)
+        return pieces.tobytes()
 
     def write(self, number: int, data: bytes) -> None:
         """All of a slot."""
-        if self.worker.device_memory is None:
-            self.slot(number)[:] = data
-        else:
+        if self.worker.device_memory is not None:
             DeviceBytes(self.worker.device_memory).write(number * BLOCK_BYTES, data)
+            return
+        if self.worker.shards is None:
+            self.slot(number)[:] = data
+            return
+        pieces = np.frombuffer(data, np.uint8).reshape(KV_ROWS, KV_HEADS, PIECE_BYTES)
+        for index, heads in enumerate(self.worker.shards.shares):
+            mine = np.ascontiguousarray(pieces[:, heads.start : heads.stop]).tobytes()
+            DeviceBytes(self.worker.shards.shard(index)).write(number * len(mine), mine)
 
     async def open(self, hashes: bytes, expected_blocks: int = 0) -> OpenTicketReply:
         total = len(hashes) // HASH_BYTES + 1

@@ -23,12 +23,25 @@ from pillion.kvstore.memory.cuda_driver import (
     CudaError,
     CudaStream,
     Location,
+    PitchedCopy,
 )
 from pillion.kvstore.memory.cuda_segment import DeviceSegment, map_device
 from testbed import fake_cuda
 from testbed.fake_cuda import NATIVE, DeviceBytes
 
 MIB = 2**20
+ROWS = {
+    "srcMemoryType": "source_type",
+    "srcHost": "source_host",
+    "srcDevice": "source_device",
+    "srcPitch": "source_pitch",
+    "dstMemoryType": "target_type",
+    "dstHost": "target_host",
+    "dstDevice": "target_device",
+    "dstPitch": "target_pitch",
+    "WidthInBytes": "width",
+    "Height": "height",
+}
 
 # Maps the memory behind a descriptor, changes a byte, says what it read; then waits for the parent's end.
 CHILD = """
@@ -60,6 +73,7 @@ def device() -> CudaDevice:
 
 def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None:
     structures = {"CUmemLocation": Location, "CUmemAllocationProp": AllocationProp, "CUmemAccessDesc": AccessDesc}
+    structures["CUDA_MEMCPY2D"] = PitchedCopy
     offsets = {
         "offsetof(CUmemAllocationProp, requestedHandleTypes)": AllocationProp.requested_handle_types.offset,
         "offsetof(CUmemAllocationProp, location)": AllocationProp.location.offset,
@@ -77,6 +91,9 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
         "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HANDLE_FILE_DESCRIPTOR,
         "CU_MEM_ALLOC_GRANULARITY_MINIMUM": cuda_driver.GRANULARITY_MINIMUM,
         "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_driver.ACCESS_READ_WRITE,
+        **{f"offsetof(CUDA_MEMCPY2D, {theirs})": getattr(PitchedCopy, ours).offset for theirs, ours in ROWS.items()},
+        "CU_MEMORYTYPE_HOST": cuda_driver.MEMORY_HOST,
+        "CU_MEMORYTYPE_DEVICE": cuda_driver.MEMORY_DEVICE,
         "CU_STREAM_NON_BLOCKING": cuda_driver.STREAM_NON_BLOCKING,
         "CU_MEMHOSTREGISTER_PORTABLE": cuda_driver.HOST_REGISTER_PORTABLE,
         **{f"sizeof({name})": ctypes.sizeof(kind) for name, kind in structures.items()},
@@ -229,7 +246,7 @@ def test_no_driver_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no CUDA device 99"):
         driver.device(99)
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
-        driver.device_of("00000000-0000-0000-0000-000000000000")
+        driver.index_of("00000000-0000-0000-0000-000000000000")
     # Some other library of that name.
     with pytest.raises(ConfigError, match="no CUDA driver"):
         CudaDriver("libc.so.6")

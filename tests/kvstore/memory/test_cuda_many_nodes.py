@@ -19,6 +19,7 @@ from pillion.kvstore.memory.cuda_driver import CudaDriver
 from pillion.kvstore.memory.cuda_memory import STAGES, CudaMemory
 from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.memory import HostMemory, address_of, block_checksum
+from pillion.kvstore.memory.shards import Shards
 from pillion.kvstore.node import storage
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.v1 import kvplane_pb2_grpc
@@ -220,7 +221,7 @@ async def test_storms_of_requests_on_two_devices(
 
 def memory_of(slots: int, block_bytes: int = BLOCK_BYTES) -> tuple[CudaMemory, DeviceBytes, DeviceSegment]:
     segment = DeviceSegment(CudaDriver().device(0), slots * block_bytes)
-    return CudaMemory(segment.mapping, slots, block_bytes), DeviceBytes(segment.mapping), segment
+    return CudaMemory([segment.mapping], slots, Shards.whole(block_bytes)), DeviceBytes(segment.mapping), segment
 
 
 def block(slot: int) -> bytes:
@@ -310,5 +311,5 @@ async def test_a_device_that_fails_costs_a_copy() -> None:
     assert len(await memory.checksums(range(4))) == 4
     memory.close()
     with pytest.raises(ConfigError, match="fit"):
-        CudaMemory(segment.mapping, 1000, BLOCK_BYTES)
+        CudaMemory([segment.mapping], 1000, Shards.whole(BLOCK_BYTES))
     segment.close()

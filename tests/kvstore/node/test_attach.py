@@ -77,7 +77,7 @@ class AttachNode:
         self.segment = Segment(POOL_BYTES)
         self.server = AttachServer(
             self.path,
-            self.segment.fileno,
+            lambda: [self.segment.fileno()],
             self.admit,
             self.pool.ended,
             self.pool.fence,
@@ -273,7 +273,7 @@ async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> Non
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
     with pytest.raises(ConfigError, match="another KV node"):
-        AttachServer(node.path, lambda: -1, node.admit, nothing, nothing, no_regions).start()
+        AttachServer(node.path, list, node.admit, nothing, nothing, no_regions).start()
 
 
 async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
@@ -281,7 +281,7 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         path, precious = f"{folder}/a.sock", pathlib.Path(folder, "a.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(path)
-        server = AttachServer(path, lambda: -1, nobody, nothing, nothing, no_regions)
+        server = AttachServer(path, list, nobody, nothing, nothing, no_regions)
         server.start()
         await server.stop()
         precious.write_text("precious")  # noqa: ASYNC240

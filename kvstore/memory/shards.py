@@ -1,0 +1,127 @@
+"""How a pool lies in the memories of several GPUs: its shards, each of which has some KV heads of every block.
+
+    a block, in its canonical layout   [rows][heads][piece]                   rows: layers, keys before values
+    its part in a shard                [rows][heads of the shard][piece]      in the same slot of every shard
+
+Hashes, checksums, tiers and other nodes know the canonical layout alone. A block is gathered from its shards and
+scattered into them by rectangles: as many rows as the block has, each of some bytes that lie together on both sides.
+With more shards than heads, several have the same head: it is gathered from the first one and scattered into all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pillion.errors import InvalidRequest
+
+# Most shards of a pool.
+MAX_SHARDS = 16
+
+
+def shares_of(heads: int, count: int) -> tuple[range, ...]:
+    """The heads of each of ``count`` parts, as ranks have them, too. Shares differ by one head at most, the larger ones
+    come first; or, where ``count`` is a multiple of ``heads``, each part has one head. Raises InvalidRequest where
+    neither is possible."""
+    if count > heads and (heads < 1 or count % heads):
+        raise InvalidRequest(
+            f"{heads} KV heads cannot be shared out to {count}: at most {heads}, or a multiple of that"
+        )
+    if count > heads:
+        sharers = count // heads
+        return tuple(range(part // sharers, part // sharers + 1) for part in range(count))
+    each, more = divmod(heads, count)
+    starts = [part * each + min(part, more) for part in range(count + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """``rows`` times ``width_bytes``: in the part of a block in ``shard`` from ``shard_at`` on, every ``shard_pitch``
+    bytes, and in the block from ``block_at`` on, every ``block_pitch`` bytes."""
+
+    shard: int
+    rows: int
+    width_bytes: int
+    shard_at: int
+    shard_pitch: int
+    block_at: int
+    block_pitch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The division of blocks of ``rows`` rows of ``heads`` pieces. Raises InvalidRequest for one that is none.
+
+    Attributes:
+        shares: the heads of each shard, in order; together they are all heads.
+    """
+
+    rows: int
+    heads: int
+    piece_bytes: int
+    shares: tuple[range, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.heads, self.piece_bytes) < 1 or not 1 <= len(self.shares) <= MAX_SHARDS:
+            raise InvalidRequest(
+                f"blocks of {self.rows} rows of {self.heads} heads of {self.piece_bytes} bytes cannot be divided into "
+                f"{len(self.shares)} shards; {MAX_SHARDS} are the most"
+            )
+        start = stop = 0
+        for share in self.shares:
+            # Shares follow each other without a gap; what two of them have in common, both have.
+            if not (share and share.step == 1 and start <= share.start <= stop <= share.stop <= self.heads):
+                break
+            start, stop = share.start, share.stop
+        else:
+            if stop == self.heads:
+                return
+        raise InvalidRequest(f"{list(self.shares)} are not shares of {self.heads} heads")
+
+    @classmethod
+    def whole(cls, block_bytes: int) -> Shards:
+        """Blocks that lie in one piece in one shard."""
+        return cls(1, 1, block_bytes, (range(1),))
+
+    @classmethod
+    def divided(cls, block_bytes: int, rows: int, heads: int, count: int) -> Shards:
+        """Blocks of ``rows`` rows of ``heads`` pieces of one size, over ``count`` shards."""
+        pieces = rows * heads
+        if pieces < 1 or block_bytes % pieces:
+            raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
+        return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in its canonical layout."""
+        return self.rows * self.heads * self.piece_bytes
+
+    def shard_bytes(self, shard: int) -> int:
+        """Bytes of a block's part in a shard."""
+        return self.rows * len(self.shares[shard]) * self.piece_bytes
+
+    def scattered(self) -> list[Rectangle]:
+        """What brings a block into all of its shards."""
+        return [self._rectangle(shard, share) for shard, share in enumerate(self.shares)]
+
+    def gathered(self) -> list[Rectangle]:
+        """What brings a block's parts together: each head once."""
+        end, found = 0, []
+        for shard, share in enumerate(self.shares):
+            if share.stop > end:
+                found.append(self._rectangle(shard, range(end, share.stop)))
+                end = share.stop
+        return found
+
+    def _rectangle(self, shard: int, heads: range) -> Rectangle:
+        share, piece = self.shares[shard], self.piece_bytes
+        return Rectangle(
+            shard=shard,
+            rows=self.rows,
+            width_bytes=len(heads) * piece,
+            shard_at=(heads.start - share.start) * piece,
+            shard_pitch=len(share) * piece,
+            block_at=heads.start * piece,
+            block_pitch=self.heads * piece,
+        )
