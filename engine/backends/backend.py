@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,7 @@ def kv_layout(
     )
 
 
-def checked_memory(memory: memoryview | DevicePool, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
+def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:
     """Returns a pool's bytes and how many are in use. Raises ConfigError if it is too small, read-only or a GPU's."""
     if not isinstance(memory, memoryview):
         raise ConfigError("this worker computes on the CPU, its KV node keeps blocks in a GPU's memory")
@@ -179,6 +179,33 @@ class DevicePool(Protocol):
         """Bytes from ``address`` on."""
 
 
+class DeviceShard(DevicePool, Protocol):
+    """A shard of a divided pool, mapped into this process."""
+
+    @property
+    def device_index(self) -> int:
+        """Number in this process of the GPU that has the memory."""
+
+
+@runtime_checkable
+class DividedPool(Protocol):
+    """A pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
+
+    Attributes:
+        shares: the KV heads of each shard.
+    """
+
+    @property
+    def shares(self) -> Sequence[range]: ...
+
+    def shard(self, index: int) -> DeviceShard:
+        """Maps a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
+
+
+# The pool's memory: the host's, one GPU's, or divided over several.
+PoolPlace: TypeAlias = "memoryview | DevicePool | DividedPool"
+
+
 class PackedAdapter(Protocol):
     """An adapter in the form that a backend multiplies by; only the backend that packed it can place it. Immutable."""
 
@@ -247,8 +274,9 @@ class Backend(Protocol):
     def vocab_size(self) -> int:
         """Number of columns of the logits."""
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Uses ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool."""
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses ``memory``, at least num_slots * layout.block_bytes bytes and writable, as the paged KV pool; of a
+        divided pool, the shards that have the KV heads of this process."""
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> InFlightStep:
         """Begins a step: copies whole slots, (source, target) pairs, one after another; then writes the batch's KV;

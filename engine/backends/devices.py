@@ -53,8 +53,31 @@ def resolve_device(flags: ComputeFlags) -> str:
     return device
 
 
-def pool_device(device: str) -> str:
-    """Returns the device on which the KV node of workers on ``device`` keeps its pool."""
+def gpu_for_each(ranks: int) -> bool:
+    """Whether each rank of a worker has a GPU of its own: rank r the r-th that this process sees."""
+    return 1 < ranks <= device_count()
+
+
+def first_gpu(rank: int) -> dict[str, str]:
+    """The environment of a process whose first GPU, torch's ``cuda:0``, is this process's ``cuda:rank``; it sees the
+    others behind that."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    seen = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
+    # The driver stops at the first name that it does not know.
+    seen = seen[: device_count()]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join([seen[rank], *seen[:rank], *seen[rank + 1 :]])}
+
+
+def gpu_uuid() -> str:
+    """The UUID of the GPU on which this process computes, "" where it has none."""
+    return CudaDriver().uuid_of(0) if device_count() else ""
+
+
+def pool_device(device: str, ranks: int = 1) -> str:
+    """Returns the devices on which the KV node of workers on ``device``, of at most ``ranks`` ranks, keeps its pool:
+    ``--kv-device``."""
+    if device == "cuda" and gpu_for_each(ranks):
+        return ",".join(f"cuda:{index}" for index in range(ranks))
     return "cpu" if interpreted() and not device_count() else device
 
 

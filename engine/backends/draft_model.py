@@ -17,7 +17,7 @@ from math import gcd
 
 import numpy as np
 
-from pillion.engine.backends.backend import Backend, BackendLost, DevicePool, KVLayout
+from pillion.engine.backends.backend import Backend, BackendLost, DividedPool, KVLayout, PoolPlace
 from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.batching import build_guess_sampling, build_rows
 from pillion.engine.scheduling.draft_chains import NO_GUESSES, DraftPlan
@@ -69,8 +69,14 @@ class DraftModel:
         self._pass_s: dict[int, float] = {}
         self.seconds_to_read = 0.0
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Uses the main model's pool."""
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses the main model's pool. Raises ConfigError for one that is divided over GPUs, since no block of another
+        model lies in such slots."""
+        if isinstance(memory, DividedPool):
+            raise ConfigError(
+                "--speculative-config: a draft model needs the KV pool in one piece, and --kv-device divides it over"
+                " several GPUs; choose ngram or suffix"
+            )
         self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
 
     def run(self, plan: DraftPlan) -> list[Int32] | None:

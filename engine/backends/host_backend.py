@@ -10,9 +10,9 @@ import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
-    DevicePool,
     KVLayout,
     PackedAdapter,
+    PoolPlace,
     check_adapter,
     check_place,
     checked_copies,
@@ -89,7 +89,7 @@ class HostBackend(PlainAdapters):
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Uses ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
         view, needed = checked_memory(memory, num_slots, self.layout)
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)

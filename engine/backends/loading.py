@@ -13,7 +13,7 @@ from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
 from pillion.core_board import CoreBoard, CoreShare
 from pillion.cores import MAX_CPU_THREADS, parse_cores, shared_cores, usable_cores
 from pillion.engine.backends.backend import Backend, ShareBackend
-from pillion.engine.backends.devices import device_count, resolve_device
+from pillion.engine.backends.devices import device_count, first_gpu, gpu_for_each, resolve_device
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel, is_prepared, prepare
@@ -60,10 +60,10 @@ class LoadedModel:
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""
         if self.ranks is not None:
-            if attachment.device_memory is not None:
+            if not isinstance(attachment.pool, memoryview):
                 attachment.name_processes(self.ranks.pids())
             self.ranks.map_pool(*attachment.handed_over())
-        self.backend.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+        self.backend.bind_pool(attachment.pool, attachment.num_slots)
 
     def namespace(self) -> bytes:
         """Returns the 32 bytes that a request's root hash begins with (I2)."""
@@ -182,7 +182,7 @@ def _load_ranks(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, threads: 
 
 
 def _load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
-    """A worker of several processes on one GPU, of which this one is rank 0."""
+    """A worker of several processes on GPUs, one for each or one for all, of which this one is rank 0."""
     from pillion.engine.backends.gpu.gpu_loading import join_ranks, limits_of, load_gpu_backend
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.ranks.rank_processes import RankProcesses
@@ -190,19 +190,21 @@ def _load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
 
     size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
     # No step writes to it: it says whether a rank has ended.
-    memory = RankMemory.create(config, size, 1)
-    ranks = RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory)
+    memory, apart = RankMemory.create(config, size, 1), gpu_for_each(size)
+    environ = first_gpu if apart else lambda rank: None
+    ranks = RankProcesses(size, flags.component_id or f"worker-{os.getpid()}", memory, environ)
     meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
     try:
-        with ranks.loading({**_order(flags), "limits": asdict(limits)}, memory.fd, meeting):
-            group = join_ranks(RankSplit.of(config, 0, size), meeting, memory)
+        with ranks.loading({**_order(flags), "limits": asdict(limits), "apart": apart}, memory.fd, meeting):
+            group = join_ranks(RankSplit.of(config, 0, size), meeting, memory, apart=apart)
             own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
     except BaseException:
         ranks.close()
         raise
     finally:
         os.close(meeting)
-    log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
+    where = "a GPU each" if apart else "one GPU"
+    log.info("%d ranks on %s share the model, processes %s beside this one", size, where, ranks.pids())
     return LoadedModel(prepared, RankedGpuBackend(own, ranks), operators, ranks=ranks)
 
 
@@ -229,7 +231,7 @@ def load_share(order: dict[str, Any], memory_fd: int, meeting: int = -1) -> tupl
         from pillion.engine.backends.gpu.gpu_backend import GpuLimits
         from pillion.engine.backends.gpu.gpu_loading import join_ranks, load_gpu_backend
 
-        group = join_ranks(split, meeting, memory)
+        group = join_ranks(split, meeting, memory, apart=order["apart"])
         return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0], memory
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
@@ -247,10 +249,10 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
     if sys.platform != "linux":
         raise ConfigError(f"{needs} Linux")
     if device == "cuda":
-        if (count := device_count()) > 1:
+        if 1 < (count := device_count()) < size:
             raise ConfigError(
-                f"{needs} a part of the KV pool on each of the {count} GPUs, and a pool is on one; choose a GPU by"
-                " CUDA_VISIBLE_DEVICES, on which all ranks compute"
+                f"{needs} a GPU for each rank, and there are {count}; choose one by CUDA_VISIBLE_DEVICES, on which all"
+                " ranks compute, or a smaller size"
             )
         return
     _, reason = choose_kernels(flags, prepared)

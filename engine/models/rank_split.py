@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
+from pillion.kvstore.memory.shards import shares_of
 
 # Inner values and tokens are shared out in units of so many: what the narrowest packed panel of a kernel holds.
 UNIT = 32
@@ -43,7 +44,7 @@ class RankSplit:
         if least <= (size - 1) * UNIT:
             raise ConfigError(f"--tensor-parallel-size {size} is too much to share {least} values in units of {UNIT}")
         if size <= kv_heads:
-            mine = _share(kv_heads, 1, rank, size)
+            mine = shares_of(kv_heads, size)[rank]
             return cls(rank, size, mine, range(mine.start * group, mine.stop * group))
         sharers = size // kv_heads
         if size % kv_heads or group % sharers:
@@ -51,7 +52,7 @@ class RankSplit:
                 f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {kv_heads} KV heads: at most"
                 f" {kv_heads} ranks, or a multiple of {kv_heads} that divides {config.num_heads}"
             )
-        mine, own = range(rank // sharers, rank // sharers + 1), group // sharers
+        mine, own = shares_of(kv_heads, size)[rank], group // sharers
         return cls(rank, size, mine, range(rank * own, (rank + 1) * own))
 
     @property

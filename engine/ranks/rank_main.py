@@ -114,7 +114,7 @@ class Rank:
     def _on_pool(self, payload: bytearray, descriptors: list[int]) -> bytes:
         backend = self._backend
         self._attachment = joined = Attachment.joined(bytes(payload), descriptors, backend.layout.block_bytes)
-        backend.bind_pool(joined.device_memory or joined.memory, joined.num_slots)
+        backend.bind_pool(joined.pool, joined.num_slots)
         return b""
 
     def _on_adapters(self, payload: bytearray, descriptors: list[int]) -> bytes:
@@ -126,10 +126,10 @@ class Rank:
         return b""
 
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
-        backend, batch = self._backend, step_from_bytes(payload)
+        backend, (batch, copies) = self._backend, step_from_bytes(payload)
         if backend.runs_ahead:
             # Rank 0's step ends no sooner than this one, and it has two under way at most.
-            backend.launch(batch, (), None)
+            backend.launch(batch, copies, None)
         else:
             backend.forward(batch)
         return b""

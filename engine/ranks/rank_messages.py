@@ -4,7 +4,7 @@
       | -- LOAD, JSON + the ranks' memory --------> |  loads its share of the model
       | -- POOL, the node's answer + its memory --> |  maps the pool; the connection to the node comes along
       | -- ADAPTERS, WARM_UP, JSON ---------------> |
-      | -- STEP, arrays --------------------------> |  runs its share of the forward pass
+      | -- STEP, arrays --------------------------> |  copies slots, on GPUs, and runs its share of the forward pass
       | -- PLACE, JSON ---------------------------> |
       | <-- OK, REFUSED or FAILED, text ----------- |  answers each of them, in order
       | ================= the end ================> |  ends
@@ -32,16 +32,18 @@ import numpy as np
 from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.backends.batch import StepBatch
 from pillion.errors import Internal
+from pillion.kvstore.memory.shards import MAX_SHARDS
 
 # A step of thousands of long sequences stays far below it.
 MAX_MESSAGE_BYTES = 256 * 2**20
-MAX_DESCRIPTORS = 2
+# A descriptor of each shard of a pool, and the connection to its node.
+MAX_DESCRIPTORS = MAX_SHARDS + 1
 MAX_ERROR_BYTES = 4096
 # A wait is counted in slices, so that a process that was stopped meanwhile loses one slice of it and not the whole.
 SLICE_MS = 100
 _HEADER = struct.Struct("<II")
-# Tokens, sequences, columns of the block tables, sampled rows; then whether there are rotary rows, and adapters.
-_STEP = struct.Struct("<6I")
+# Tokens, sequences, columns of the block tables, sampled rows; whether there are rotary rows, and adapters; copies.
+_STEP = struct.Struct("<7I")
 
 T = TypeVar("T")
 
@@ -135,28 +137,30 @@ def _some(received: T) -> T:
     return received
 
 
-def step_to_bytes(batch: StepBatch) -> bytes:
-    """A batch as bytes: the header, then its arrays of int32 one behind the other."""
+def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
+    """A batch, and the slots that are copied before it, as bytes: the header, then arrays of int32 one behind the
+    other."""
     optional = [array for array in (batch.rope_rows, batch.adapters) if array is not None]
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
     counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows)
-    header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None)
-    every = (*arrays, batch.sample_rows, *optional)
+    header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None, len(copies))
+    every = (*arrays, batch.sample_rows, *optional, *([np.array(copies)] if copies else ()))
     return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in every)
 
 
-def step_from_bytes(payload: bytearray) -> StepBatch:
-    """The batch of :func:`step_to_bytes`; its arrays lie in ``payload``. Raises Internal for bytes that are none."""
+def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]]]:
+    """The batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal for
+    bytes that are none."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
-    tokens, seqs, width, samples, has_rope, has_adapters = _STEP.unpack_from(payload)
-    sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters]
+    tokens, seqs, width, samples, has_rope, has_adapters, copies = _STEP.unpack_from(payload)
+    sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters, 2 * copies]
     if len(payload) != _STEP.size + 4 * sum(sizes):
         raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
     words = np.frombuffer(payload, np.int32, offset=_STEP.size)
     ends = [*accumulate(sizes)]
     parts = [words[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-    return StepBatch(
+    batch = StepBatch(
         token_ids=parts[0],
         positions=parts[1],
         query_starts=parts[2],
@@ -166,6 +170,7 @@ def step_from_bytes(payload: bytearray) -> StepBatch:
         rope_rows=parts[6] if has_rope else None,
         adapters=parts[7] if has_adapters else None,
     )
+    return batch, [(int(source), int(target)) for source, target in parts[8].reshape(copies, 2)]
 
 
 def json_to_bytes(**values: Any) -> bytes:

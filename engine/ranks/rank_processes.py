@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -56,11 +56,14 @@ class AbortableMemory(Protocol):
 class RankProcess:
     """One rank's process and the two connections to it. Its thread starts the process and waits for its end."""
 
-    def __init__(self, rank: int, label: str, ended: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, rank: int, label: str, ended: Callable[[int, int], None], environ: Mapping[str, str] | None = None
+    ) -> None:
         """Starts the process. ``label`` names it for those who look at the machine's processes; ``ended`` is called
-        with the rank and the exit status, on a thread of its own. Raises ConfigError where it cannot be started."""
+        with the rank and the exit status, on a thread of its own. ``environ``: its environment; None: this process's.
+        Raises ConfigError where it cannot be started."""
         self.rank, self.label = rank, label
-        self._ended = ended
+        self._ended, self._environ = ended, environ
         (steps, theirs), (packing, their_packing) = (socket.socketpair() for _ in range(2))
         self.link, self.packing = RankLink(steps), RankLink(packing)
         passed = theirs.fileno(), their_packing.fileno()
@@ -100,7 +103,9 @@ class RankProcess:
 
     def _tend(self, command: Sequence[str], passed: tuple[int, ...], started: Future[subprocess.Popen[bytes]]) -> None:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=passed)  # noqa: S603
+            process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, pass_fds=passed, env=self._environ
+            )
         except BaseException as error:  # noqa: BLE001  (whoever waits for the process raises it)
             started.set_exception(error)
             return
@@ -115,9 +120,15 @@ class RankProcesses:
     ``lost`` says why the ranks cannot go on; "" while they can.
     """
 
-    def __init__(self, size: int, label: str, memory: AbortableMemory) -> None:
-        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. Raises
-        ConfigError."""
+    def __init__(
+        self,
+        size: int,
+        label: str,
+        memory: AbortableMemory,
+        environ: Callable[[int], Mapping[str, str] | None] = lambda rank: None,
+    ) -> None:
+        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``: the
+        environment of a rank; None: this process's. Raises ConfigError."""
         self.size = size
         self.lost = ""
         # For how long rank 0 has waited for the others behind its own share of steps.
@@ -132,7 +143,7 @@ class RankProcesses:
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, size):
-                self._ranks.append(RankProcess(rank, f"{label}/rank-{rank}", self._ended))
+                self._ranks.append(RankProcess(rank, f"{label}/rank-{rank}", self._ended, environ(rank)))
         except BaseException:
             self.close()
             raise

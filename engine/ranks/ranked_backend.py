@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, PlainForm
-from pillion.engine.backends.backend import DevicePool, InFlightStep, PackedAdapter, ShareBackend, check_place
+from pillion.engine.backends.backend import InFlightStep, PackedAdapter, PoolPlace, ShareBackend, check_place
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
@@ -119,7 +119,7 @@ class RankedBackend(_RankedCalls, HostBackend):
     def _read_states(self, num_tokens: int) -> States:
         return self.own._read_states(num_tokens)
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
         self.own.bind_pool(memory, num_slots)
         HostBackend.bind_pool(self, memory, num_slots)
@@ -151,7 +151,7 @@ class RankedGpuBackend(_RankedCalls):
         """Owns both from now on."""
         super().__init__(own, ranks)
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""
         self.own.bind_pool(memory, num_slots)
 
@@ -160,10 +160,10 @@ class RankedGpuBackend(_RankedCalls):
         return PlainForm()
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> RankedStep:
-        """Begins a step in all ranks; copies and choices are rank 0's."""
+        """Begins a step in all ranks, each of which copies what lies in its shard of the pool; choices are rank 0's."""
         # What no rank could run fails alone, and no rank hears of it.
         self.own.check_step(batch)
-        with self.ranks.beginning(step_to_bytes(batch)) as number:
+        with self.ranks.beginning(step_to_bytes(batch, copies)) as number:
             return RankedStep(self.own.launch(batch, copies, rows), self.ranks, number)
 
 

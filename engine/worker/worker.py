@@ -159,6 +159,8 @@ class Worker:
                 role=role,
                 block_bytes=model.backend.layout.block_bytes,
                 namespace=model.namespace().hex(),
+                kv_rows=2 * model.backend.layout.num_layers,
+                kv_heads=model.backend.layout.num_kv_heads,
                 timeout_s=ATTACH_TIMEOUT_S,
             )
             undo.callback(attachment.close)
@@ -191,7 +193,7 @@ class Worker:
         self.model.bind_pool(attachment)
         self.model.backend.warm_up(tokens)
         if self._draft is not None:
-            self._draft.bind_pool(attachment.device_memory or attachment.memory, attachment.num_slots)
+            self._draft.bind_pool(attachment.pool, attachment.num_slots)
             self._draft.backend.warm_up(tokens)
 
     def _make_loader(self) -> AdapterLoader:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.build import BuildSpec
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 # Blocks are moved in the largest of these words that divides a block; one access of a thread moves two of 8 bytes.
@@ -57,7 +57,8 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     The order of the copies is undefined, so no slot may be written twice, or both written and read. A pair with a -1
     copies nothing. Raises Internal for misshapen tensors.
     """
-    check_tensor("pairs", pairs, (None, 2), torch.int32, pool.device)
+    check_tensor("pairs", pairs, (None, 2), torch.int32)
+    check_pool_device(pool, pairs.device)
     _launch(pool, pool, pairs, _checked_block_bytes(pool), "pairs")
 
 

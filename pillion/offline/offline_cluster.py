@@ -148,7 +148,8 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     flags = resolved(flags)
     heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")
-    own = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool_device(flags.device)}
+    pool = pool_device(flags.device, flags.tensor_parallel_size)
+    own = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool}
     listen = f"{IN_PROCESS}{folder}/{NODE_ID}"
     node_flags = subset(KVNodeFlags, flags, **heartbeats, **own, node_listen=listen, node_advertise=listen)
     listen = f"{IN_PROCESS}{folder}/{WORKER_ID}"

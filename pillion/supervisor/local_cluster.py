@@ -157,7 +157,8 @@ def process_specs(
     # Pages of metrics: the gateways' first, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
-    place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool_device(flags.device)}
+    pool = pool_device(flags.device, max(ranks_of(flags).values()))
+    place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
     standby = {"standby": flags.standby}
     specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ, **standby))

@@ -1,8 +1,11 @@
 """A cluster over GPU memory, as real processes: one decode worker; prefill and decode over one pool and one copy of the
-weights; a decode worker of two ranks. Without a GPU, Triton's interpreter computes, over a fake driver."""
+weights; a decode worker of two ranks; workers of two sizes over a pool of two shards. Without a GPU, Triton's
+interpreter computes, over a fake driver."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pathlib
 import re
 import tempfile
@@ -12,12 +15,23 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion import Client
-from pillion.config import ModelFlags
+from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags
+from pillion.decode_service.decode_server import start_decode
+from pillion.engine.backends import devices
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.worker.worker_server import WorkerServer
+from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.memory import cuda_driver
+from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.net.rpc import open_channel
+from pillion.v1 import decode_pb2_grpc
 from testbed import cluster, fake_cuda
+from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.families import tokens_of
 from tests.support.gpu import NATIVE
+from tests.support.workers import ROOT, Connection, submit_of
 
 PROMPT_TOKENS, ANSWER_TOKENS = 53, 5
 # The interpreter computes a step of these sizes in a second or two.
@@ -81,6 +95,80 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers, ranks):
     # One worker filled the weights; the other one mapped them, unless it has ranks, which have shares of their own.
     assert len(re.findall("has region .*: fill", log)) <= (1 if ranks == 1 else ranks + prefill_workers)
     assert not served.left_behind()
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> int:
+    """How many GPUs this process sees: two of the fake driver's, or those of the machine."""
+    monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    devices.device_count.cache_clear()
+    yield devices.device_count()
+    devices.device_count.cache_clear()
+
+
+async def answered(server: WorkerServer, node: NodeClient, session: NodeSession, prompt: list[int]) -> tuple[list, int]:
+    """The worker's answer, and how many blocks of the prompt it found in the pool. The test is the gateway."""
+    hashes = chain_hashes(ROOT, prompt, 16)[: (len(prompt) - 1) // 16 * 32]
+    ticket = await node.open_ticket(session.epoch, hashes, len(prompt) // 16 + 1)
+    async with open_channel(server.address) as channel:
+        connection = Connection(decode_pb2_grpc.DecodeStub(channel))
+        await connection.hello()
+        answer = await connection.submit(submit_of(1, ticket, prompt, ANSWER_TOKENS))
+        await asyncio.wait_for(answer.over.wait(), 200)
+        assert answer.last is not None
+        assert answer.last.error is None
+        await connection.close()
+    await node.release(session.epoch, [ticket.ticket_id])
+    return answer.token_ids, ticket.pinned_blocks
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(480)
+async def test_workers_of_two_sizes_share_a_pool_of_two_shards(folder, gpus):
+    """One worker has two ranks, with a shard each, and a GPU each where there are two; the other one is one process,
+    which reaches both shards and goes on from what the ranks have written."""
+    kv_device = f"cuda:0,cuda:{1 if gpus > 1 else 0}"
+    async with contextlib.AsyncExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-"))
+        common = {"attach_socket": f"{place}/a.sock", "heartbeat_timeout_ms": 60_000}
+        node = await start_kvnode(
+            KVNodeFlags(node_listen=f"unix:{place}/k.sock", kv_device=kv_device, kv_pool_bytes=2**21, **common)
+        )
+        stack.push_async_callback(node.stop)
+        servers = []
+        for size in (2, 1):
+            flags = DecodeFlags(
+                component_id=f"decode-{size}",
+                listen=f"unix:{place}/d{size}.sock",
+                model=str(folder),
+                device="cuda",
+                dtype="float32",
+                max_model_len=256,
+                max_num_batched_tokens=32,
+                max_num_seqs=4,
+                tensor_parallel_size=size,
+                **common,
+            )
+            servers.append(await start_decode(flags))
+            stack.push_async_callback(servers[-1].stop, 0.0)
+        client = NodeClient(node.address, "test-gateway")
+        stack.push_async_callback(client.aclose)
+        session = await client.open_session()
+        stack.push_async_callback(session.aclose)
+        prompt = tokens_of(PROMPT_TOKENS, 7)
+        wanted = expected(folder, prompt)
+        for server, found in zip(servers, (0, 3), strict=True):
+            assert await answered(server, client, session, prompt) == (wanted, found)
+        await client.check_integrity()
+        status = await client.status()
+        assert (status.kv_device, status.committed_blocks) == (kv_device, 3)
+        # Where ranks have a GPU each, so have their shares of the weights.
+        assert len(node.regions.keys) == 3
+        assert sum("of shard 1" in key for key in node.regions.keys) == (gpus > 1)
+        pids = servers[0].worker.model.ranks.pids()
+        await servers[0].stop(0.0)
+        await until("the end of the ranks", lambda: not any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.cluster

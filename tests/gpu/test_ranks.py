@@ -88,25 +88,26 @@ def test_workers_of_other_sizes_read_the_same_blocks(team, prepared, fp8):
     both.close()
 
 
+def forked_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
+    """The tokens of a sequence, and of its fork whose last block is copied, in steps that run ahead."""
+    (a,) = driver.sequences.add()
+    steps = [driver.backend.launch(driver.sequences.step([(a, tokens_of(9, 0))]), (), rows_of([9]))]
+    b, sources, targets = driver.sequences.fork(a)
+    copies = tuple(zip(sources, targets, strict=True))
+    batch = driver.sequences.step([(b, [7]), (a, [-1])])
+    steps.append(driver.backend.launch(batch, copies, rows_of([10, 10])))
+    batch = driver.sequences.step([(a, [-2]), (b, [-1])])
+    steps.append(driver.backend.launch(batch, (), None))
+    found = [step.wait().token_ids for step in steps[:2]]
+    steps[2].choose(rows_of([11, 11]))
+    return [*found, steps[2].wait().token_ids]
+
+
 def test_steps_run_ahead_on_tokens_that_only_rank_0_has_chosen(team, prepared):
     """A sequence, and its fork whose blocks rank 0 copies, choose the tokens that they choose in one process."""
-
-    def answers(backend) -> list[tuple[int, ...]]:
-        driver = GpuDriver(prepared, num_slots=16, backend=backend)
-        (a,) = driver.sequences.add()
-        steps = [driver.backend.launch(driver.sequences.step([(a, tokens_of(9, 0))]), (), rows_of([9]))]
-        b, sources, targets = driver.sequences.fork(a)
-        copies = tuple(zip(sources, targets, strict=True))
-        batch = driver.sequences.step([(b, [7]), (a, [-1])])
-        steps.append(driver.backend.launch(batch, copies, rows_of([10, 10])))
-        batch = driver.sequences.step([(a, [-2]), (b, [-1])])
-        steps.append(driver.backend.launch(batch, (), None))
-        found = [step.wait().token_ids for step in steps[:2]]
-        steps[2].choose(rows_of([11, 11]))
-        return [*found, steps[2].wait().token_ids]
-
     both = team.backend(prepared)
-    assert answers(both) == answers(gpu_backend(prepared))
+    wanted = forked_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
+    assert forked_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
     both.close()
 
 

@@ -6,7 +6,7 @@ from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
 
-from pillion.engine.backends.backend import LAYOUT_VERSION, kv_layout
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
 from pillion.engine.backends.gpu.gpu_model import GpuModel
@@ -15,6 +15,7 @@ from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.model_config import load_config
 from pillion.engine.models.rank_split import RankSplit
+from pillion.kvstore.memory.shards import shares_of
 from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
@@ -34,7 +35,19 @@ class FakeDevicePool:
 
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.full((size_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
-        self.address, self.size_bytes = self.tensor.data_ptr(), size_bytes
+        self.address, self.size_bytes, self.device_index = self.tensor.data_ptr(), size_bytes, 0
+
+
+class FakeDividedPool:
+    """Memory on the device that stands for a pool of several shards."""
+
+    def __init__(self, layout: KVLayout, num_slots: int, count: int) -> None:
+        self.shares = shares_of(layout.num_kv_heads, count)
+        head_bytes = layout.block_bytes // layout.num_kv_heads
+        self.shards = [FakeDevicePool(num_slots * head_bytes * len(share)) for share in self.shares]
+
+    def shard(self, index: int) -> FakeDevicePool:
+        return self.shards[index]
 
 
 def gpu_backend(
@@ -74,12 +87,18 @@ class GpuDriver(BackendDriver):
         num_slots: int = 64,
         seed: int = 0,
         backend: GpuBackend | None = None,
+        shards: int = 0,
     ) -> None:
+        """``shards``: of a pool that is divided; 0: it is in one piece."""
+        self._shards = shards
         super().__init__(prepared, block_size, num_slots, seed, backend or gpu_backend(prepared, block_size))
 
     def bind(self, num_slots: int) -> None:
         """Binds memory on the device whose bytes are 0xff, which reads as NaN."""
-        size = num_slots * self.backend.layout.block_bytes
-        self.memory = FakeDevicePool(size)
+        layout = self.backend.layout
+        if self._shards:
+            self.memory = FakeDividedPool(layout, num_slots, self._shards)
+        else:
+            self.memory = FakeDevicePool(num_slots * layout.block_bytes)
         self.backend.bind_pool(self.memory, num_slots)
         self.backend.warm_up(MAX_TOKENS)

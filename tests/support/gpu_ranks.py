@@ -5,7 +5,7 @@ Without a GPU, Triton's interpreter computes in each process; with one, all rank
 
 from __future__ import annotations
 
-from tests.support.gpu_model import FakeDevicePool, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import FakeDevicePool, FakeDividedPool, gpu_backend  # isort: skip  (before the kernels)
 
 import contextlib
 import os
@@ -50,9 +50,15 @@ class _Rank:
         self.backend = gpu_backend(prepared, ranks=joined(prepared, self._rank, self._size, descriptor), **options)
         os.close(descriptor)
 
-    def bind_pool(self, tensor: torch.Tensor, num_slots: int) -> None:
-        self._pool = FakeDevicePool(0)
-        self._pool.tensor, self._pool.address, self._pool.size_bytes = tensor, tensor.data_ptr(), len(tensor)
+    def bind_pool(self, tensors: Sequence[torch.Tensor], divided: bool, num_slots: int) -> None:
+        shards = []
+        for tensor in tensors:
+            shards.append(FakeDevicePool(0))
+            shards[-1].tensor, shards[-1].address, shards[-1].size_bytes = tensor, tensor.data_ptr(), len(tensor)
+        self._pool = shards[0]
+        if divided:
+            self._pool = FakeDividedPool(self.backend.layout, 0, len(tensors))
+            self._pool.shards = shards
         self.backend.bind_pool(self._pool, num_slots)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]]) -> None:
@@ -149,11 +155,15 @@ class TeamBackend:
         self.runs_ahead = own.runs_ahead
         self.copy_blocks = own.copy_blocks
 
-    def bind_pool(self, memory: FakeDevicePool, num_slots: int) -> None:
+    def bind_pool(self, memory: FakeDevicePool | FakeDividedPool, num_slots: int) -> None:
         """Puts the pool into memory that all ranks map."""
-        memory.tensor.share_memory_()
-        memory.address = memory.tensor.data_ptr()
-        self._all("bind_pool", memory.tensor, num_slots, own=partial(self.own.bind_pool, memory, num_slots))
+        divided = isinstance(memory, FakeDividedPool)
+        shards = memory.shards if isinstance(memory, FakeDividedPool) else [memory]
+        for shard in shards:
+            shard.tensor.share_memory_()
+            shard.address = shard.tensor.data_ptr()
+        tensors = [shard.tensor for shard in shards]
+        self._all("bind_pool", tensors, divided, num_slots, own=partial(self.own.bind_pool, memory, num_slots))
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         return self._all("forward", batch, own=partial(self.own.forward, batch))

@@ -6,6 +6,7 @@
     gpu_weights.py     weights in memory that all workers of a GPU map
     gpu_adapters.py    places for adapters in fixed memory, and a step's rows that have one
     gpu_step.py        a step's arrays as one record on the device
+    pool_parts.py      where a process's KV heads lie in a pool, also in one that is divided over GPUs
     gpu_graphs.py      CUDA graphs of whole steps
     rank_group.py      sums, gathers and broadcasts among the ranks of a worker
     rank_logits.py     the logits of all ranks' tokens, at rank 0

@@ -21,7 +21,7 @@ def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Returns a tensor uint8 [size_bytes] over mapped memory, without a copy; the tensor holds ``memory``.
+    """Returns a tensor uint8 [size_bytes] over mapped memory of ``device``, without a copy. It holds ``memory``.
 
     In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
     """

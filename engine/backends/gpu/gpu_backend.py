@@ -9,8 +9,9 @@ their copy to the host, all without waiting; a launch without rows leaves the ch
 embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
 One rank of several (:mod:`pillion.engine.backends.gpu.rank_group`) launches the same steps over its own share, and ends
-in the same order: where rank 0's step has ended, no rank writes its KV any more. Rank 0 alone copies blocks, chooses
-tokens, and gives those that only its device knows to the others before the step that embeds them.
+in the same order: where rank 0's step has ended, no rank writes its KV any more. Rank 0 alone chooses tokens, and gives
+those that only its device knows to the others before the step that embeds them. In a pool in one piece rank 0 copies
+blocks, in one on several GPUs one rank does in each shard (:mod:`pillion.engine.backends.gpu.pool_parts`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -29,9 +30,10 @@ from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     FP8_E4M3,
     BackendLost,
-    DevicePool,
+    DividedPool,
     KVLayout,
     PackedAdapter,
+    PoolPlace,
     adapter_shapes,
     check_adapter,
     check_place,
@@ -46,13 +48,16 @@ from pillion.engine.backends.gpu.gpu_adapters import GpuAdapter, GpuAdapters
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
-from pillion.engine.backends.gpu.gpu_step import GpuStepRecord
+from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
+from pillion.engine.backends.gpu.pool_parts import PartRows, PoolPart, part_layout, parts_of
 from pillion.engine.backends.gpu.rank_group import STEP_TIMEOUT_S
 from pillion.engine.backends.plain_adapters import PlainAdapters
+from pillion.engine.models.rank_split import RankSplit
 from pillion.engine.ranks.rank_weights import split_adapter
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -85,15 +90,47 @@ class _BoundPool:
     """A pool, and all objects that hold its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
-        self, model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits, *, eager: bool
+        self,
+        model: GpuModel,
+        parts: Sequence[tuple[PoolPart, torch.Tensor]],
+        layout: KVLayout,
+        limits: GpuLimits,
+        *,
+        eager: bool,
     ) -> None:
-        config = model.config
-        self.pool = pool
-        shaped = cut_pool(pool, layout, model.dtype)
-        self.attention = PagedAttention(
-            shaped,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+        """``parts``: of the process's KV heads, each with its shard's bytes [slots, ...]."""
+        self.num_slots = len(parts[0][1])
+        # What whole slots are copied in.
+        self.copied = [shard for part, shard in parts if part.copied]
+        self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
+        words = [part.attention_words for part in self.parts]
+        self.record = GpuStepRecord(limits.max_tokens, layout.block_size, words, model.device)
+        self.decoder = GpuDecoder(model, self.parts, self.record)
+        self.graphs = StepGraphs(
+            self.decoder.run,
+            limits.max_tokens,
+            limits.max_samples,
+            model.device,
+            eager=eager or not model.capturable,
+            adapters=model.adapters is not None,
+            agree=bool if model.ranks is None else model.ranks.agree,
+        )
+
+    def plans(self, batch: StepBatch) -> list[GpuAttentionPlan | None]:
+        """The attention's plan of a step in each part."""
+        return [None if part.attention is None else part.attention.planner.plan(batch) for part in self.parts]
+
+
+def _part_rows(model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> PartRows:
+    """What writes and attends a part of the process's KV heads in the bytes of a shard."""
+    config = model.config
+    pool = cut_pool(shard, part_layout(layout, part), model.dtype)
+    attention = None
+    if part.attended:
+        attention = PagedAttention(
+            pool,
+            num_heads=len(part.heads) * (config.num_heads // config.num_kv_heads),
+            num_kv_heads=len(part.heads),
             head_dim=config.head_dim,
             block_size=layout.block_size,
             num_layers=config.num_layers,
@@ -106,21 +143,10 @@ class _BoundPool:
             max_tokens=limits.max_tokens,
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
-            first_kv_head=model.kv_heads.start,
+            first_kv_head=part.heads.start - part.shard_heads.start,
+            device=model.device,
         )
-        self.record = GpuStepRecord(
-            limits.max_tokens, layout.block_size, self.attention.planner.max_record_words, model.device
-        )
-        self.decoder = GpuDecoder(model, shaped, self.attention, self.record)
-        self.graphs = StepGraphs(
-            self.decoder.run,
-            limits.max_tokens,
-            limits.max_samples,
-            model.device,
-            eager=eager or not model.capturable,
-            adapters=model.adapters is not None,
-            agree=bool if model.ranks is None else model.ranks.agree,
-        )
+    return PartRows(config, model.kv_heads, part, pool, attention, limits.max_tokens, model.qkv)
 
 
 def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
@@ -150,22 +176,25 @@ class GpuBackend(PlainAdapters):
         # Held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
 
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
-        """Uses ``memory`` as the paged KV pool. Raises ConfigError if it is too small or on another device."""
-        if isinstance(memory, memoryview):
-            if self._model.device.type != "cpu":
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses ``memory`` as the paged KV pool. Raises ConfigError if it is too small or cannot be reached."""
+        model = self._model
+        if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
+            raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
+        if isinstance(memory, DividedPool):
+            parts = parts_of(model.weights.config, self._split, memory.shares)
+            shards = [self._shard(memory, part, num_slots) for part in parts]
+        elif isinstance(memory, memoryview):
+            if model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, its KV node keeps blocks in host memory")
             memory, needed = checked_memory(memory, num_slots, self.layout)
-            flat = torch.frombuffer(memory, dtype=torch.uint8, count=needed)
+            parts, shards = self._one_part(), [torch.frombuffer(memory, dtype=torch.uint8, count=needed)]
         else:
-            flat = tensor_at(memory, self._model.device)
-            needed = num_slots * self.layout.block_bytes
-            if num_slots > MAX_ROWS // self.layout.block_size:
-                raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
-            if len(flat) < needed:
-                raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
+            parts = self._one_part()
+            shards = [_slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)]
         self._memory = memory
-        self._bound = self._bind(flat[:needed].view(num_slots, -1), eager=self._eager)
+        each = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, shards, strict=True)]
+        self._bound = self._bind(each, eager=self._eager)
 
     def warm_up(self, max_tokens: int) -> None:
         """Captures CUDA graphs over the bound pool without writing to it. The limits count and not ``max_tokens``."""
@@ -174,6 +203,10 @@ class GpuBackend(PlainAdapters):
         if self._model.adapters is not None:
             self._model.adapters.clear()
         with torch.inference_mode():
+            if isinstance(self._memory, DividedPool):
+                # The workspace was taken over a pool in one piece: these kernels are others.
+                for chunks in (True, False):
+                    bound.decoder.run(StepShape(1, min(1, self._limits.max_samples), chunks))
             bound.graphs.capture(log.info)
         if self._ranks is not None:
             self._ranks.agree(True)
@@ -183,8 +216,8 @@ class GpuBackend(PlainAdapters):
         """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
-            # The sum of the embeddings, before which no rank writes KV, comes behind rank 0's copies.
-            if copies and self._sampler is not None:
+            # The sum of the embeddings, before which no rank writes KV, comes behind the copies of all ranks.
+            if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
             step = GpuInFlightStep(self, self._forward(bound, batch))
         except BackendLost:
@@ -216,13 +249,18 @@ class GpuBackend(PlainAdapters):
         return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does."""
+        """Copies whole slots, as :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks` does, in the
+        shards in which this process does that."""
         bound = self._bound_or_raise()
-        copies = checked_copies(sources, targets, len(bound.pool))
+        copies = checked_copies(sources, targets, bound.num_slots)
         # All at once if no target occurs twice or is also a source; else one after another.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
+        if not bound.copied:
+            return
         for group in [copies] if copies and apart else [[copy] for copy in copies]:
-            blocks.copy(bound.pool, to_device(np.array(group, np.int32), self._model.device))
+            pairs = to_device(np.array(group, np.int32), self._model.device)
+            for shard in bound.copied:
+                blocks.copy(shard, pairs)
 
     def take_workspace(self) -> None:
         """Compiles every kernel and allocates the workspace of a full step, over scratch memory, before the KV node
@@ -231,11 +269,11 @@ class GpuBackend(PlainAdapters):
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = -(-max_tokens // layout.block_size)
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
-        bound = self._bind(scratch, eager=True)
+        bound = self._bind([(part, scratch) for part in self._one_part()], eager=True)
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
         for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
-            blocks.copy(bound.pool, nothing)
+            blocks.copy(scratch, nothing)
             logits = self._forward(bound, batch)
             if self._sampler is not None:
                 self.choose(logits, _one_row(self.vocab_size, drawn=drawn)).wait()
@@ -305,8 +343,25 @@ class GpuBackend(PlainAdapters):
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
-    def _bind(self, pool: torch.Tensor, *, eager: bool) -> _BoundPool:
-        return _BoundPool(self._model, pool, self.layout, self._limits, eager=eager)
+    @property
+    def _split(self) -> RankSplit:
+        config = self._model.weights.config
+        return RankSplit.of(config, 0, 1) if self._ranks is None else self._ranks.split
+
+    def _one_part(self) -> list[PoolPart]:
+        """The process's KV heads in a pool in one piece."""
+        split, heads = self._split, range(self._model.weights.config.num_kv_heads)
+        return [PoolPart(0, heads, split.kv_heads, copied=split.leads)]
+
+    def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
+        """The bytes of a part's shard. Raises ConfigError where they cannot be reached."""
+        mapped, device = pool.shard(part.shard), self._model.device
+        # To torch, memory of another GPU is on that one.
+        home = torch.device(device.type, mapped.device_index) if device.type == "cuda" else device
+        return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
+
+    def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> _BoundPool:
+        return _BoundPool(self._model, parts, self.layout, self._limits, eager=eager)
 
     def _bound_or_raise(self) -> _BoundPool:
         if self._bound is None:
@@ -324,17 +379,27 @@ class GpuBackend(PlainAdapters):
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         self.check_step(batch)
         rows, places = distinct_rows(batch)
-        plan = bound.attention.planner.plan(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), plan.with_chunks, batch.adapters is not None)
+        plans = bound.plans(batch)
+        # Which sequences are chunks depends on what all parts have in common.
+        chunks = any(plan is not None and plan.with_chunks for plan in plans)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, batch.adapters is not None)
         with torch.inference_mode():
             if batch.adapters is not None:
                 self._adapters().send(batch, rows, shape)
-            bound.record.send(batch, rows, shape, plan)
+            bound.record.send(batch, rows, shape, plans)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])
             logits = bound.graphs.run(shape)[: len(rows)]
             return logits if places is None else logits.index_select(0, to_device(places, logits.device))
+
+
+def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:
+    """The bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
+    needed = num_slots * slot_bytes
+    if len(flat) < needed:
+        raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
+    return flat[:needed]
 
 
 class GpuInFlightStep:

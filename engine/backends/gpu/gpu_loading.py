@@ -17,7 +17,7 @@ import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
-from pillion.engine.backends.devices import interpreted
+from pillion.engine.backends.devices import gpu_uuid, interpreted
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_model import GpuModel
@@ -87,14 +87,17 @@ def load_gpu_backend(
 
 
 def step_device() -> torch.device:
-    """The device of a worker's steps, on which its KV node's pool is, too. All ranks of a worker share it."""
+    """The device of this process's steps: the first GPU that it sees, which is another one in each rank where each has
+    a GPU (:func:`pillion.engine.backends.devices.first_gpu`)."""
     return torch.device("cpu" if interpreted() else "cuda:0")
 
 
-def join_ranks(split: RankSplit, meeting: int, memory: RankMemory) -> GpuRankGroup:
-    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended. Raises
-    ConfigError."""
-    return GpuRankGroup.join(split, meeting, step_device(), own_device=False, aborted=lambda: memory.aborted)
+def join_ranks(split: RankSplit, meeting: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
+    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended.
+    ``apart``: whether each rank has a GPU of its own. Raises ConfigError."""
+    device = step_device()
+    own_device = apart and device.type == "cuda"
+    return GpuRankGroup.join(split, meeting, device, own_device=own_device, aborted=lambda: memory.aborted)
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
@@ -136,10 +139,11 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
 
 
 def region_memory(attach_socket: str, device: torch.device) -> GetMemory:
-    """Returns a function that gets memory for weights: a region that the KV node owns and all its workers map."""
+    """Returns a function that gets memory for weights: a region on this process's GPU that the KV node owns and all its
+    workers map."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:
-        region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S)
+        region = share_region(attach_socket, key, size_bytes, WEIGHTS_TIMEOUT_S, device_uuid=gpu_uuid())
         if device.type == "cuda" and region.device_memory is None:
             raise ConfigError(
                 "this worker computes on a GPU, its KV node keeps blocks in host memory: --kv-device cuda"

@@ -17,19 +17,19 @@ knows, and ranks that share a GPU, whose sums go through the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from pillion.engine.backends.gpu.gpu_adapters import GpuAdapters
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
+from pillion.engine.backends.gpu.pool_parts import PartRows
 from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.backends.gpu.rank_logits import RankLogits
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
 from pillion.engine.models.rope import rope_tables
-from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
-from pillion.kernels.gpu.attention.paged_attention import PagedAttention
+from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.gpu.rows.embedding import embed
@@ -107,7 +107,7 @@ class GpuModel:
         self.capturable = config.moe is None and (ranks is None or ranks.capturable)
         self.weights = weights
         self.tokens = None if ranks is None else ranks.split.vocabulary(config.vocab_size)
-        # The pool's KV heads that are written and attended.
+        # The model's KV heads that are written and attended.
         self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.split.kv_heads
         self.adapters: GpuAdapters | None = None
         names = (f"layers.{index}" for index in range(config.num_layers))
@@ -188,11 +188,10 @@ class GpuModel:
 class GpuDecoder:
     """Runs a model's forward pass over one pool."""
 
-    def __init__(self, model: GpuModel, pool: torch.Tensor, attention: PagedAttention, record: GpuStepRecord) -> None:
-        """``pool``: as in :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
+    def __init__(self, model: GpuModel, parts: Sequence[PartRows], record: GpuStepRecord) -> None:
+        """``parts``: of the process's KV heads, as many as ``record`` has plans."""
         self._model = model
-        self._pool = pool
-        self._attention = attention
+        self._parts = parts
         self._record = record
 
     def run(self, shape: StepShape) -> torch.Tensor:
@@ -248,7 +247,8 @@ class GpuDecoder:
             adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
     def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """normed [T, hidden] -> projections [T, ...] with queries normed and rotated; writes the layer's KV."""
+        """normed [T, hidden] -> projections [T, ...], with queries normed and rotated there or in a part's own rows;
+        writes the layer's KV."""
         model, record, config = self._model, self._record, self._model.config
         tokens = len(normed)
         qkv = model.product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
@@ -262,16 +262,10 @@ class GpuDecoder:
             for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
                 rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
         rope = config.layer_ropes[index]
-        kv_write(
-            qkv,
-            self._pool,
-            record.rows[:tokens],
-            index,
-            heads=config.num_heads,
-            kv_heads=model.kv_heads,
-            norm=None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps),
-            rotary=None if rope is None else Rotary(*model.ropes[rope], record.rope_rows[:tokens]),
-        )
+        norm = None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps)
+        rotary = None if rope is None else Rotary(*model.ropes[rope], record.rope_rows[:tokens])
+        for rows in self._parts:
+            rows.write(index, qkv, record.rows[:tokens], norm, rotary)
         return qkv
 
     def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
@@ -292,17 +286,9 @@ class GpuDecoder:
 
     def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
         """Attention of projections [T, ...] -> [T, heads * head_dim]."""
-        model, record, config = self._model, self._record, self._model.config
-        tokens, queries = shape.tokens, config.num_heads * config.head_dim
-        out = model.attended[:tokens]
-        self._attention.attend(
-            index,
-            qkv[:, :queries].view(tokens, config.num_heads, config.head_dim),
-            out,
-            record.attention,
-            window=config.sliding_windows[index],
-            with_chunks=shape.chunks,
-        )
+        out, window = self._model.attended[: shape.tokens], self._model.config.sliding_windows[index]
+        for rows, record in zip(self._parts, self._record.attention, strict=True):
+            rows.attend(index, qkv, out, record, window=window, chunks=shape.chunks)
         return out
 
     def _mlp(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:

@@ -10,6 +10,7 @@ attention's plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,13 +42,16 @@ class GpuStepRecord:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
             the pool: slot * block_size + offset, or -1.
         sample_rows: int32 [max_tokens], numbers of the rows whose logits are sampled.
-        attention: int32, the plan of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
+        attention: int32, for each part of the process's KV heads, the plan of
+            :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
     """
 
-    def __init__(self, max_tokens: int, block_size: int, attention_words: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, block_size: int, attention_words: Sequence[int], device: torch.device) -> None:
+        """``attention_words``: greatest length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
-        words = 4 * max_tokens + attention_words
+        self._plans_at = [4 * max_tokens + sum(attention_words[:part]) for part in range(len(attention_words))]
+        words = 4 * max_tokens + sum(attention_words)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
@@ -55,10 +59,15 @@ class GpuStepRecord:
         self._device = torch.zeros(words, dtype=torch.int32, device=device)
         parts = self._device[: 4 * max_tokens].view(4, max_tokens)
         self.token_ids, self.rope_rows, self.rows, self.sample_rows = parts.unbind(0)
-        self.attention = self._device[4 * max_tokens :]
+        self.attention = [
+            self._device[begin : begin + count] for begin, count in zip(self._plans_at, attention_words, strict=True)
+        ]
 
-    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plan: GpuAttentionPlan) -> None:
-        """Begins the copy of a step on the current stream. ``plan`` is the attention's plan of ``batch``."""
+    def send(
+        self, batch: StepBatch, sample_rows: Int32, shape: StepShape, plans: Sequence[GpuAttentionPlan | None]
+    ) -> None:
+        """Begins the copy of a step on the current stream. ``plans`` are the attention's plans of ``batch``, None for a
+        part that is only written."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
         record, most = self._arrays[turn], self._max_tokens
@@ -75,9 +84,11 @@ class GpuStepRecord:
             begin, end = place * most, place * most + len(values)
             record[begin:end] = values
             record[end : begin + padded] = padding
-        begin = 4 * most
-        record[begin : begin + len(plan.record)] = plan.record
-        used = begin + len(plan.record)
+        used = 4 * most
+        for begin, plan in zip(self._plans_at, plans, strict=True):
+            if plan is not None:
+                used = begin + len(plan.record)
+                record[begin:used] = plan.record
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
 
     def clear(self) -> None:

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.build import BuildSpec
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -167,7 +167,8 @@ def kv_write(
     check_tensor("qkv", qkv, (None, None), DTYPES)
     tokens, width = qkv.shape
     is_fp8 = pool.dtype == torch.uint8
-    check_tensor("pool", pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*DTYPES, torch.uint8), qkv.device)
+    check_tensor("pool", pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*DTYPES, torch.uint8))
+    check_pool_device(pool, qkv.device)
     layers, pool_heads = pool.shape[1], pool.shape[3]
     mine = range(pool_heads) if kv_heads is None else kv_heads
     check(0 <= mine.start < mine.stop <= pool_heads, f"heads {mine.start} to {mine.stop} of {pool_heads}")

@@ -22,7 +22,14 @@ from pillion.kernels.gpu.attention.attention_kernel import _attend, _merge
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, interpreting, processors_of
+from pillion.kernels.gpu.launch import (
+    arch_of,
+    check,
+    check_pool_device,
+    check_tensor,
+    interpreting,
+    processors_of,
+)
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
@@ -76,6 +83,7 @@ class PagedAttention:
         windows: tuple[int, ...] = (0,),
         decode_rows: int = 1,
         first_kv_head: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
 
@@ -90,13 +98,12 @@ class PagedAttention:
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
             first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
+            device: what computes; None: the device of the pool.
         """
-        check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
-        check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
-        check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+        _check_heads(num_heads, num_kv_heads, head_dim, scale, dtype)
         mine = range(first_kv_head, first_kv_head + num_kv_heads)
-        _check_pool(pool, dtype, num_layers, mine, block_size, head_dim, kv)
-        self._pool, self._dtype, self._device = pool, dtype, pool.device
+        _check_pool(pool, dtype, num_layers, mine, block_size, head_dim, kv, device or pool.device)
+        self._pool, self._dtype, self._device = pool, dtype, device or pool.device
         self._heads, self._head_dim, self._layers = num_heads, head_dim, num_layers
         self._first_head_at = first_kv_head * pool.stride(3)
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
@@ -171,6 +178,13 @@ class PagedAttention:
         check_tensor("record", record, (None,), torch.int32, self._device)
 
 
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
+    """Raises Internal for queries that the kernels do not attend."""
+    check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
+    check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
+    check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+
+
 def _check_pool(
     pool: torch.Tensor,
     dtype: torch.dtype,
@@ -179,8 +193,10 @@ def _check_pool(
     block_size: int,
     head_dim: int,
     kv: PlainOrFloat8,
+    device: torch.device,
 ) -> None:
-    """Raises Internal for a pool of another shape or type, or without these heads."""
+    """Raises Internal for a pool of another shape or type, without these heads, or out of the reach of ``device``."""
+    check_pool_device(pool, device)
     piece = (block_size, head_dim) if kv == "plain" else (piece_size(kv, block_size, head_dim),)
     check_tensor("pool", pool, (None, num_layers, 2, None, *piece), dtype if kv == "plain" else torch.uint8)
     fits = 0 <= kv_heads.start < kv_heads.stop <= pool.shape[3]

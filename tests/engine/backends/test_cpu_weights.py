@@ -209,7 +209,7 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
     [
         ({"tensor_parallel_size": 2, "cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
         ({"tensor_parallel_size": 3}, "cpu", "3 does not fit 4 heads over 2 KV heads"),
-        ({"tensor_parallel_size": 2}, "cuda", "2 needs a part of the KV pool on each of the 2 GPUs"),
+        ({"tensor_parallel_size": 4}, "cuda", "4 needs a GPU for each rank, and there are 2"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, device, words):

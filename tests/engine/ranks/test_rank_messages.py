@@ -32,9 +32,14 @@ def numbers(size: int, seed: int) -> rank_messages.np.typing.NDArray[np.int32]:
     return np.random.default_rng(seed).integers(-(2**31), 2**31, size, np.int32)
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.integers(0, 9), st.booleans(), st.booleans())
+COPIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.integers(0, 9), st.booleans(), st.booleans(), COPIES
+)
 def test_a_step_arrives_as_it_is(
-    tokens: int, seqs: int, width: int, samples: int, shifted: bool, adapted: bool
+    tokens: int, seqs: int, width: int, samples: int, shifted: bool, adapted: bool, copies: list[tuple[int, int]]
 ) -> None:
     batch = StepBatch(
         token_ids=numbers(tokens, 1),
@@ -46,7 +51,8 @@ def test_a_step_arrives_as_it_is(
         rope_rows=numbers(tokens, 7) if shifted else None,
         adapters=numbers(seqs, 8) if adapted else None,
     )
-    found = step_from_bytes(bytearray(step_to_bytes(batch)))
+    found, slots = step_from_bytes(bytearray(step_to_bytes(batch, copies)))
+    assert slots == copies
     for field in fields(StepBatch):
         sent, got = getattr(batch, field.name), getattr(found, field.name)
         assert (sent is None) == (got is None)
@@ -54,7 +60,7 @@ def test_a_step_arrives_as_it_is(
             np.testing.assert_array_equal(sent, got)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\1" * 23, b"\1" * 24, b"\1" * 100])
+@pytest.mark.parametrize("payload", [b"", b"\1" * 27, b"\1" * 28, b"\1" * 100])
 def test_bytes_that_are_no_step_are_refused(payload: bytes) -> None:
     with pytest.raises(Internal, match="a step of"):
         step_from_bytes(bytearray(payload))

@@ -38,6 +38,25 @@ def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
+    ("gpus", "decode", "prefill", "pool"),
+    [
+        (2, 2, 1, "cuda:0,cuda:1"),
+        (4, 2, 4, "cuda:0,cuda:1,cuda:2,cuda:3"),
+        (4, 1, 1, "cuda"),
+        (1, 2, 2, "cuda"),
+    ],
+)
+def test_a_pool_is_on_the_gpu_of_each_rank(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, decode: int, prefill: int, pool: str
+) -> None:
+    """As many as the largest workers have ranks; ranks that share one GPU share the pool on it."""
+    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: gpus)
+    sizes = {"tensor_parallel_size": decode, "prefill_tensor_parallel_size": prefill}
+    flags = resolved(ServeFlags(model="m", prefill_workers=1, **sizes))  # type: ignore[arg-type]
+    assert f"--kv-device={pool}" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ({"device": "cuda"}, "--device cuda: no NVIDIA GPU can be used here"),
