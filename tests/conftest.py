@@ -14,6 +14,7 @@ import itertools
 import os
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
@@ -23,6 +24,9 @@ pytest_plugins = ["tests.support.limits", "tests.support.own_cache"]
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# Several tests run side by side, and the threads of one wait for each other by polling.
+torch.set_num_threads(1)
 
 # On a loaded machine an example takes as long as it takes, and so does making it.
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -156,7 +156,6 @@ async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
     from pillion.config import ModelFlags
     from pillion.engine.checkpoints.prepare import prepare
 
-    torch.set_num_threads(2)
     prepared = prepare(ModelFlags(**MODEL))
     tokenizer = AutoTokenizer.from_pretrained(prepared.folder)
     model = AutoModelForCausalLM.from_pretrained(plain_folder(MODEL["model"], MODEL["dtype"]), dtype=torch.float32)

@@ -72,7 +72,6 @@ def cluster(folder: pathlib.Path) -> Iterator[ServedCluster]:
 @pytest.fixture(scope="module")
 def expected(folder: pathlib.Path) -> Tokens:
     """The oracle's greedy answer by the name of an adapter; "" is the model alone."""
-    torch.set_num_threads(1)
     oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32))}
 
     @functools.cache

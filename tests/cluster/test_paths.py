@@ -59,7 +59,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: pathlib.Path) -> Oracle:
-    torch.set_num_threads(1)
     return Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
 

@@ -24,7 +24,6 @@ from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp
 
-torch.set_num_threads(1)
 # The interpreter takes about a second for a row.
 EXAMPLES = 150 if NATIVE else 8
 # numpy warns about infinities.

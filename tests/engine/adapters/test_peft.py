@@ -20,7 +20,6 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-torch.set_num_threads(1)
 
 TOLERANCE = 2e-4
 # A model of each family, and those whose tensors have other shapes or names.

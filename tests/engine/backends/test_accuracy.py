@@ -16,8 +16,6 @@ from pillion.engine.checkpoints.prepare import prepare
 from testbed.tiny_model import save_model
 from tests.support.own_cache import model_cache
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

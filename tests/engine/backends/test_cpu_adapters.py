@@ -21,7 +21,6 @@ from tests.support.mixed_adapters import RANKS, mixed_steps, with_adapters
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
-torch.set_num_threads(1)
 pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 

@@ -21,7 +21,6 @@ from tests.support.batches import Sequences
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
-torch.set_num_threads(1)
 pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 MODELS = {

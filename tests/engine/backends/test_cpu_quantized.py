@@ -19,7 +19,6 @@ from testbed.tiny_model import save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver
 
-torch.set_num_threads(1)
 pytestmark = needs_kernels
 
 MODELS = {

@@ -16,8 +16,6 @@ from testbed.tiny_model import save_model
 from tests.support.sampling import RowParameters, rows_of
 from tests.support.torch_model import BackendDriver
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def driver(request, tmp_path, monkeypatch):

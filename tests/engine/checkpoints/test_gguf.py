@@ -28,8 +28,6 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver, perturb_vectors
 
-torch.set_num_threads(1)
-
 SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
 GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}

@@ -31,8 +31,6 @@ from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):

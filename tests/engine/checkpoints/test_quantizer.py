@@ -19,8 +19,6 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
 
-torch.set_num_threads(1)
-
 
 def rounded_to_nearest(weight: torch.Tensor, kind: str) -> torch.Tensor:
     """Groups [G, group] rounded to the steps of a range that holds each, computed in float64."""

@@ -23,7 +23,6 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-torch.set_num_threads(1)
 
 # Logits are of the order of 10, so this is a few units in the last places of fp32 after some layers of sums.
 TOLERANCE = 1e-4

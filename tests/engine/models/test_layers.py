@@ -12,8 +12,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm, route
 from pillion.kernels.torch.torch_linear import Linear
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

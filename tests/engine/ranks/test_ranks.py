@@ -26,7 +26,6 @@ from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.rank_model import RankGroup
 from tests.support.torch_model import BackendDriver
 
-torch.set_num_threads(1)
 pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 MODELS = FAMILIES | {

@@ -16,8 +16,6 @@ from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import NO_TOKEN
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
 
-torch.set_num_threads(1)
-
 
 def random_logits(*shape: int, seed: int = 4, spread: float = 2.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread

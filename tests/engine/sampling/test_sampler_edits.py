@@ -17,7 +17,6 @@ from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampler import sample
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, rows_of
 
-torch.set_num_threads(1)
 VOCAB = 300
 
 

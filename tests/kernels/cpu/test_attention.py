@@ -24,8 +24,6 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.kernel_runner import Runner, isa_or_skip
 
-torch.set_num_threads(1)
-
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
 OPTIONS = [(False, False), (True, True)]

@@ -21,8 +21,6 @@ from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import reference_gemm, reference_sum_inputs
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
-torch.set_num_threads(1)
-
 # The kind of the weights, and the type of the rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
 EPILOGUES = ("store", "add", *GATED)

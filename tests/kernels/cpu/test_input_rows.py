@@ -11,8 +11,6 @@ from pillion.kernels.cpu.products.input_rows import SUMMED_GROUPS, GatherInputs,
 from tests.support.cpu_references import reference_gather_inputs, reference_sum_inputs
 from tests.support.kernel_runner import normal, rows_step, runner_of, stride
 
-torch.set_num_threads(1)
-
 TYPES = {True: torch.bfloat16, False: torch.float32}
 SPECS = [GatherInputs(True), GatherInputs(False), SumInputs(True), SumInputs(False, each=3)]
 

@@ -22,8 +22,6 @@ from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import reference_gemm
 from tests.support.kernel_runner import Runner, isa_or_skip, normal, padded, rows_step, runner_of, stride
 
-torch.set_num_threads(1)
-
 SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
 PRODUCTS = (
     Gemm(INT8_DOTS, "bf16", "store"),

@@ -20,8 +20,6 @@ from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_gemm
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
-torch.set_num_threads(1)
-
 DEPTH, COLUMNS = 80, 96
 # Weights of the base, type of the rows, epilogue, and which rows.
 CASES = [

@@ -14,8 +14,6 @@ from pillion.kernels.cpu.products import moe_kernels as moe
 from tests.support.cpu_references import reference_combine, reference_gather_groups, reference_group, reference_route
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
-torch.set_num_threads(1)
-
 # (experts, chosen): below a vector, with a tail, as wide as real ones, and all of them.
 SIZES = [(8, 2), (20, 4), (128, 8), (4, 4)]
 ROUTES = [moe.Route(*size, normalize) for size in SIZES for normalize in (False, True)]

@@ -24,8 +24,6 @@ from pillion.kernels.cpu.products.packing import (
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.kernel_runner import normal
 
-torch.set_num_threads(1)
-
 KINDS = ("bf16", "fp32")
 
 

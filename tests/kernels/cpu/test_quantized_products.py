@@ -20,8 +20,6 @@ from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
 from tests.support.kernel_runner import normal, outer_tiles, padded, rows_step, runner_of
 
-torch.set_num_threads(1)
-
 # The kinds whose constants are float32, and that of codes that float32 constants do not have.
 CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]
 

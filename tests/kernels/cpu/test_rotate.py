@@ -21,8 +21,6 @@ from tests.support.cpu_references import reference_rotate, reference_write, refe
 from tests.support.eight_bit_kv import TYPES, dequantized
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 
-torch.set_num_threads(1)
-
 LAYERS, LAYER = 3, 1
 # Large enough to be seen.
 EPS = 0.1

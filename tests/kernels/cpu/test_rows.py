@@ -27,8 +27,6 @@ from tests.support.kernel_runner import (
     stride,
 )
 
-torch.set_num_threads(1)
-
 KINDS = ("rms", "layer", "none")
 NORMS = [rows.NormRows(kind, bf16) for kind in KINDS for bf16 in (False, True)]
 NORMS += [rows.NormRows(kind, True, "samples", True) for kind in ("rms", "layer")]

@@ -16,8 +16,6 @@ from pillion.kernels.torch.reference import paged_attention, write_kv
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.batches import Sequences
 
-torch.set_num_threads(1)
-
 LAYERS = 2
 STALE = (torch.nan, torch.inf, -torch.inf)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pillion import LLM, SamplingParams
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
@@ -14,7 +13,6 @@ from tests.support.oracle import Oracle, first_difference
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-torch.set_num_threads(1)
 
 ADAPTERS = 3
 
