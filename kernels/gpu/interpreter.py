@@ -2,13 +2,12 @@
 
 At every launch, and at every call of a function within a kernel, Triton's interpreter goes through its language and
 replaces what kernels call by functions that compute with numpy. Behind every launch it copies the memory of all
-arguments back to a device, and on a CPU that memory is the argument itself. For each operation it makes a table of all
-types. A third of the time of small kernels goes there.
+arguments back to a device, and on a CPU that memory is the argument itself. A third of the time of small kernels goes
+there.
 """
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import triton.language as tl
@@ -24,4 +23,3 @@ def replace_once() -> None:
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     interpreter.GridExecutor._restore_args_dev = lambda *args: None
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
