@@ -10,7 +10,7 @@ from pillion.simulator.network import Network
 from pillion.simulator.redis_client import WayToRedis
 from pillion.simulator.redis_model import RedisModel
 from pillion.simulator.schedule import FaultKind, SimFault
-from pillion.simulator.virtual_loop import VirtualLoop
+from pillion.simulator.virtual_loop import Process, VirtualLoop
 
 
 class FaultPlayer:
@@ -72,7 +72,7 @@ class FaultPlayer:
             self._kill(life.name)
         elif fault.kind is FaultKind.PAUSE and process is not None:
             self._loop.pause(process)
-            return lambda: self._loop.resume(process)
+            return lambda: self._wake(life, process, fault.for_s)
         elif fault.kind is FaultKind.DRAIN and life.stop is not None and process is not None:
             self._loop.post(process, life.stop.set)
         elif fault.kind is FaultKind.STALL and life.costs is not None:
@@ -80,6 +80,11 @@ class FaultPlayer:
         elif fault.kind is FaultKind.EVICT and life.runs and process is not None:
             self._loop.post(process, self._evict, life)
         return None
+
+    def _wake(self, life: Life, process: Process, slept_s: float) -> None:
+        if life.process is process and life.backend is not None:
+            life.backend.slept(slept_s)
+        self._loop.resume(process)
 
     def _evict(self, life: Life) -> None:
         """All that may vanish does (I1)."""

@@ -146,6 +146,7 @@ class HashBackend:
         self._cells: Any = None
         self._last: tuple[int, ...] = ()
         self._free_s = 0.0
+        self._under_way: list[HashStep] = []
 
     def bind_pool(self, memory: Any, num_slots: int) -> None:
         self._cells = memory.cast("q")
@@ -173,11 +174,19 @@ class HashBackend:
         self._watch(step.batch.num_tokens, *self._slots(step))
         began_s = max(time.monotonic(), self._free_s)
         self._free_s = step.lands_s = began_s + self._costs.of(batch)
+        self._under_way.append(step)
         return step
+
+    def slept(self, seconds: float) -> None:
+        """The process stood still for so long, and the steps under way with it."""
+        for step in self._under_way:
+            step.lands_s += seconds
+        self._free_s += seconds
 
     def finish(self, step: HashStep) -> Sampled:
         """Does what a step does; its memory is looked at once more, for it is used until now."""
         self.steps += 1
+        self._under_way.remove(step)
         self._watch(step.batch.num_tokens, *self._slots(step))
         per_slot = self.layout.block_size * 2
         for source, target in step.copies:

@@ -6,13 +6,13 @@ A check that misses one of these would miss a real one like it. The names say wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from pillion.engine.scheduling.in_flight import InFlightSteps
+from pillion.engine.scheduling.forks import Forks
+from pillion.engine.scheduling.in_flight import InFlightSteps, _LaunchedStep
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
@@ -20,13 +20,14 @@ from pillion.gateway.admission.admission import Admission
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.request import component_calls
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.request_machine import RequestMachine
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.simulator.step_driver import VirtualStepLoop
 
@@ -76,15 +77,6 @@ def _release_at_submit(go_on: Any) -> Any:
         if any(isinstance(action, ev.SubmitDecode) for action in actions):
             return [*actions, *self._release_ticket()]
         return actions
-
-    return mutant
-
-
-def _old_attempts_count(handle: Any) -> Any:
-    def mutant(self: Any, event: Any, now: float) -> Any:
-        if isinstance(event, ev.TokensSampled | ev.DecodeFinished) and event.attempt != self.attempt:
-            event = replace(event, attempt=self.attempt)
-        return handle(self, event, now)
 
     return mutant
 
@@ -147,11 +139,65 @@ def _awaits_nothing(_: Any) -> Any:
     return mutant
 
 
-def _slots_crossed(read: Any) -> Any:
-    async def mutant(self: Any, source: Any, stream: Any, ticket_id: int, remote: Any, local: Any) -> None:
+def _slots_crossed() -> AbstractContextManager[object]:
+    read = GrpcPlane.read
+
+    async def crossed(self: Any, source: Any, stream: Any, ticket_id: int, remote: Any, local: Any) -> None:
         await read(self, source, stream, ticket_id, remote, tuple(reversed(local)))
 
+    async def all_good(self: Any, source: Any, slots: Any, sums: Any) -> int:
+        return len(slots)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(GrpcPlane, "read", crossed))
+    stack.enter_context(mock.patch.object(Fetcher, "_count_good", all_good))
+    return stack
+
+
+def _admitted_unpinned(admit: Any) -> Any:
+    def mutant(self: Any, *args: Any) -> Any:
+        ticket = admit(self, *args)
+        if ticket is not None and ticket.tail is not None:
+            self.tree.unpin(ticket.tail)
+        return ticket
+
     return mutant
+
+
+def _dead_workers_stay(gone: Any) -> Any:
+    def mutant(self: Any, epoch: int) -> None:
+        holder = self.holders.get(epoch)
+        if holder is None or holder.role != "decode":
+            gone(self, epoch)
+
+    return mutant
+
+
+def _no_copies(start: Any) -> Any:
+    def mutant(self: Any, *args: Any) -> Any:
+        pieces, _ = start(self, *args)
+        return pieces, []
+
+    return mutant
+
+
+def _rejected_stay(accept: Any) -> Any:
+    def mutant(self: Any, chosen: Any, now: float) -> Any:
+        computed = self.num_computed
+        found = accept(self, chosen, now)
+        self.num_computed = min(computed, self.num_tokens)
+        return found
+
+    return mutant
+
+
+def _salt_ignored() -> AbstractContextManager[object]:
+    root = component_calls.request_root
+
+    def mutant(namespace: bytes, adapter: str, salt: str, **more: Any) -> bytes:
+        return root(namespace, adapter, "", **more)
+
+    return mock.patch.object(component_calls, "request_root", mutant)
 
 
 def _commit_twice(seal: Any) -> Any:
@@ -163,29 +209,6 @@ def _commit_twice(seal: Any) -> Any:
         return stays
 
     return mutant
-
-
-@contextlib.contextmanager
-def _unpinned_eviction() -> Iterator[None]:
-    """A chain's tail is protected, and its other blocks are not."""
-    pin = BlockTree.pin
-
-    def mutant(self: Any, block: Any) -> None:
-        pin(self, block)
-        if block.parent is not None and block.parent.holds and not block.parent.children:
-            block.parent.holds = 0
-
-    def evict(self: Any) -> Any:
-        victims = [block for block in self.by_hash.values() if not block.children and block.holds == 1]
-        if victims:
-            block = victims[0]
-            del self.by_hash[block.hash]
-            return block
-        return before(self)
-
-    before = BlockTree.evict
-    with mock.patch.object(BlockTree, "pin", mutant), mock.patch.object(BlockTree, "evict", evict):
-        yield
 
 
 def _stop_without_landing(_: Any) -> Any:
@@ -202,7 +225,6 @@ MUTATIONS: dict[str, Mutation] = {
     "a worker drains without waiting for its step": _instead(VirtualStepLoop, "stop", _stop_without_landing),
     "an adopted ticket is not held": _instead(Ledger, "adopt", _adopt_without_hold),
     "the gateway releases the ticket with the submit": _instead(RequestMachine, "_go_on", _release_at_submit),
-    "tokens of older attempts count": _instead(RequestMachine, "handle", _old_attempts_count),
     "a replay begins with the prompt alone": _instead(
         RequestMachine, "tokens", lambda _: lambda self: tuple(self.prompt)
     ),
@@ -218,8 +240,13 @@ MUTATIONS: dict[str, Mutation] = {
     "a step has one token too many": _instead(TokenBudget, "left", _one_more_token),
     "all guesses are right": _instead(Sequence, "accept", _drafts_are_right),
     "the hand-off waits for nothing": _instead(Pool, "await_chain", _awaits_nothing),
-    "fetched blocks land in each other's slots": _instead(GrpcPlane, "read", _slots_crossed),
+    "fetched blocks land in each other's slots, and are not verified": _slots_crossed,
     "the loser of a commit gives its slot away at once": _instead(Ledger, "_seal", _commit_twice),
-    "pinned blocks are evicted": _unpinned_eviction,
+    "a ticket opens without its pin": _instead(Ledger, "admit", _admitted_unpinned),
+    "a dead worker's slots are kept": _instead(Ledger, "gone", _dead_workers_stay),
+    "a fork's half block is not copied": _instead(Forks, "start_running", _no_copies),
+    "the KV of wrong guesses counts": _instead(Sequence, "accept", _rejected_stay),
+    "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
+    "salts do not keep caches apart": _salt_ignored,
     "slots are not given back": _instead(NodeClient, "give_back", _async_nothing),
 }

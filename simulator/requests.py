@@ -127,6 +127,8 @@ class RequestRun:
             self._reasons[index] = delta.finish_reason
         if delta.usage is not None:
             self._ends += 1
+            if self._calm and self.request.salt.startswith("own") and delta.usage.cached_tokens:
+                self._find(f"request {number} found {delta.usage.cached_tokens} tokens under a salt of its own")
 
     def _whole(self) -> None:
         number = self.request.number

@@ -133,7 +133,7 @@ def draw(seed: int) -> SimSchedule:
     random = Random(seed)
     shape = _shape(random)
     faults = tuple(sorted(_faults(random, shape), key=lambda fault: fault.at_s))
-    return SimSchedule(seed, shape, tuple(_requests(random)), faults)
+    return SimSchedule(seed, shape, tuple(_requests(random, shape)), faults)
 
 
 def _shape(random: Random) -> ClusterShape:
@@ -144,7 +144,7 @@ def _shape(random: Random) -> ClusterShape:
         decodes=max(nodes, random.choice((1, 2, 2))),
         prefills=random.choice((0, 1, 1, 2)),
         gateways=random.choice((1, 1, 2)),
-        slots=random.choice((40, 64, 160)),
+        slots=random.choice((24, 40, 64, 160)),
         step_tokens=random.choice((12, 32, 64)),
         max_seqs=random.choice((2, 4, 8)),
         chunk_tokens=random.choice((8, 16, 32)),
@@ -158,27 +158,30 @@ def _shape(random: Random) -> ClusterShape:
     )
 
 
-def _requests(random: Random) -> list[SimRequest]:
+def _requests(random: Random, shape: ClusterShape) -> list[SimRequest]:
     # Prompts share beginnings, as conversations do.
     stems = [tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((8, 20, 33)))) for _ in range(2)]
     made: list[SimRequest] = []
+    # What can never fit is refused at the door, which has tests of its own.
+    most = (shape.slots - 1) * BLOCK_TOKENS
     for number in range(random.randint(2, 7)):
         stem = random.choice(stems)
         own = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((0, 1, 3, 7, 12, 30))))
-        prompt = stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own
+        prompt = (stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own)[: most - 1]
+        max_tokens = random.choice((1, 2, 6, 6, 15, 15, 30, 30, 80))
         made.append(
             SimRequest(
                 number=number,
                 at_s=random.random() * ACTIVE_S * random.choice((0.2, 1.0)),
                 prompt=prompt,
-                max_tokens=random.choice((1, 2, 6, 15, 30)),
+                max_tokens=min(max_tokens, most - len(prompt)),
                 seed=random.randrange(2**31),
                 greedy=random.random() < 0.7,
                 stop_ids=tuple(random.sample(range(VOCAB_SIZE), random.choice((0, 0, 12)))),
                 answers=random.choice((1, 1, 1, 1, 2, 3)),
                 timeout_s=random.choice((None, None, None, None, random.random() * 3)),
                 cancel_after=random.choice((-1, -1, -1, -1, -1, 0, random.randint(0, 12))),
-                salt=random.choice(("", "", "", "blue")),
+                salt=random.choice(("", "", "", "blue", f"own {number}")),
                 priority=random.choice((0, 0, 0, -10, 10)),
             )
         )
@@ -187,7 +190,7 @@ def _requests(random: Random) -> list[SimRequest]:
 
 def _faults(random: Random, shape: ClusterShape) -> list[SimFault]:
     found: list[SimFault] = []
-    for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4))):
+    for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4, 8))):
         found.append(_fault(random, shape))
     return found
 

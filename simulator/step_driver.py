@@ -80,7 +80,5 @@ class VirtualStepLoop(StepLoop):
 
 async def _landed(step: Any) -> None:
     """Returns when a step in flight has ended; one that could not be launched has."""
-    lands_s = getattr(step, "lands_s", 0.0)
-    left_s = lands_s - time.monotonic()
-    if left_s > 0:
+    while (left_s := getattr(step, "lands_s", 0.0) - time.monotonic()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(left_s)
