@@ -11,6 +11,8 @@ from pillion.simulator.schedule import SimSchedule, draw
 from pillion.simulator.shrink import shrink
 from pillion.simulator.world import Result, World
 
+# Errors that a request may end with where something goes wrong, and that are worth a look all the same.
+ALLOWED_BUT_RARE = ("Unavailable", "Overloaded")
 # Findings that are printed.
 MAX_SHOWN = 20
 
@@ -40,6 +42,7 @@ def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
     states: set[int] = set()
     endings: Counter[str] = Counter()
     failing: dict[int, list[str]] = {}
+    errors: list[tuple[int, str]] = []
     count = events = messages = 0
     virtual_s = 0.0
     for seed in seeds:
@@ -48,6 +51,7 @@ def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
         events, messages, virtual_s = events + result.events, messages + result.messages, virtual_s + result.virtual_s
         states |= result.states
         endings.update(ending.partition(":")[0] for ending in result.endings)
+        errors += [(seed, ending) for ending in result.endings if ending.startswith(ALLOWED_BUT_RARE)]
         if result.findings:
             failing[seed] = result.findings
             if len(failing) <= MAX_SHOWN:
@@ -58,6 +62,8 @@ def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
         f" {events} events, {messages} messages, {virtual_s:.0f} virtual seconds, {len(states)} distinct states"
     )
     print("requests: " + ", ".join(f"{number} {ending}" for ending, number in endings.most_common()))
+    for seed, ending in errors[:MAX_SHOWN]:
+        print(f"seed {seed}: {ending[:200]}")
     print(f"{len(failing)} seeds found something" + (f": {list(failing)[:50]}" if failing else ""))
     return 1 if failing else 0
 

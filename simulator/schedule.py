@@ -138,7 +138,7 @@ def draw(seed: int) -> SimSchedule:
 
 def _shape(random: Random) -> ClusterShape:
     nodes = random.choice((1, 1, 1, 2))
-    heartbeat_ms, timeout_ms = random.choice(((500, 2000), (1000, 3000)))
+    heartbeat_ms, timeout_ms = random.choice(((500, 2000), (1000, 3000), (1000, 3000)))
     return ClusterShape(
         nodes=nodes,
         decodes=max(nodes, random.choice((1, 2, 2))),
