@@ -25,6 +25,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.request_machine import RequestMachine
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.hashing import request_root
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.transfer.fetch import Fetcher
@@ -192,10 +193,8 @@ def _rejected_stay(accept: Any) -> Any:
 
 
 def _salt_ignored() -> AbstractContextManager[object]:
-    root = component_calls.request_root
-
     def mutant(namespace: bytes, adapter: str, salt: str, **more: Any) -> bytes:
-        return root(namespace, adapter, "", **more)
+        return request_root(namespace, adapter, "", **more)
 
     return mock.patch.object(component_calls, "request_root", mutant)
 
