@@ -105,6 +105,10 @@ class Successor:
         self._child = child
         self._connection = connection
         self._output = output
+        self._over = False
+        self._reading = asyncio.create_task(self._read())
+        # Not before the event loop has ceased to watch it: its number may belong to another file then.
+        self._reading.add_done_callback(self._read_ended)
 
     @classmethod
     async def start(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Successor:
@@ -136,6 +140,10 @@ class Successor:
 
     async def ready(self) -> bool:
         """Returns when the process waits for its turn, or, with False, has ended."""
+        await asyncio.wait({self._reading})
+        return not self._reading.cancelled() and self._reading.result()
+
+    async def _read(self) -> bool:
         with contextlib.suppress(OSError):
             return await asyncio.get_running_loop().sock_recv(self._connection, 1) == READY
         return False
@@ -152,14 +160,25 @@ class Successor:
             return None
         with contextlib.suppress(OSError):
             self._connection.send(BEGIN)
-        self._connection.close()
+        self._end()
         self._output.show(show)
         return self._child
 
     def close(self) -> None:
         """Kills the process, which holds nothing. Idempotent."""
         self._child.kill()
-        self._connection.close()
+        self._end()
+
+    def _read_ended(self, reading: asyncio.Task[bool]) -> None:
+        if self._over:
+            self._connection.close()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._reading.done():
+            self._connection.close()
+        else:
+            self._reading.cancel()
 
     async def wait(self) -> None:
         """Returns when the process has ended."""
