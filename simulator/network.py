@@ -163,7 +163,7 @@ class SimConnection:
     def reset(self) -> None:
         """Ends the connection; what is under way is lost."""
         self._lost = True
-        self._end("SimConnection reset by peer")
+        self._end("Connection reset by peer")
 
     def end_of(self, process: Process) -> None:
         """One side's process has died. What it had sent still comes."""
