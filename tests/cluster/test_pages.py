@@ -77,6 +77,7 @@ FOREIGN_FLAGS = {
     *("--scale", "--build-arg", "--build", "--profile"),  # docker
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
     *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; benchmarks.gpu
+    *("--careful", "--mutate"),  # pillion.simulator
 }
 # What the code of a page prints, among the rest.
 PRINTED = {
