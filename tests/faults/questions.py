@@ -8,6 +8,7 @@ from typing import Any
 
 from pillion import Client, Delta
 from pillion.types import StructuredOutputs
+from testbed.tiny_model import byte_prompt, save_model
 from tests.faults.histories import Ask
 
 ADAPTER = "red"
@@ -16,11 +17,6 @@ PATTERN = r"([a-z]{7}-[0-9]{3}, ){10}[A-F]{8}\."
 SCHEMA = (
     '{"type": "array", "items": {"type": "integer", "minimum": 1000, "maximum": 9999}, "minItems": 20, "maxItems": 20}'
 )
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """Token ids of a byte-level tokenizer, none of which is special."""
-    return [2 + (seed * 7919 + position * 104729) % 256 for position in range(length)]
 
 
 def _asks(ids: list[int], **asked: Any) -> Ask:
@@ -42,13 +38,13 @@ def _long(tokens: int, **asked: Any) -> dict[str, Any]:
 
 
 QUESTIONS: dict[str, Ask] = {
-    "greedy": _asks(prompt(1, 400), **_long(300, temperature=0.0)),
-    "long prompt": _asks(prompt(2, 900), **_long(80, temperature=0.0)),
-    "n": _asks(prompt(3, 120), **_long(120, n=3, seed=5, temperature=0.9, frequency_penalty=0.2)),
-    "seed": _asks(prompt(4, 60), **_long(250, seed=77, temperature=1.0, top_p=0.9)),
-    "logprobs": _asks(prompt(5, 200), **_long(150, seed=6, temperature=0.8, logprobs=2)),
-    "prompt logprobs": _asks(prompt(6, 500), **_long(100, temperature=0.0, prompt_logprobs=1)),
-    "stop strings": _asks(prompt(7, 90), **_long(400, seed=8, temperature=1.0, stop=("e", "Q"), min_tokens=60)),
+    "greedy": _asks(byte_prompt(1, 400), **_long(300, temperature=0.0)),
+    "long prompt": _asks(byte_prompt(2, 900), **_long(80, temperature=0.0)),
+    "n": _asks(byte_prompt(3, 120), **_long(120, n=3, seed=5, temperature=0.9, frequency_penalty=0.2)),
+    "seed": _asks(byte_prompt(4, 60), **_long(250, seed=77, temperature=1.0, top_p=0.9)),
+    "logprobs": _asks(byte_prompt(5, 200), **_long(150, seed=6, temperature=0.8, logprobs=2)),
+    "prompt logprobs": _asks(byte_prompt(6, 500), **_long(100, temperature=0.0, prompt_logprobs=1)),
+    "stop strings": _asks(byte_prompt(7, 90), **_long(400, seed=8, temperature=1.0, stop=("e", "Q"), min_tokens=60)),
     "chat": _chats("Which ships lie in the harbour tonight?", **_long(200, seed=9, temperature=1.0)),
     "JSON schema": _chats(
         "Name some numbers.",
@@ -58,16 +54,19 @@ QUESTIONS: dict[str, Ask] = {
         structured_outputs=StructuredOutputs(json=SCHEMA),
     ),
     "regex": _asks(
-        prompt(11, 70), max_tokens=400, seed=11, temperature=1.0, structured_outputs=StructuredOutputs(regex=PATTERN)
+        byte_prompt(11, 70),
+        max_tokens=400,
+        seed=11,
+        temperature=1.0,
+        structured_outputs=StructuredOutputs(regex=PATTERN),
     ),
-    "adapter": _asks(prompt(12, 150), model=ADAPTER, **_long(150, temperature=0.0)),
+    "adapter": _asks(byte_prompt(12, 150), model=ADAPTER, **_long(150, temperature=0.0)),
 }
 
 
 def write_models(folder: pathlib.Path) -> tuple[str, ...]:
     """Write the model and its adapter into ``folder``; return the flags of a cluster that serves both."""
     from pillion.engine.models.model_config import load_config
-    from testbed.tiny_model import save_model
     from tests.support.adapters import write_adapter
 
     model = save_model(folder / "tiny")
