@@ -21,7 +21,7 @@ LEDGER = pathlib.Path(__file__).with_name("ledger.jsonl")
 SHAPES = ("small", "wide", "nodes")
 ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
 # A supervisor gives up where a component dies six times within a minute.
-MOST_DEATHS, WITHIN_S = 4, 60.0
+MOST_DEATHS, DEATHS_WINDOW_S = 4, 60.0
 
 
 class Deaths:
@@ -39,7 +39,7 @@ class Deaths:
             self._at_s[role] += [time.monotonic()] * len(before - now)
             self._pids[role] = now
             if len(self._at_s[role]) >= MOST_DEATHS:
-                time.sleep(max(0.0, self._at_s[role][-MOST_DEATHS] + WITHIN_S - time.monotonic()))
+                time.sleep(max(0.0, self._at_s[role][-MOST_DEATHS] + DEATHS_WINDOW_S - time.monotonic()))
 
 
 def row(shape: str, record: FaultRecord, commit: str) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class FaultRunner:
         """Runs one plan, and leaves the cluster whole."""
         place, record, began_s = self.place, FaultRecord(plan), time.monotonic()
         stopped = threading.Event()
-        waking = [threading.Thread(target=self._wake, args=(slot, fault, stopped)) for slot, fault in self._arm(plan)]
+        waking = [threading.Thread(target=self._wake, args=(*armed, stopped)) for armed in self._arm(plan)]
         for thread in waking:
             thread.start()
         try:
@@ -144,21 +144,21 @@ class FaultRunner:
         record.seconds = time.monotonic() - began_s
         return record
 
-    def _arm(self, plan: FaultPlan) -> list[tuple[int, DrawnFault]]:
+    def _arm(self, plan: FaultPlan) -> list[tuple[int, DrawnFault, int]]:
+        """Returns slot, fault and victim's process id of each that is armed; 0: the process that passes the point."""
         armed = []
         self.place.board.clear()
         for slot, fault in enumerate(plan.faults):
             pids = self.place.pids(fault.victim) if fault.victim else [0]
             if pids:
                 self.place.board.arm(slot, fault.point, fault.passing, fault.number, pids[0])
-                armed.append((slot, fault))
+                armed.append((slot, fault, pids[0]))
         return armed
 
-    def _wake(self, slot: int, fault: DrawnFault, over: threading.Event) -> None:
+    def _wake(self, slot: int, fault: DrawnFault, victim: int, over: threading.Event) -> None:
         """Lets a stopped process go on after its time."""
         if fault.number is not signal.SIGSTOP:
             return
-        victims = self.place.pids(fault.victim) if fault.victim else []
         while not over.wait(0.02):
             if (fired := self.place.board.fired(slot)) is not None:
                 break
@@ -168,9 +168,8 @@ class FaultRunner:
         if fired is None:
             return
         time.sleep(max(0.0, fired.at_s + fault.stop_s - time.monotonic()))
-        for pid in victims[:1] or [fired.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim or fired.pid, signal.SIGCONT)
 
     def _ask(self, questions: tuple[str, ...], salt: str) -> list[RequestHistory]:
         def ask(name: str) -> RequestHistory:
@@ -187,7 +186,8 @@ class FaultRunner:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _leaked_files(self) -> list[str]:
-        """Processes that have more files open than ever after a run before, by far: a few come with other peers."""
+        """Processes with far more files open than after the run behind which they had the fewest; a few come with other
+        peers."""
         now, wrong = self.place.open_files(), []
         for pid, count in now.items():
             before = self._files.get(pid, count)
