@@ -31,11 +31,9 @@ from pillion.kvstore.node import kv_node
 from pillion.net import in_process
 from pillion.simulator.machine import AttachPoint, Machine
 from pillion.simulator.network import Network, SimChannel, SimServer, use_network
+from pillion.simulator.redis_model import BEGIN_US
 from pillion.simulator.step_driver import VirtualStepLoop
 from pillion.simulator.virtual_loop import PROCESS
-
-# The time of day at 0 of the virtual clock.
-BEGIN_S = 1_700_000_000.0
 
 
 @contextlib.contextmanager
@@ -61,7 +59,7 @@ def installed(machine: Machine, network: Network, redis: Any, generations: list[
 
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", loop.time),
-        (time, "time", lambda: BEGIN_S + loop.time()),
+        (time, "time", lambda: BEGIN_US / 1e6 + loop.time()),
         (secrets, "randbits", chance.getrandbits),
         (secrets, "randbelow", chance.randrange),
         (secrets, "token_bytes", lambda size=32: chance.randbytes(size)),

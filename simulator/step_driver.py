@@ -6,12 +6,15 @@ It drives the production's :class:`pillion.engine.worker.step_cycle.StepCycle`; 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker.step_loop import StepLoop
+
+log = logging.getLogger("pillion.step")
 
 # How often a driver looks whether asyncio has read outcomes, where too many are unread.
 UNREAD_LOOK_S = 0.01
@@ -62,7 +65,9 @@ class VirtualStepLoop(StepLoop):
                     await self._follow(event)
                 self.in_step = False
                 idle = not self._cycle.busy
-        except Exception as error:  # noqa: BLE001  (as the thread does)
+        except Exception as error:
+            # As the thread does; a defect in a log is a finding.
+            log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
             for step in self._cycle.land():

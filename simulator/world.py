@@ -186,6 +186,10 @@ class World:
                 self.find(f"request {run.request.number} has not ended within {LONGEST_REQUEST_S:g} s")
             elif task.exception() is not None:
                 self.find(f"request {run.request.number}: {task.exception()!r}")
+        if not playing.done():
+            self.find(f"the faults are not over within {LONGEST_REQUEST_S:g} s")
+        elif (error := playing.exception()) is not None:
+            self.find(f"a fault could not be played: {error!r}")
         self.note("quiet")
         if not await self._until_ready():
             self.find("the cluster has not come back")
