@@ -139,7 +139,6 @@ class HashBackend:
         self.layout = layout_of(block_size)
         self.vocab_size = VOCAB_SIZE
         self.runs_ahead = runs_ahead
-        self.steps = 0
         self._costs = costs
         self._watch = watch
         self._found = found
@@ -185,7 +184,6 @@ class HashBackend:
 
     def finish(self, step: HashStep) -> Sampled:
         """Does what a step does; its memory is looked at once more, for it is used until now."""
-        self.steps += 1
         self._under_way.remove(step)
         self._watch(step.batch.num_tokens, *self._slots(step))
         per_slot = self.layout.block_size * 2

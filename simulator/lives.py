@@ -18,7 +18,6 @@ class Life:
         component: what the production start function returned.
         backend, costs: a worker's model, and what its steps take.
         stop: set to have it drain and exit.
-        deaths: how often it has ended.
         over: whether the supervisor has given it up.
     """
 
@@ -28,7 +27,6 @@ class Life:
     backend: HashBackend | None = None
     costs: StepCosts | None = None
     stop: asyncio.Event | None = None
-    deaths: int = 0
     over: bool = False
 
     @property

@@ -78,12 +78,11 @@ class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The loop. ``random`` decides the order; ``trace`` is called with each handle before it runs, if it is set."""
+    """The loop. ``random`` decides the order; ``after_event`` is called behind each event, if it is set."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.events = 0
-        self.trace: Callable[[Process, asyncio.Handle], None] | None = None
         self.after_event: Callable[[], None] | None = None
         self.failures: list[dict[str, Any]] = []
         self._now = 1000.0
@@ -297,8 +296,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if handle._cancelled:
             return
         self.events += 1
-        if self.trace is not None:
-            self.trace(process, handle)
         try:
             handle._context.run(handle._callback, *handle._args)
         except (KeyboardInterrupt, SystemExit, Stuck):

@@ -57,7 +57,6 @@ class Result:
     virtual_s: float = 0.0
     states: set[int] = field(default_factory=set)
     endings: list[str] = field(default_factory=list)
-    digest: int = 0
 
 
 class World:
@@ -162,7 +161,6 @@ class World:
             virtual_s=self.loop.time() - self.began_s,
             states=self.checker.states,
             endings=[run.ending for run in self.runs],
-            digest=hash((self.loop.events, self.network.sent, self.loop.time(), tuple(r.ending for r in self.runs))),
         )
 
     async def _main(self) -> None:
@@ -288,7 +286,6 @@ class World:
             life.over = True
             self.find(f"the supervisor gives up: {decision.reason}")
             return
-        life.deaths += 1
         self.loop.call_later(decision.delay_s, self.start, life.name, context=self.loop.outside.context)
 
     def _watch_fences(self, node: str) -> None:
