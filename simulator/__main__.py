@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
     parser.add_argument("--careful", action="store_true", help="check after every event")
     parser.add_argument(
-        "--shrink", action="store_true", help="look for the smallest schedule that fails as the seed does"
+        "--shrink", action="store_true", help="look for the smallest part of the seed's schedule that finds something"
     )
     parser.add_argument("--mutate", action="store_true", help="look for each of the defects made by hand")
     flags = parser.parse_args()

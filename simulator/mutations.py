@@ -1,4 +1,5 @@
-"""Defects made by hand, to see that the checks find them: each takes one rule out of the production code for a while.
+"""Defects made by hand, to see that the checks find them: each takes one rule out of the production code for a while,
+or out of the task that stands for a worker's step thread.
 
 A check that misses one of these would miss a real one like it. The names say what is left out.
 """
