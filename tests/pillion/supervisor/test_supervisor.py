@@ -152,9 +152,11 @@ async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same
     lines: list[str] = []
     child = (await Successor.start(waits.argv, waits.environ)).begin(lines.append)
     assert child is not None
-    gate.touch()
-    await until("it to begin", lambda: lines == ["hello from a"])
-    await child.stop(WITHIN_S)
+    try:
+        gate.touch()
+        await until("it to begin", lambda: lines == ["hello from a"])
+    finally:
+        await child.stop(WITHIN_S)
 
 
 async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
@@ -163,9 +165,11 @@ async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
     kept = dataclasses.replace(spec(folder, "a", program=program), standby=True)
     supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
     await supervisor.start()
-    await until("the notice", lambda: "a: the reason" in notices.lines)
-    assert "pillion: a has no standby, it ended:" in notices.lines
-    await supervisor.stop()
+    try:
+        await until("the notice", lambda: "a: the reason" in notices.lines)
+        assert "pillion: a has no standby, it ended:" in notices.lines
+    finally:
+        await supervisor.stop()
 
 
 async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
