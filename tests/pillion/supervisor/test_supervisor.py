@@ -131,7 +131,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
             os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
             await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
             assert supervisor.pid_of("a") == standby.pid
-        assert notices.lines.count("a: hello from a") == 3
+        await until("three lines", lambda: notices.lines.count("a: hello from a") == 3)
         # One that died in the meantime is no help, and no harm.
         [standby] = await until("a standby", lambda: waiting(children))
         standby.kill()
