@@ -26,6 +26,7 @@ from pillion.gateway.tokens.detokenizer import Spellings
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.net import rpc
 from pillion.net.in_process import SCHEME
@@ -153,7 +154,7 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
         grammars=nothing,
     )
     registry = Registry(REDIS_URL, shape.timeout_ms)
-    cluster = Cluster(name, registry, Index(REDIS_URL), shape.timeout_ms / 1000)
+    cluster = Cluster(name, registry, Index(REDIS_URL), shape.timeout_ms / 1000, SharedLoads(REDIS_URL))
     options = GatewayOptions(
         policy=parse_policy(shape.policy),
         chunk_tokens=shape.chunk_tokens,
