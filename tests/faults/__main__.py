@@ -22,6 +22,8 @@ SHAPES = ("small", "wide", "nodes")
 ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
 # A supervisor gives up where a component dies six times within a minute.
 MOST_DEATHS, DEATHS_WINDOW_S = 4, 60.0
+# How much of what was found wrong the ledger keeps; the whole text is printed.
+MAX_OUTCOME_CHARS = 200
 
 
 class Deaths:
@@ -50,7 +52,7 @@ def row(shape: str, record: FaultRecord, commit: str) -> dict[str, Any]:
         "faults": [fault.words for fault in record.plan.faults],
         "fired": record.fired,
         "questions": record.plan.questions,
-        "outcome": record.outcome,
+        "outcome": record.outcome[:MAX_OUTCOME_CHARS],
         "pause_s": round(record.pause_s, 2),
         "replays": record.replays,
         "seconds": round(record.seconds, 1),
