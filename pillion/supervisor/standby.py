@@ -106,6 +106,8 @@ class Successor:
         self._connection = connection
         self._output = output
         self._over = False
+        # It kills what the process leaves behind while the number of its group is still its own.
+        self._ended = asyncio.create_task(child.wait())
         self._reading = asyncio.create_task(self._read())
         # Not before the event loop has ceased to watch it: its number may belong to another file then.
         self._reading.add_done_callback(self._read_ended)
@@ -166,7 +168,8 @@ class Successor:
 
     def close(self) -> None:
         """Kills the process, which holds nothing. Idempotent."""
-        self._child.kill()
+        if self.running:
+            self._child.kill()
         self._end()
 
     def _read_ended(self, reading: asyncio.Task[bool]) -> None:
@@ -182,7 +185,7 @@ class Successor:
 
     async def wait(self) -> None:
         """Returns when the process has ended."""
-        await self._child.wait()
+        await asyncio.wait({self._ended})
 
 
 class _KeptOutput:

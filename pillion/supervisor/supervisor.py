@@ -26,7 +26,7 @@ from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
-from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess
 from pillion.supervisor.restarts import GiveUp, RestartPolicy
 from pillion.supervisor.standby import Successor
 
@@ -148,7 +148,8 @@ class Supervisor:
         waiting = [component.successor for component in self._components if component.successor]
         for successor in waiting:
             successor.close()
-        await asyncio.gather(*(successor.wait() for successor in waiting))
+        if ends := [asyncio.create_task(successor.wait()) for successor in waiting]:
+            await asyncio.wait(ends, timeout=KILL_TIMEOUT_S)
         for level in sorted({component.spec.level for component in self._components}, reverse=True):
             ending = [
                 (component.child, component.spec)
@@ -267,24 +268,29 @@ class Supervisor:
     async def _keep_standby(self, component: _SupervisedProcess) -> None:
         """Sees to it that the component has a standby whenever it has been ready for a while. One that dies while it
         waits is missed when it is needed, and replaced behind that."""
-        spec = component.spec
         while True:
             await component.ready.wait()
             await asyncio.sleep(self._standby_delay_s)
-            if component.successor is None and component.ready.is_set():
-                async with self._one_standby:
-                    try:
-                        component.successor = successor = await Successor.start(spec.argv, spec.environ)
-                    except OSError as error:
-                        self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
-                        continue
-                    waits = True
-                    with contextlib.suppress(TimeoutError):
-                        waits = await asyncio.wait_for(successor.ready(), self._start_timeout_s)
-                if not waits and component.successor is successor:
-                    self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
-                    for line in successor.output():
-                        self._notices.component(spec.component_id, line)
+            async with self._one_standby:
+                # The component may have died while it waited for its turn, and starts without one then.
+                if component.successor is None and component.ready.is_set():
+                    await self._start_standby(component)
+
+    async def _start_standby(self, component: _SupervisedProcess) -> None:
+        """Returns when the standby waits, cannot be started or has ended, or after the time for a start."""
+        spec = component.spec
+        try:
+            component.successor = successor = await Successor.start(spec.argv, spec.environ)
+        except OSError as error:
+            self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
+            return
+        waits = True
+        with contextlib.suppress(TimeoutError):
+            waits = await asyncio.wait_for(successor.ready(), self._start_timeout_s)
+        if not waits and component.successor is successor:
+            self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
+            for line in successor.output():
+                self._notices.component(spec.component_id, line)
 
     async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
         for component in self._components:

@@ -185,6 +185,18 @@ async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
     assert not (folder / "log").exists()
 
 
+async def test_a_standby_that_has_ended_gets_no_signal(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = spec(folder, "a", program="")
+    successor = await Successor.start(waits.argv, waits.environ)
+    await asyncio.wait_for(successor.wait(), WITHIN_S)
+    sent: list[int] = []
+    # Its number may be another process's by then.
+    monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append(pid))
+    successor.close()
+    assert successor.begin(print) is None
+    assert not sent
+
+
 async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
     needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
     supervisor = Supervisor([spec(folder, "a"), needy, free], RecordedNotices(), SlowFor("a"))
