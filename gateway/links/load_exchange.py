@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from pillion.errors import Unavailable
+from pillion.gateway.links.defects import Defects
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
 
 log = logging.getLogger("pillion.gateway")
@@ -84,6 +85,7 @@ class LoadExchange:
         self._told = False
         self._teller: asyncio.Task[None] | None = None
         self._answers = True
+        self._defects = Defects("the telling of this gateway's load")
 
     def start(self) -> None:
         """Begins to tell. Call once, on the event loop."""
@@ -159,10 +161,13 @@ class LoadExchange:
                 await self._tell_of(shared, names, whole)
             except Unavailable as error:
                 self._note_answer(error)
-                await asyncio.sleep(RETRY_S)
-                self._whole_at_s = now_s()
+            except Exception as error:  # noqa: BLE001  (without this task no gateway knows of this one's work)
+                self._defects.note(error)
             else:
                 self._note_answer(None)
+                continue
+            await asyncio.sleep(RETRY_S)
+            self._whole_at_s = now_s()
 
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
         if not names and not (whole and self._told):

@@ -86,7 +86,7 @@ class StepModel(NamedTuple):
 
 
 def _queue_wait_s(component: ComponentRecord, own_tokens: int, token_s: float) -> float:
-    """Seconds until a worker's queue is computed: what this gateway sent, or what the heartbeat reported less the time
+    """Seconds until a worker's queue is computed: what gateways sent, or what the heartbeat reported less the time
     since then, whichever is more."""
     fade_s = min(component.heartbeat_age_ms / 1000, MAX_REPORT_FADE_S)
     reported_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
@@ -165,7 +165,7 @@ class PrefillSide(NamedTuple):
     def of(
         cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float
     ) -> PrefillSide:
-        """``own_tokens``: what this gateway has sent and not got back."""
+        """``own_tokens``: what gateways have sent and not got back (ClusterSnapshot)."""
         most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = model.queued_token_s(step_tokens, model.step_s)
@@ -207,8 +207,8 @@ class Board(NamedTuple):
         own_tokens: Mapping[str, int],
         follower_tokens: float,
     ) -> Board:
-        """The board of a decode worker. ``mates``: all workers of the board, ``own_tokens``: what this gateway has sent
-        to each component and not got back."""
+        """The board of a decode worker. ``mates``: all workers of the board, ``own_tokens``: what gateways have sent to
+        each component and not got back."""
         own_share, prefill_share = component.core_share, 0.0
         idle_share, computing_share, computing_s = 1.0 - own_share, 0.0, 0.0
         # Workers that compute, which borrow in equal parts what is idle. A prompt of ours makes this one compute.
@@ -292,7 +292,7 @@ class DecodeSide(NamedTuple):
         followers_per_s: float = 0.0,
         board: Board | None = None,
     ) -> DecodeSide:
-        """``own_streams`` and ``own_tokens``: what this gateway has there, and prompt tokens of it to be computed.
+        """``own_streams`` and ``own_tokens``: what gateways have there, and prompt tokens of it to be computed.
         ``model`` is on the worker's own cores."""
         if board is not None:
             model = model.at_speed(board.speed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pillion.kvstore.index import redis_keys as keys
@@ -61,15 +62,16 @@ class SharedLoads:
         ones. Raises Unavailable when Redis does not answer in time, or refuses."""
         asked = [keys.load_of(name) for name in gateway_ids[:MAX_OTHER_GATEWAYS]]
         call = ScriptCall(asked, ["\n".join(component_ids)])
-        return await self._link.call("read_loads", call, _read, deadline_ms=READ_LOADS_DEADLINE_MS)
+        read = partial(_read, len(component_ids))
+        return await self._link.call("read_loads", call, read, deadline_ms=READ_LOADS_DEADLINE_MS)
 
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
         await self._link.aclose()
 
 
-def _read(raw: Any) -> list[UnderWay]:
-    try:
-        return list(map(UnderWay._make, _PACKED.iter_unpack(as_bytes(raw))))
-    except struct.error as error:
-        raise ValueError(str(error)) from None
+def _read(components: int, raw: Any) -> list[UnderWay]:
+    sums = as_bytes(raw)
+    if len(sums) != components * _PACKED.size:
+        raise ValueError(f"{len(sums)} bytes are not the loads of {components} components")
+    return list(map(UnderWay._make, _PACKED.iter_unpack(sums)))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index import shared_loads
-from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads
+from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
 
@@ -104,6 +105,32 @@ async def test_without_redis_a_gateway_knows_its_own_work(redis: RedisServer) ->
             assert await b.sees("decode-2", 1, 0), "what was told is still read"
 
 
+@pytest.mark.usefixtures("patient")
+async def test_an_answer_about_other_components_counts_as_none(redis: RedisServer) -> None:
+    async with gateways(redis, "a", "b") as (a, b):
+        b.load.add("decode-1", 1, 5)
+        await a.until_sees("decode-1", 1, 5)
+        a.load.add("decode-1", 1, 2)
+        # The script takes the second name for two.
+        amounts, tokens = await a.exchange.with_others(["decode-1", "decode\n2"])
+        assert (amounts["decode-1"], tokens["decode-1"]) == (1, 2)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_defect_does_not_end_the_telling(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell, calls = SharedLoads.tell, itertools.count()
+
+    async def fail_once(self: SharedLoads, name: str, loads: Mapping[str, UnderWay], *, whole: bool) -> None:
+        if not next(calls):
+            raise RuntimeError("a defect")
+        await tell(self, name, loads, whole=whole)
+
+    monkeypatch.setattr(SharedLoads, "tell", fail_once)
+    async with gateways(redis, "a", "b") as (a, b):
+        a.load.add("decode-1", 1, 5)
+        await b.until_sees("decode-1", 1, 5)
+
+
 async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
     async with gateways(redis, "a") as (a,):
         a.load.add("decode-1", 1, 5)
@@ -118,7 +145,7 @@ async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
 async def test_what_a_lost_gateway_had_is_forgotten(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 50)
     lost = SharedLoads(redis.url)
-    await lost.tell("b", {"decode-1": shared_loads.UnderWay(1, 9)}, whole=True)
+    await lost.tell("b", {"decode-1": UnderWay(1, 9)}, whole=True)
     async with gateways(redis, "a", "b") as (a, _):
         await a.until_sees("decode-1", 0, 0)
     await lost.aclose()
