@@ -34,6 +34,7 @@ from rich.table import Table
 from benchmarks.report import save, show_table
 from pillion import Client
 from pillion.errors import PillionError
+from pillion.loadgen.figures import percentile
 from testbed.cluster import ServedCluster, served
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import AT_START, POINTS
@@ -206,7 +207,7 @@ def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "faults": len(faults),
         "streams": len(pauses),
         "p50_s": round(statistics.median(pauses), 3),
-        "p99_s": round(pauses[min(len(pauses) - 1, int(len(pauses) * 0.99))], 3),
+        "p99_s": round(percentile(pauses, 99), 3),
         "max_s": round(pauses[-1], 3),
         "phases_s": phases,
     }
