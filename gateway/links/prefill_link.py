@@ -81,7 +81,8 @@ class PrefillLink:
         link."""
         while True:
             asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            # One that is known not to answer is waited for; one that never did must be known first.
+            # A worker that is known not to answer is waited for.
+            # One that is believed to answer has to prove it at once.
             call = self._health.Watch(asked, wait_for_ready=not self.alive)
             try:
                 async for reply in call:
