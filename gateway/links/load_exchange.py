@@ -164,7 +164,6 @@ class LoadExchange:
             except Exception as error:  # noqa: BLE001  (without this task no gateway knows of this one's work)
                 self._defects.note(error)
             else:
-                self._note_answer(None)
                 continue
             await asyncio.sleep(RETRY_S)
             self._whole_at_s = now_s()
@@ -172,10 +171,13 @@ class LoadExchange:
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
         if not names and not (whole and self._told):
             return
-        self._told = bool(names) or not whole
+        # Until Redis has answered, the others may read what was told before, or this.
+        self._told = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
             some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
             await shared.tell(self._gateway_id, some, whole=whole and not first)
+        self._told = bool(names) or not whole
+        self._note_answer(None)
 
     def _note_answer(self, error: Unavailable | None) -> None:
         """Logs only changes."""

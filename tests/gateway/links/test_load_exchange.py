@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
+from pillion.errors import Unavailable
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index import shared_loads
@@ -129,6 +130,26 @@ async def test_a_defect_does_not_end_the_telling(redis: RedisServer, monkeypatch
     async with gateways(redis, "a", "b") as (a, b):
         a.load.add("decode-1", 1, 5)
         await b.until_sees("decode-1", 1, 5)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_what_was_told_is_taken_back_behind_an_outage(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 600_000)
+    tell, errors = SharedLoads.tell, [Unavailable("away"), Unavailable("away")]
+
+    async def fail_twice(self: SharedLoads, name: str, loads: Mapping[str, UnderWay], *, whole: bool) -> None:
+        if errors:
+            raise errors.pop()
+        await tell(self, name, loads, whole=whole)
+
+    async with gateways(redis, "a", "b") as (a, b):
+        a.load.add("decode-1", 1, 5)
+        await b.until_sees("decode-1", 1, 5)
+        monkeypatch.setattr(SharedLoads, "tell", fail_twice)
+        a.load.add("decode-1", -1, -5)
+        await b.until_sees("decode-1", 0, 0)
 
 
 async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
