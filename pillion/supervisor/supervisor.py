@@ -77,13 +77,15 @@ class ProcessSpec:
 @dataclass(slots=True)
 class _SupervisedProcess:
     """``child`` is None before the first start and between a death and the next start; ``successor`` is the standby,
-    None while there is none. ``failed`` is why it could not start, in its own words."""
+    None while there is none. ``failed`` is why it could not start, in its own words; ``ended_behind`` is the component
+    behind whose death its process was killed."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
     successor: Successor | None = None
     failed: str = ""
+    ended_behind: str = ""
 
 
 class Supervisor:
@@ -191,7 +193,8 @@ class Supervisor:
                 ended = f"{name} {describe_exit(code)} before it was ready"
                 return self._fail(f"{name} cannot start: {component.failed}" if component.failed else ended)
             self._end_dependents(name)
-            if lost := self._lost_need(component.spec):
+            lost, component.ended_behind = component.ended_behind or self._lost_need(component.spec), ""
+            if lost:
                 # It could not go on, so nothing speaks against it.
                 self._notices.say(f"{name} {describe_exit(code)}; starting it again behind {lost}", "bold yellow")
                 continue
@@ -208,6 +211,8 @@ class Supervisor:
         only begin then."""
         for other in self._components:
             if name in other.spec.needs and other.child is not None:
+                # Its end may be noticed only when the other one is ready again.
+                other.ended_behind = name
                 other.child.kill()
 
     def _lost_need(self, spec: ProcessSpec) -> str:
