@@ -17,8 +17,10 @@ from triton.runtime import interpreter
 def replace_once() -> None:
     """Replaces the language's functions once for the life of this process, in which nothing can be compiled any more.
 
-    Launches then take CPU tensors alone.
+    Launches then take CPU tensors alone. A version of Triton whose interpreter has other parts stays as it is.
     """
+    if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "GridExecutor")):
+        return
     # The interpreter looks for these modules among the globals of a kernel.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
