@@ -186,8 +186,9 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     """Streams ``script`` behind the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
-    until the connection breaks, once. ``refusals``: errors for the next submits. ``gate``: closed, no stream moves.
-    ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a step of a stream takes.
+    until the connection breaks, once, or where it ``stays_broken`` before each token behind them. ``refusals``: errors
+    for the next submits. ``gate``: closed, no stream moves. ``silent``: keys of streams that say nothing any more.
+    ``pace_s``: seconds that a step of a stream takes.
     """
 
     def __init__(self, script: str) -> None:
@@ -204,6 +205,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.cancelled: list[int] = []
         self.connections = 0
         self.break_after: int | None = None
+        self.stays_broken = False
         # How many more times the connection breaks amid the scores of a prompt.
         self.breaks_amid_scores = 0
         self.scores_per_delta = 8
@@ -320,7 +322,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if self.break_after is not None:
                 self.break_after -= len(ids)
                 if self.break_after <= 0:
-                    self.break_after = None
+                    self.break_after = 0 if self.stays_broken else None
                     out.put_nowait(None)
                     return
             ended = [n for n, one in enumerate(ids) if one in submit.stop_token_ids]

@@ -132,7 +132,7 @@ async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_stream_that_fails_says_so_in_an_event() -> None:
     async with running_fake_cluster("a long answer", max_attempts=1) as fakes:
-        fakes.decode.break_after = 3
+        fakes.decode.break_after, fakes.decode.stays_broken = 3, True
         raw = await call(fakes.gateway.http_address, "/v1/completions", TEXT)
         assert raw.status == 200
         *_, last = raw.body.decode().strip().split("\n\n")
