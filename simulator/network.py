@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pillion.net.in_process import rpc_error
+from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.wire.errors import as_pillion_error
@@ -261,7 +261,7 @@ class SimCall:
         self._method = method
         self._connection: SimConnection | None = None
         self._served: ServedCall | None = None
-        self._replies = Inbox()
+        self._replies = WindowedInbox()
         self._connected = asyncio.Event()
         self._done = False
         self._error: BaseException | None = None
@@ -385,73 +385,30 @@ class SimCall:
             self._connection.calls.pop(self, None)
         self._connected.set()
         if self._served is not None:
-            self._served.requests.wake_writer()
-        self._replies.close(error)
+            self._served.requests.wake_sender()
+        self._replies.close(error, drop=isinstance(error, asyncio.CancelledError))
 
 
-class Inbox:
-    """One direction of a call at its receiver's: messages in order, then an end."""
+class WindowedInbox(Inbox):
+    """An inbox at the end of a simulated connection: messages are under way to it, and its sender waits for room."""
 
     def __init__(self) -> None:
-        self._messages: deque[Any] = deque()
+        super().__init__()
         self._under_way = 0
-        self._closed = False
-        self._error: BaseException | None = None
-        self._receiver: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
 
     async def room(self) -> None:
         """Returns when another message may be sent."""
         while not self._closed and self._under_way + len(self._messages) >= STREAM_WINDOW:
-            self._writer = asyncio.get_running_loop().create_future()
-            await self._writer
+            await self._taken()
 
     def sent(self) -> None:
         """A message is on its way."""
         self._under_way += 1
 
     def add(self, message: Any) -> None:
-        """A message has come."""
+        """A message has come from the connection."""
         self._under_way = max(0, self._under_way - 1)
-        if not self._closed:
-            self._messages.append(message)
-            _wake(self._receiver)
-
-    def close(self, error: BaseException | None = None) -> None:
-        """No message comes any more; the receiver gets ``error`` behind the last one. Only the first call counts."""
-        if not self._closed:
-            self._closed, self._error = True, error
-            if isinstance(error, asyncio.CancelledError):
-                self._messages.clear()
-            _wake(self._receiver)
-            self.wake_writer()
-
-    def wake_writer(self) -> None:
-        """Lets a writer look again."""
-        _wake(self._writer)
-
-    async def receive(self) -> Any:
-        """The next message; behind the last one EOF, or the error."""
-        while not self._messages:
-            if self._closed:
-                if self._error is not None:
-                    raise self._error
-                return grpc.aio.EOF
-            self._receiver = asyncio.get_running_loop().create_future()
-            await self._receiver
-        message = self._messages.popleft()
-        if self._writer is not None:
-            self.wake_writer()
-        return message
-
-    def __aiter__(self) -> Inbox:
-        return self
-
-    async def __anext__(self) -> Any:
-        message = await self.receive()
-        if message is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return message
+        super().add(message)
 
 
 class ServedCall:
@@ -460,7 +417,7 @@ class ServedCall:
     def __init__(
         self, call: SimCall, connection: SimConnection, method: str, metadata: Metadata, until_s: float | None
     ) -> None:
-        self.requests = Inbox()
+        self.requests = WindowedInbox()
         self._call = call
         self._connection = connection
         self._method = method
@@ -487,7 +444,7 @@ class ServedCall:
         """The caller has gone, or the connection is over."""
         self._cancelled = True
         self._connection.served.pop(self, None)
-        self.requests.close()
+        self.requests.close(drop=False)
         if self._task is not None:
             self._task.cancel()
 
@@ -637,11 +594,6 @@ def deadline_error() -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(
         grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
     )
-
-
-def _wake(waiting: asyncio.Future[None] | None) -> None:
-    if waiting is not None and not waiting.done():
-        waiting.set_result(None)
 
 
 _network: Network | None = None

@@ -17,7 +17,7 @@ import contextlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
@@ -177,8 +177,9 @@ class InProcessContext:
             callback(self)
 
 
-class _Pipe:
-    """One direction of a stream, for one sender and one receiver: sending waits until the message was received."""
+class Inbox:
+    """One direction of a stream at its receiver's: messages in order, then an end. It has one receiver, and one sender,
+    which may wait for what the receiver takes."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
@@ -187,19 +188,14 @@ class _Pipe:
         self._sender: asyncio.Future[None] | None = None
         self._receiver: asyncio.Future[None] | None = None
 
-    async def send(self, message: Any) -> None:
-        """Raises InvalidStateError where the pipe is closed, or closes before the message is received."""
+    def add(self, message: Any) -> None:
+        """A message has come. Behind the end it is dropped."""
         if not self._closed:
             self._messages.append(message)
             _wake(self._receiver)
-            while self._messages:
-                self._sender = asyncio.get_running_loop().create_future()
-                await self._sender
-            return
-        raise asyncio.InvalidStateError("the call has ended")
 
     async def receive(self) -> Any:
-        """The next message; EOF, or the error that the pipe was closed with, after the last one."""
+        """The next message; EOF, or the error that the stream was closed with, after the last one."""
         while not self._messages:
             if self._closed:
                 if self._error is not None:
@@ -208,18 +204,28 @@ class _Pipe:
             self._receiver = asyncio.get_running_loop().create_future()
             await self._receiver
         message = self._messages.popleft()
-        _wake(self._sender)
+        self.wake_sender()
         return message
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the stream for both sides; only the first call counts."""
+    def close(self, error: BaseException | None = None, *, drop: bool) -> None:
+        """Ends the stream for both sides; only the first call counts. ``drop``: what was not received is lost."""
         if not self._closed:
             self._closed, self._error = True, error
-            self._messages.clear()
-            _wake(self._sender)
+            if drop:
+                self._messages.clear()
+            self.wake_sender()
             _wake(self._receiver)
 
-    def __aiter__(self) -> _Pipe:
+    def wake_sender(self) -> None:
+        """Lets the sender look again."""
+        _wake(self._sender)
+
+    async def _taken(self) -> None:
+        """Returns when the receiver has taken a message, or the stream has ended."""
+        self._sender = asyncio.get_running_loop().create_future()
+        await self._sender
+
+    def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
@@ -227,6 +233,19 @@ class _Pipe:
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return message
+
+
+class _Pipe(Inbox):
+    """An inbox whose sender waits until each message was received."""
+
+    async def send(self, message: Any) -> None:
+        """Raises InvalidStateError where the pipe is closed, or closes before the message is received."""
+        if not self._closed:
+            self.add(message)
+            while self._messages:
+                await self._taken()
+            return
+        raise asyncio.InvalidStateError("the call has ended")
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:
@@ -270,8 +289,8 @@ class _Stream:
 
     def end(self, error: BaseException | None) -> None:
         """Ends both directions; the caller gets ``error`` behind the last reply."""
-        self._replies.close(error)
-        self._requests.close()
+        self._replies.close(error, drop=True)
+        self._requests.close(drop=True)
 
     async def run(
         self, handler: Any, method: str, request: Any, timeout_s: float | None, context: InProcessContext
