@@ -1,6 +1,9 @@
-"""Leaves out tests of whole clusters on machines with a GPU but without the packages that servers import."""
+"""What tests of GPU ranks share. On machines with a GPU but without the packages that servers import, tests of whole
+clusters are left out."""
 
 from __future__ import annotations
+
+import pytest
 
 from benchmarks.gpu.needs import missing_packages
 
@@ -11,3 +14,25 @@ collect_ignore = ["test_cluster.py"] if MISSING else []
 def pytest_report_header() -> str:
     """Reports at the beginning of a run that tests are left out."""
     return f"test_cluster.py is left out: it needs {', '.join(MISSING)}" if MISSING else ""
+
+
+# Imports are inside, because a test file has to import tests.support.gpu before the kernels.
+@pytest.fixture(scope="module")
+def team(own_cache):
+    """A team of two ranks, each a process."""
+    from tests.support.gpu_ranks import RankTeam
+
+    made = RankTeam(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prepared(own_cache, tmp_path_factory):
+    """A small prepared model in float32."""
+    from pillion.config import ModelFlags
+    from pillion.engine.checkpoints.prepare import prepare
+    from testbed.tiny_model import save_model
+
+    folder = save_model(tmp_path_factory.mktemp("model") / "model")
+    return prepare(ModelFlags(model=str(folder), dtype="float32"))

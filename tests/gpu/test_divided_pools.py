@@ -14,38 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from pillion.config import ModelFlags
 from pillion.engine.backends.gpu.pool_parts import parts_of
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import ModelConfig, load_config
 from pillion.engine.models.rank_split import RankSplit
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.shards import shares_of
-from testbed.tiny_model import save_model
 from tests.gpu.test_backend import close
 from tests.gpu.test_ranks import forked_answers
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import NATIVE
-from tests.support.gpu_ranks import RankTeam
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 # Heads' norms, of which each part has its own; and one KV head, which both shards have.
 INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases")
 SLOTS = 8
-
-
-@pytest.fixture(scope="module")
-def team(own_cache):
-    made = RankTeam(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def prepared(own_cache, tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model") / "model")
-    return prepare(ModelFlags(model=str(folder), dtype="float32"))
 
 
 def in_one_piece(pool: FakeDividedPool, layout) -> torch.Tensor:

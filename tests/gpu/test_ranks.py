@@ -32,19 +32,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 INTERPRETED = ("qwen3-qk-norm", "gemma2", "olmo2", "mixtral", "llama-mqa-biases")
 
 
-@pytest.fixture(scope="module")
-def team(own_cache):
-    made = RankTeam(2)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def prepared(own_cache, tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model") / "model")
-    return prepare(ModelFlags(model=str(folder), dtype="float32"))
-
-
 @pytest.mark.parametrize("family", FAMILIES if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """A chunk, and then a decode beside a chunk of another text, over one pool."""
