@@ -66,7 +66,7 @@ class VirtualStepLoop(StepLoop):
                 self.in_step = False
                 idle = not self._cycle.busy
         except Exception as error:
-            # As the thread does; a defect in a log is a finding.
+            # The production's step thread logs its defect, too. The checker takes such a line for a finding.
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:

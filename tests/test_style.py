@@ -14,7 +14,7 @@ PACKAGES = ("pillion", "gateway", "prefill_service", "decode_service", "engine",
 CHECKED = (*PACKAGES, "benchmarks", "testbed", "tests", "protos")
 MAX_FUNCTION_LINES = 70
 
-# Who may import whom: simulator -> services -> engine -> {kvstore, kernels} -> pillion.
+# For each package, those that it may import: simulator -> services -> engine -> {kvstore, kernels} -> pillion.
 MAY_IMPORT = {
     "pillion": set(),
     "kernels": {"pillion"},

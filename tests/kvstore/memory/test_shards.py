@@ -128,7 +128,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 async def test_a_pool_on_several_devices_gives_and_takes_whole_blocks(
     devices: list[Any], monkeypatch: pytest.MonkeyPatch, heads: int, ranks: int
 ) -> None:
-    """The same calls as of a pool in the host's memory, with the same bytes; each device has its heads of each slot."""
+    """A divided pool takes the calls that a pool in the host's memory takes, and gives the same bytes; each device has
+    its heads of each slot."""
     shards = Shards(6, heads, 48, shares_of(heads, ranks))
     monkeypatch.setattr(cuda_memory, "STAGE_BYTES", 2 * shards.block_bytes)
     segments = [DeviceSegment(device, SLOTS * shards.shard_bytes(at)) for at, device in enumerate(devices[:ranks])]

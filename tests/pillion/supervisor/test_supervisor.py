@@ -108,7 +108,7 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-# The same with a standby.
+# The component's program, which waits for its turn where it was started as a standby.
 STANDING_BY = (
     f"from pillion.supervisor.standby import Standby; by = Standby.of_process(); by and by.wait()\n{COMPONENT}"
 )
@@ -177,7 +177,7 @@ async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
     successor = await Successor.start(waits.argv, waits.environ)
     try:
         assert await asyncio.wait_for(successor.ready(), WITHIN_S)
-        # As the end of the supervisor does.
+        # A supervisor's end closes its side of the connection, too.
         successor._connection.close()
         await asyncio.wait_for(successor.wait(), WITHIN_S)
     finally:
