@@ -27,6 +27,7 @@ from rich.console import Console
 from benchmarks.report import save
 from benchmarks.traces import Mix, generate
 from pillion import Client
+from pillion.errors import Conflict
 from pillion.loadgen.load import LoadConfig
 from pillion.loadgen.report import tables
 from pillion.loadgen.run import BenchPlan, Server, opened, run_plan
@@ -102,8 +103,10 @@ def idle_complaints(cluster: ServedCluster) -> list[str]:
             try:
                 node, status = cluster.node_status(), client.status()
             except AssertionError as error:
-                found = [f"the KV node does not prove its integrity: {error}"]
+                found = [str(error)]
                 continue
+            except Conflict as error:
+                return [f"the KV node does not prove its integrity: {error.message}"]
             held = {
                 "active requests": status.active_requests,
                 "tickets": node.tickets,

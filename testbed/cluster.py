@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 from pillion import Client
-from pillion.errors import PillionError
+from pillion.errors import Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.standby import WAITING_NAME
@@ -84,28 +84,17 @@ class ServedCluster:
         return process.pid
 
     def node_status(self) -> NodeStatus:
-        """The KV node's status, after it proved its integrity."""
-
-        async def ask() -> NodeStatus:
-            path = next(self.folder.rglob("kvnode*.sock"), None)
-            assert path, "no KV node has a socket"
-            addresses = [f"unix:{found}" for found in path.parent.glob("*.sock") if "attach" not in found.name]
-            for address in addresses:
-                client = NodeClient(address, "test")
-                try:
-                    await client.check_integrity()
-                    return await client.status()
-                except PillionError:
-                    continue
-                finally:
-                    await client.aclose()
-            raise AssertionError(f"no KV node answers at {addresses}")
-
-        return asyncio.run(ask())
+        """The KV node's status, after it proved its integrity. Raises AssertionError while it does not answer,
+        and Conflict where it cannot prove its integrity."""
+        path = next(self.folder.rglob("kvnode*.sock"), None)
+        assert path, "no KV node has a socket"
+        status = asyncio.run(proven_status(f"unix:{path}"))
+        assert status is not None, f"no KV node answers at {path}"
+        return status
 
     def idle(self) -> bool:
         """Return whether nothing is pinned, reserved or waiting; leased slots are the decode worker's stock. The node
-        has proved its integrity. False while a node does not answer."""
+        has proved its integrity; where it cannot, this raises Conflict. False while it does not answer."""
         try:
             status = self.node_status()
         except AssertionError:
@@ -138,6 +127,21 @@ class ServedCluster:
         """Return living processes and files that an ended cluster should not have left."""
         processes = [" ".join(p.cmdline()) for p in self.ever_seen.values() if alive(p)]
         return processes + [str(path) for path in self.folder.rglob("*") if path != self.log]
+
+
+async def proven_status(address: str) -> NodeStatus | None:
+    """A KV node's status after it proved its integrity (I4); None where it does not answer. Raises Conflict where it
+    cannot prove it."""
+    client = NodeClient(address, "test")
+    try:
+        await client.check_integrity()
+        return await client.status()
+    except Conflict:
+        raise
+    except PillionError:
+        return None
+    finally:
+        await client.aclose()
 
 
 def alive(process: psutil.Process) -> bool:

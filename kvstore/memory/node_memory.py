@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from pillion.config import KVNodeFlags
-from pillion.errors import Conflict, Internal, InvalidRequest
+from pillion.errors import Conflict, InvalidRequest
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory.domain import AnySegment, Domain, open_domain
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
@@ -90,17 +90,17 @@ class NodeMemory:
             return await until_over(asyncio.to_thread(self.domain.segment, size_bytes, shard))
 
     def check_integrity(self) -> None:
-        """Raises Internal unless the segments are those of the pool's shards, and hold all slots."""
+        """Raises Conflict unless the segments are those of the pool's shards, and hold all slots."""
         if self.pool is None or self.shards is None:
             if self.pool is not None or self.shards is not None:
-                raise Internal("the pool has memory and no shape, or a shape and no memory")
+                raise Conflict("the pool has memory and no shape, or a shape and no memory")
             return
         shards = range(len(self.shards.shares))
         if len(self.segments) != len(shards) or len(self.domain.device_uuids) != len(shards):
-            raise Internal(f"{len(self.segments)} segments for a pool of {len(shards)} shards")
+            raise Conflict(f"{len(self.segments)} segments for a pool of {len(shards)} shards")
         for shard, segment in zip(shards, self.segments, strict=True):
             if segment.fileno() < 0 or segment.size_bytes < self.pool.num_slots * self.shards.shard_bytes(shard):
-                raise Internal(f"shard {shard} of the pool has no room for {self.pool.num_slots} slots")
+                raise Conflict(f"shard {shard} of the pool has no room for {self.pool.num_slots} slots")
 
     def close(self) -> None:
         """Gives up the node's hold on everything; workers keep the memory that they map. Idempotent."""

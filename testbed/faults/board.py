@@ -22,6 +22,9 @@ BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
 SLOTS = 2
 # 64-bit words of a slot.
 _POINT, _LEFT, _SIGNAL, _VICTIM, _FIRED_PID, _FIRED_NS, _WORDS = range(7)
+# Behind the slots each point has a word with the number of its passings.
+MAX_POINTS = 255
+_COUNTS = SLOTS * _WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class FaultBoard:
         self._path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            size = SLOTS * _WORDS * 8
+            size = (_COUNTS + MAX_POINTS + 1) * 8
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)
             self._words = memoryview(mmap.mmap(descriptor, size)).cast("q")
@@ -69,8 +72,13 @@ class FaultBoard:
         for slot in range(SLOTS):
             self._words[slot * _WORDS + _POINT] = 0
 
+    def passings(self, point: FaultPoint) -> int:
+        """About how often the processes of its role have passed a point since the board was cleared: two that pass it
+        in the same moment may count as one."""
+        return self._words[_COUNTS + point.number]
+
     def clear(self) -> None:
-        """No fault is armed, and none has happened."""
+        """No fault is armed, none has happened, and no passing is counted."""
         self.disarm()
         for word in range(len(self._words)):
             self._words[word] = 0
@@ -78,9 +86,10 @@ class FaultBoard:
     # The processes' side.
 
     def passes(self, number: int) -> None:
-        """This process passes a point. It costs two reads of memory where the point is not armed."""
+        """This process passes a point. It costs a few accesses to memory where the point is not armed."""
         words = self._words
-        for base in range(0, SLOTS * _WORDS, _WORDS):
+        words[_COUNTS + number] += 1
+        for base in range(0, _COUNTS, _WORDS):
             if words[base + _POINT] == number:
                 self._count(base, number)
 

@@ -1,63 +1,80 @@
 """`make faults RUNS=20 SEED=1 SHAPE=wide`: runs seeds on one cluster after the other, and adds them to the ledger.
 
-Each run is a line of JSON in ``ledger.jsonl`` beside this file: shape, seed, faults, questions, what came of it, the
-longest pause that a client saw, and the commit. The exit status is 1 where a run was not right.
+The exit status is 1 where a run was not right; the next seed has a new cluster then. ``--table`` counts the ledger's
+runs, and ``--survey`` counts how often the questions of a run pass each point, without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import itertools
 import pathlib
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
 
+from testbed.faults.points import POINTS
+from tests.faults import ledger
 from tests.faults.fault_runs import FaultRecord, FaultRunner, draw
 from tests.faults.places import FaultPlace, fault_place
 
-LEDGER = pathlib.Path(__file__).with_name("ledger.jsonl")
-SHAPES = ("small", "wide", "nodes")
-ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
 # A supervisor gives up where a component dies six times within a minute.
 MOST_DEATHS, DEATHS_WINDOW_S = 4, 60.0
-# How much of what was found wrong the ledger keeps; the whole text is printed.
-MAX_OUTCOME_CHARS = 200
 
 
 class Deaths:
-    """Counts which components die, and rests where so many did that they would look like some that cannot live."""
+    """Rests where faults ended so many components of a role that they would look like some that cannot live."""
 
-    def __init__(self, place: FaultPlace) -> None:
-        self._place = place
-        self._pids = {role: set(place.pids(role)) for role in ROLES}
-        self._at_s: dict[str, list[float]] = {role: [] for role in ROLES}
+    def __init__(self) -> None:
+        self._at_s: dict[str, list[float]] = {}
 
-    def rest(self) -> None:
-        """Called after each run."""
-        for role, before in self._pids.items():
-            now = set(self._place.pids(role))
-            self._at_s[role] += [time.monotonic()] * len(before - now)
-            self._pids[role] = now
-            if len(self._at_s[role]) >= MOST_DEATHS:
-                time.sleep(max(0.0, self._at_s[role][-MOST_DEATHS] + DEATHS_WINDOW_S - time.monotonic()))
+    def rest(self, record: FaultRecord) -> None:
+        """Called after each run. A process that only slept may have been killed for that."""
+        for fault, fired in zip(record.plan.faults, record.fired, strict=True):
+            if fired:
+                self._at_s.setdefault(fault.victim or fault.point.role, []).append(time.monotonic())
+        for at_s in self._at_s.values():
+            if len(at_s) >= MOST_DEATHS:
+                time.sleep(max(0.0, at_s[-MOST_DEATHS] + DEATHS_WINDOW_S - time.monotonic()))
 
 
-def row(shape: str, record: FaultRecord, commit: str) -> dict[str, Any]:
-    """The ledger's entry of a run."""
-    return {
-        "shape": shape,
-        "seed": record.plan.seed,
-        "faults": [fault.words for fault in record.plan.faults],
-        "fired": record.fired,
-        "questions": record.plan.questions,
-        "outcome": record.outcome[:MAX_OUTCOME_CHARS],
-        "pause_s": round(record.pause_s, 2),
-        "replays": record.replays,
-        "seconds": round(record.seconds, 1),
-        "commit": commit,
-    }
+def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
+    """Runs the seeds, each cluster until a run on it is not right."""
+    seeds = iter(range(args.seed, args.seed + args.runs))
+    for seed in seeds:
+        with fault_place(args.shape) as place:
+            runner, deaths = FaultRunner(place), Deaths()
+            for number in itertools.chain((seed,), seeds):
+                record = runner.run(draw(number, args.shape, one_fault=args.one_fault))
+                ledger.append(args.ledger, ledger.row(args.shape, record, commit))
+                yield record
+                if record.wrong:
+                    _keep_log(args.logs, f"{args.shape}-{number}.log", place)
+                    break
+                if place.restarts_counted:
+                    deaths.rest(record)
+
+
+def _keep_log(folder: pathlib.Path | None, name: str, place: FaultPlace) -> None:
+    log = place.log()
+    if folder is None:
+        sys.stderr.write(log[-20_000:])
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(log)
+
+
+def survey(shape: str, rounds: int, seed: int) -> None:
+    """Prints for each point how often the questions of a run pass it: the least and the most of some rounds."""
+    with fault_place(shape) as place:
+        runner, counts = FaultRunner(place), []
+        for number in range(seed, seed + rounds):
+            runner.run(draw(number, shape).undisturbed())
+            counts.append([place.board.passings(point) for point in POINTS])
+    for point, found in zip(POINTS, zip(*counts, strict=True), strict=True):
+        print(f"{min(found):6} {max(found):6}  {point.passed:14} {point.name}")
 
 
 def main() -> int:
@@ -65,24 +82,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="the first seed; the others follow it")
-    parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--shape", choices=ledger.SHAPES, default="wide")
     parser.add_argument("--one-fault", action="store_true", help="never draw a second fault")
-    parser.add_argument("--ledger", type=pathlib.Path, default=LEDGER)
+    parser.add_argument("--ledger", type=pathlib.Path, default=ledger.LEDGER)
+    parser.add_argument("--logs", type=pathlib.Path, help="folder for logs of clusters in which a run was not right")
+    parser.add_argument("--table", action="store_true", help="count the ledger's runs, run none")
+    parser.add_argument("--survey", action="store_true", help="count passings of points in undisturbed runs")
     args = parser.parse_args()
+    if args.table:
+        print(ledger.table(ledger.read(args.ledger)))
+        return 0
+    if args.survey:
+        survey(args.shape, args.runs, args.seed)
+        return 0
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     wrong = 0
-    with fault_place(args.shape) as place, args.ledger.open("a") as ledger:
-        runner, deaths = FaultRunner(place), Deaths(place)
-        for seed in range(args.seed, args.seed + args.runs):
-            record = runner.run(draw(seed, one_fault=args.one_fault))
-            entry = row(args.shape, record, commit.stdout.strip())
-            ledger.write(json.dumps(entry, ensure_ascii=False) + "\n")
-            ledger.flush()
-            print(f"{seed}: {'; '.join(entry['faults'])}: {record.outcome}, pause {record.pause_s:.2f} s", flush=True)
+    with contextlib.closing(run(args, commit.stdout.strip())) as records:
+        for record in records:
+            faults = "; ".join(fault.words for fault in record.plan.faults)
+            times = f"pause {record.pause_s:.2f} s, {record.seconds:.1f} s in all"
+            print(f"{record.plan.seed}: {faults}: {record.outcome}, {times}", flush=True)
             wrong += bool(record.wrong)
-            deaths.rest()
-        if wrong:
-            sys.stderr.write(place.log()[-20_000:])
     print(f"{args.runs} runs, {wrong} not right")
     return int(wrong > 0)
 

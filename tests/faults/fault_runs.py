@@ -15,24 +15,25 @@ import random
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from pillion import Client
-from testbed.faults.board import SLOTS
-from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, FaultPoint
+from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
 from tests.faults.histories import RequestHistory, complaints, read_history
-from tests.faults.places import FaultPlace
+from tests.faults.places import ROLES, FaultPlace
 from tests.faults.questions import QUESTIONS
 
 STREAMS = 6
+# The salt of the undisturbed answers.
+UNDISTURBED = "undisturbed"
 # Longest time of a run's requests. Whatever dies is back long before.
-REQUESTS_WITHIN_S = 240.0
-RESUME_TIMEOUT_S = 200.0
+REQUESTS_WITHIN_S = 150.0
+RESUME_TIMEOUT_S = 120.0
 SECOND_FAULT_SHARE = 0.3
 STOP_SHARE = 0.25
 # How long a stopped process stays stopped: shorter and longer than the time after which it is fenced.
 STOPS_S = (0.3, 3.0, 11.0)
-OTHERS = ("prefill", "decode", "kvnode", "gateway", "redis-server")
+SALTED_SHARE = 0.75
 OTHER_VICTIM_SHARE = 0.25
 
 
@@ -57,12 +58,17 @@ class DrawnFault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """What a seed draws: faults, questions by name, and whether each run asks under a salt of its own."""
+    """What a seed draws: faults, questions by name, and for each whether its prompt is new to the cluster (a salt of
+    the run's own) or was computed before."""
 
     seed: int
     faults: tuple[DrawnFault, ...]
     questions: tuple[str, ...]
-    salted: bool
+    salted: tuple[bool, ...]
+
+    def undisturbed(self) -> FaultPlan:
+        """The same without a fault."""
+        return replace(self, faults=())
 
 
 @dataclass(slots=True)
@@ -84,21 +90,35 @@ class FaultRecord:
         return "right" if all(self.fired) else "right, but not every point was reached"
 
 
-def draw(seed: int, *, one_fault: bool = False) -> FaultPlan:
-    """What a seed stands for."""
+def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
+    """What a seed stands for in a cluster of a shape."""
     chance = random.Random(seed)
-    count = 1 if one_fault else 1 + (chance.random() < SECOND_FAULT_SHARE)
-    faults = tuple(_fault(chance, second=bool(number)) for number in range(min(count, SLOTS)))
-    questions = tuple(chance.choice(tuple(QUESTIONS)) for _ in range(STREAMS))
-    return FaultPlan(seed, faults, questions, salted=chance.random() < 0.7)
+    points = [point for point in POINTS if point.passed_in(shape)]
+    faults = [_fault(chance, [point for point in points if point.passed != AT_START])]
+    if not one_fault and chance.random() < SECOND_FAULT_SHARE:
+        faults.append(_fault(chance, [point for point in points if _may_follow(point, faults[0])]))
+    asked = [(chance.choice(tuple(QUESTIONS)), chance.random() < SALTED_SHARE) for _ in range(STREAMS)]
+    # What is certain to pass some points: a long prompt that is new, and a stop string.
+    if any(fault.point.role == "prefill" or fault.point.passed == SELDOM for fault in faults):
+        asked[0] = "long prompt", True
+    if any(fault.point.what == "a cancel" for fault in faults):
+        asked[1] = "stop strings", True
+    questions, salted = zip(*asked, strict=True)
+    return FaultPlan(seed, tuple(faults), questions, salted)
 
 
-def _fault(chance: random.Random, *, second: bool) -> DrawnFault:
-    # A component starts only where something has died before.
-    points = [point for point in POINTS if second or point.passed != AT_START]
+def _may_follow(point: FaultPoint, first: DrawnFault) -> bool:
+    """A component starts only where it has died, or where the node died that it is attached to."""
+    if point.passed != AT_START:
+        return True
+    dead = first.victim or first.point.role
+    return first.number is signal.SIGKILL and (dead == point.role or dead == "kvnode")
+
+
+def _fault(chance: random.Random, points: list[FaultPoint]) -> DrawnFault:
     point = chance.choice(points)
     stops = chance.random() < STOP_SHARE
-    victim = chance.choice(OTHERS) if chance.random() < OTHER_VICTIM_SHARE else ""
+    victim = chance.choice(ROLES) if chance.random() < OTHER_VICTIM_SHARE else ""
     return DrawnFault(
         point,
         chance.randint(1, MOST_PASSINGS[point.passed]),
@@ -114,10 +134,9 @@ class FaultRunner:
     def __init__(self, place: FaultPlace) -> None:
         self.place = place
         self.expected: dict[str, RequestHistory] = {}
-        self._files: dict[int, int] = {}
         for name in QUESTIONS:
-            with Client(place.target) as client:
-                self.expected[name] = read_history(client, QUESTIONS[name], "undisturbed")
+            with place.client() as client:
+                self.expected[name] = read_history(client, QUESTIONS[name], UNDISTURBED)
             assert not self.expected[name].error, f"{name}: {self.expected[name].error}"
 
     def run(self, plan: FaultPlan) -> FaultRecord:
@@ -128,19 +147,18 @@ class FaultRunner:
         for thread in waking:
             thread.start()
         try:
-            salt = f"{plan.seed} {began_s}" if plan.salted else "undisturbed"
-            for question, history in zip(plan.questions, self._ask(plan.questions, salt), strict=True):
+            salts = [f"{plan.seed} {began_s}" if salted else UNDISTURBED for salted in plan.salted]
+            for question, history in zip(plan.questions, self._ask(plan.questions, salts), strict=True):
                 record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
                 record.pause_s = max(record.pause_s, history.pause_s)
                 record.replays = max(record.replays, history.replays)
         finally:
-            record.fired = [place.board.fired(slot) is not None for slot in range(len(plan.faults))]
             place.board.disarm()
+            record.fired = [place.board.fired(slot) is not None for slot in range(len(plan.faults))]
             stopped.set()
             for thread in waking:
                 thread.join()
         record.wrong += place.complaints()
-        record.wrong += self._leaked_files()
         record.seconds = time.monotonic() - began_s
         return record
 
@@ -171,28 +189,16 @@ class FaultRunner:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim or fired.pid, signal.SIGCONT)
 
-    def _ask(self, questions: tuple[str, ...], salt: str) -> list[RequestHistory]:
-        def ask(name: str) -> RequestHistory:
-            with Client(self.place.target, resume_timeout_s=RESUME_TIMEOUT_S) as client:
+    def _ask(self, questions: Sequence[str], salts: Sequence[str]) -> list[RequestHistory]:
+        def ask(name: str, salt: str) -> RequestHistory:
+            with self.place.client(RESUME_TIMEOUT_S) as client:
                 return read_history(client, QUESTIONS[name], salt)
 
         pool = concurrent.futures.ThreadPoolExecutor(len(questions))
         try:
-            asked = [pool.submit(ask, name) for name in questions]
+            asked = [pool.submit(ask, *one) for one in zip(questions, salts, strict=True)]
             concurrent.futures.wait(asked, REQUESTS_WITHIN_S)
             lost = RequestHistory(error=f"it had not ended after {REQUESTS_WITHIN_S:g} s")
             return [one.result() if one.done() else lost for one in asked]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _leaked_files(self) -> list[str]:
-        """Processes with far more files open than after the run behind which they had the fewest; a few come with other
-        peers."""
-        now, wrong = self.place.open_files(), []
-        for pid, count in now.items():
-            before = self._files.get(pid, count)
-            if count > 2 * before + 32:
-                wrong.append(f"process {pid} has {count} files open, after {before}")
-            self._files[pid] = min(before, count)
-        self._files = {pid: count for pid, count in self._files.items() if pid in now}
-        return wrong

@@ -11,105 +11,98 @@ import asyncio
 import contextlib
 import pathlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-import psutil
+from dataclasses import dataclass, field
 
 from pillion import Client
-from pillion.errors import PillionError
-from pillion.kvstore.client.node_client import NodeClient
-from pillion.types import ClusterStatus
-from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import alive, served
-from testbed.conditions import wait_for
+from pillion.errors import Conflict, PillionError
+from testbed.cluster import alive, proven_status, served
 from testbed.faults.board import FaultBoard, hook_environment
+from tests.faults import leftovers
 from tests.faults.questions import write_models
 from tests.support.drafts import guessing
 from tests.support.own_cache import model_cache
 from tests.support.two_nodes import hosts
 
-# The time that a whole cluster is given to be whole again.
-WHOLE_WITHIN_S = 180.0
-# Small prefill steps, so that a prompt has several; a pool in which a few requests have to take turns.
-FLAGS = (
-    *("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", "8MiB"),
-    *("--max-num-batched-prefill-tokens", "64", "--heartbeat-ms", "400"),
-)
+# The time that a whole cluster is given to be whole again, and how often that is looked at: each look costs the cores
+# that the components start on.
+WHOLE_WITHIN_S = 100.0
+LOOK_EVERY_S = 0.15
+ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
+# Of each process of two nodes.
+MAX_LOG_CHARS = 200_000
+# Small prefill steps, so that a prompt has several.
+STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--heartbeat-ms", "400", *STEPS)
 # Long enough for a machine whose cores other processes want, too.
 TIMEOUT = ("--heartbeat-timeout-ms", "8000")
+POOL = ("--kv-pool-bytes", "8MiB")
+# So small that requests take turns, and that blocks go to disk and come back.
+SMALL_POOL = ("--kv-pool-bytes", "3MiB")
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPlace:
-    """A running cluster. ``names`` are its components as the registry should list them."""
+    """A running cluster. ``targets`` are its gateways' addresses, ``names`` its components as the registry should list
+    them; ``restarts_counted`` says whether its supervisor gives up where one of them dies too often."""
 
-    target: str | list[str]
+    targets: tuple[str, ...]
     names: frozenset[str]
     board: FaultBoard
     pids: Callable[[str], list[int]]
     node_addresses: Callable[[], list[str]]
+    redis_socket: Callable[[], pathlib.Path]
     log: Callable[[], str]
+    restarts_counted: bool = True
+    # Sessions, workers and fetches that each idle node knows.
+    _holders: dict[str, int] = field(default_factory=dict)
+    _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
 
-    def whole(self) -> bool:
-        """Whether every component is there and nobody else is, none is fenced, and nobody has work."""
-        status = self._status()
-        if status is None or status.active_requests:
-            return False
-        if {one.component_id for one in status.components} != self.names:
-            return False
-        busy = any(one.running_requests or one.waiting_requests for one in status.components)
-        return not busy and not any(one.fenced_components for one in status.components)
+    def client(self, resume_timeout_s: float = 0.0) -> Client:
+        """A client of all gateways."""
+        return Client(list(self.targets), resume_timeout_s=resume_timeout_s)
 
     def complaints(self) -> list[str]:
-        """What has leaked, once all requests have ended and every component is back; waits for that."""
-        try:
-            wait_for("every component to be back and idle", self.whole, WHOLE_WITHIN_S)
-            wait_for("all slots back", lambda: not self.held(), WHOLE_WITHIN_S)
-        except AssertionError as error:
-            return [f"{error}; held: {self.held()}; known: {self._status()}"]
-        return []
-
-    def held(self) -> list[str]:
-        """What nodes hold though nobody works, after they have proved their integrity (I4)."""
-        wrong = []
-        for address in self.node_addresses():
+        """What is left once all requests have ended; waits until every component is back and nothing is left, for
+        WHOLE_WITHIN_S at most. What cannot go away is told at once."""
+        until_s = time.monotonic() + WHOLE_WITHIN_S
+        while True:
             try:
-                status = asyncio.run(proven_status(address))
+                wrong = self._left()
+            except Conflict as error:
+                return [f"no proof of integrity: {error.message}"]
+            if not wrong:
+                return self._growth.look({pid: role for role in ROLES for pid in self.pids(role)})
+            if time.monotonic() >= until_s:
+                return [f"after {WHOLE_WITHIN_S:g} s: {what}" for what in wrong]
+            time.sleep(LOOK_EVERY_S)
+
+    def _left(self) -> list[str]:
+        """What is left now. Raises Conflict where a node cannot prove its integrity."""
+        wrong = []
+        for target in self.targets:
+            try:
+                with Client(target) as client:
+                    status = client.status()
             except PillionError as error:
-                wrong.append(f"{address}: {error.message}")
-                continue
-            held = {
-                name: getattr(status, name)
-                for name in ("tickets", "pinned_blocks", "reserved_blocks", "waiting_tickets", "quarantined_blocks")
-                if getattr(status, name)
-            }
-            wrong += [f"{address}: {held}"] if held else []
-        return wrong
-
-    def open_files(self) -> dict[int, int]:
-        """How many files each process of a component has open, by its process id."""
-        found = {}
-        for role in ("gateway", "kvnode", "prefill", "decode"):
-            for pid in self.pids(role):
-                with contextlib.suppress(psutil.Error):
-                    found[pid] = psutil.Process(pid).num_fds()
-        return found
-
-    def _status(self) -> ClusterStatus | None:
-        with contextlib.suppress(PillionError), Client(self.target) as client:
-            return client.status()
-        return None
-
-
-async def proven_status(address: str) -> NodeStatus:
-    """A node's status after its integrity was proved. Raises PillionError."""
-    client = NodeClient(address, "faults")
-    try:
-        await client.check_integrity()
-        return await client.status()
-    finally:
-        await client.aclose()
+                return [f"the gateway at {target} does not answer: {error.message}"]
+            known = {one.component_id for one in status.components}
+            if known != self.names:
+                wrong.append(f"{sorted(self.names - known)} are missing, {sorted(known - self.names)} are too many")
+            if status.active_requests:
+                wrong.append(f"{status.active_requests} requests are under way at gateways")
+            wrong += leftovers.of_components(status.components)
+        if wrong:
+            return wrong
+        nodes = {}
+        for address in self.node_addresses():
+            node = asyncio.run(proven_status(address))
+            if node is None:
+                return [f"the node at {address} does not answer"]
+            nodes[node.node_id] = node
+            wrong += leftovers.of_node(node, self._holders)
+        return wrong or leftovers.of_redis(self.redis_socket(), self.names, nodes)
 
 
 @contextlib.contextmanager
@@ -132,6 +125,7 @@ def _one_node(
 ) -> Iterator[FaultPlace]:
     name, *lora = model
     flags, workers = (*FLAGS, *TIMEOUT, "--standby", *lora), 1
+    flags += SMALL_POOL if wide else POOL
     if wide:
         workers = 2
         flags += ("--prefill-workers", "2", "--decode-workers", "2", "--gateway-workers", "2")
@@ -139,11 +133,12 @@ def _one_node(
     names = {f"{role}-{number}" for role in ("prefill", "decode", "gateway") for number in range(workers)}
     with served(folder, name, *flags, environ=environ) as cluster:
         yield FaultPlace(
-            cluster.target,
+            (cluster.target,),
             frozenset(names | {"kvnode-0"}),
             board,
             lambda role: [process.pid for process in cluster.components(role) if alive(process)],
-            lambda: [f"unix:{next(cluster.folder.rglob('kvnode-0.sock'))}"],
+            lambda: [f"unix:{path}" for path in cluster.folder.rglob("kvnode-0.sock")],
+            lambda: next(cluster.folder.rglob("redis.sock"), cluster.folder),
             cluster.log.read_text,
         )
 
@@ -158,26 +153,22 @@ def _two_nodes(
     with hosts(folder, "--model", name, "--dtype", "float32", "--max-model-len", "2048") as cluster:
         cluster.environ.update(environ)
         for node in nodes:
-            cluster.node(node, "--kv-pool-bytes", "8MiB")
+            cluster.node(node, *POOL)
         workers = [cluster.worker("decode", node, *enabled) for node in nodes]
-        workers += [
-            cluster.worker("prefill", node, "--max-num-batched-prefill-tokens", "64", *enabled) for node in nodes
-        ]
+        # What it computes for the decode worker of the other node is fetched from its own.
+        workers.append(cluster.worker("prefill", nodes[0], "--max-num-batched-prefill-tokens", "64", *enabled))
         edge = ("--chunk-size", "64", *enabled, *modules)
         targets = [cluster.gateway(*edge, name=gateway) for gateway in gateways]
         for target, gateway in zip(targets, gateways, strict=True):
             cluster.sees(target, *workers, gateway=gateway)
         with cluster.supervised():
             yield FaultPlace(
-                targets,
+                tuple(targets),
                 frozenset({*workers, *gateways, *nodes}),
                 board,
-                lambda role: [one.pid for other, one in cluster.processes.items() if _role(other) == role],
+                cluster.pids,
                 lambda: [f"unix:{folder}/{node}.sock" for node in nodes],
-                cluster.logs,
+                lambda: cluster.redis.socket,
+                lambda: cluster.logs(MAX_LOG_CHARS),
+                restarts_counted=False,
             )
-
-
-def _role(name: str) -> str:
-    word = name.partition("-")[0]
-    return "kvnode" if word == "kv" else word

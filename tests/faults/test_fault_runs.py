@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from testbed.cluster import READY_TIMEOUT_S
 from testbed.faults.points import POINTS
-from tests.faults.fault_runs import FaultRunner, draw
-from tests.faults.places import fault_place
+from tests.faults.fault_runs import REQUESTS_WITHIN_S, FaultRunner, draw
+from tests.faults.places import WHOLE_WITHIN_S, fault_place
 
 # One seed for each: a decode worker, a prefill worker and a KV node that are killed, and one that only slept.
 SEEDS = (5, 12, 15, 16)
@@ -27,11 +28,16 @@ def runner() -> Iterator[FaultRunner]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
     for _ in range(MAX_RUNS):
-        record = runner.run(draw(seed, one_fault=True))
+        record = runner.run(draw(seed, "small", one_fault=True))
         assert record.wrong == []
         if all(record.fired):
             return
     pytest.fail(f"no process came to its point in {MAX_RUNS} runs")
+
+
+def test_what_a_run_waits_for_ends_before_pytest_does(request: pytest.FixtureRequest) -> None:
+    run_s = REQUESTS_WITHIN_S + WHOLE_WITHIN_S
+    assert READY_TIMEOUT_S + run_s < float(request.config.getini("timeout"))
 
 
 def test_every_point_is_a_seam_of_the_product() -> None:

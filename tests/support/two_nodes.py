@@ -13,29 +13,33 @@ from collections.abc import Iterator
 
 from pillion import Client
 from pillion.errors import PillionError
-from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import READY_TIMEOUT_S, free_port
+from testbed.cluster import READY_TIMEOUT_S, free_port, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
-from testbed.redis import running_redis
+from testbed.redis import RedisServer, running_redis
+
+# The end of each process's log that is shown.
+MAX_LOG_CHARS = 3000
 
 
 class Hosts:
-    """Real processes by name. Files and logs lie under ``folder``, which must be short: Unix sockets are in it.
+    """Real processes by name, and their ``redis``. Files and logs lie under ``folder``, which must be short: Unix
+    sockets are in it.
 
     ``caches``: the model cache of a node's machine, by the node's name, where it is not that of this process. Its
     workers share it. ``environ`` is added to the environment of all processes.
     """
 
-    def __init__(self, folder: pathlib.Path, redis_url: str, model: tuple[str, ...]) -> None:
+    def __init__(self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...]) -> None:
         self.folder = folder
+        self.redis = redis
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._common = ("--redis-url", redis_url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
+        self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
         self._model = model
 
     def node(self, node_id: str, *flags: str) -> None:
@@ -61,7 +65,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def supervised(self) -> Iterator[None]:
-        """Start every process that ends again, as a supervisor does, until the block ends."""
+        """Start every process that ends again, Redis too, as a supervisor does, until the block ends."""
         over = threading.Event()
 
         def supervise() -> None:
@@ -70,6 +74,8 @@ class Hosts:
                     if process.poll() is not None:
                         command, machine = self._commands[name]
                         self._start(name, *command, machine=machine)
+                if self.redis.process is not None and self.redis.process.poll() is not None:
+                    self.redis.start()
 
         supervisor = threading.Thread(target=supervise, daemon=True)
         supervisor.start()
@@ -108,6 +114,12 @@ class Hosts:
         status = self.node_status(node_id)
         return not (status.tickets or status.pinned_blocks or status.reserved_blocks or status.waiting_tickets)
 
+    def pids(self, role: str) -> list[int]:
+        """The processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
+        if role == "redis-server":
+            return [self.redis.process.pid] if self.redis.process is not None else []
+        return [one.pid for name, one in self.processes.items() if self._commands[name][0][0] == role]
+
     def stop(self, name: str, *, kill: bool = False) -> None:
         """End a process as a supervisor does, or at once."""
         process = self.processes.pop(name)
@@ -119,9 +131,9 @@ class Hosts:
         for name in reversed(tuple(self.processes)):
             self.stop(name)
 
-    def logs(self) -> str:
-        """The ends of all processes' logs."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+    def logs(self, chars: int = MAX_LOG_CHARS) -> str:
+        """The last ``chars`` of each process's log."""
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-chars:]}" for path in sorted(self.folder.glob("*.log")))
 
     def _start(self, name: str, *command: str, machine: str = "") -> None:
         self._commands[name] = command, machine
@@ -148,18 +160,7 @@ class Hosts:
 
     def _ask(self, node_id: str) -> NodeStatus | None:
         assert self.processes[node_id].poll() is None, f"{node_id} ended:\n{self._log(node_id).read_text()}"
-
-        async def ask() -> NodeStatus | None:
-            client = NodeClient(self._address(node_id), "test")
-            try:
-                with contextlib.suppress(PillionError):
-                    await client.check_integrity()
-                    return await client.status()
-                return None
-            finally:
-                await client.aclose()
-
-        return asyncio.run(ask())
+        return asyncio.run(proven_status(self._address(node_id)))
 
     def _status(self, target: str) -> ClusterStatus | None:
         with contextlib.suppress(PillionError), Client(target) as client:
@@ -171,7 +172,7 @@ class Hosts:
 def hosts(folder: pathlib.Path, *model: str) -> Iterator[Hosts]:
     """Redis alone at first; ``model`` are the flags that all of its parts share. Ends every process."""
     with running_redis() as redis:
-        running = Hosts(folder, redis.url, model)
+        running = Hosts(folder, redis, model)
         try:
             yield running
         except BaseException:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Internal
+from pillion.errors import ConfigError, Conflict
 from pillion.kvstore.client.attachment import Attachment, Region, attach, share_region
 from pillion.kvstore.ledger.records import slots_of
 from pillion.kvstore.memory import cuda_driver, cuda_memory
@@ -124,7 +124,7 @@ async def test_another_process_of_a_worker_maps_the_same_shards(short_folder: st
         other.close()
         worker.close()
         node._memory.segments.pop().close()
-        with pytest.raises(Internal, match="1 segments for a pool of 2 shards"):
+        with pytest.raises(Conflict, match="1 segments for a pool of 2 shards"):
             node.check_integrity()
     finally:
         await node.stop(0.1)

@@ -1,0 +1,117 @@
+"""What a cluster has left when all requests have ended: the part of the checker that looks at the components.
+
+Nothing may be left of a request, whoever died: no slot, ticket, pin, hold, stream, seat, entry in the index or key in
+Redis, and neither files nor memory that grow from run to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Collection, Iterator
+
+import psutil
+import redis
+
+from pillion.kvstore.index import redis_keys as keys
+from pillion.types import ComponentStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
+
+# What a node holds for requests and workers. Without a stream a worker gives its stock of slots back, too.
+HELD = (
+    *("tickets", "waiting_tickets", "pinned_blocks", "reserved_blocks"),
+    *("leased_blocks", "quarantined_blocks", "late_blocks", "fenced_components"),
+)
+# What a component does for requests.
+BUSY = ("running_requests", "waiting_requests", "waiting_tokens", "queued_tokens")
+# How much more a process may have open or in private memory than behind the run after which it had the least.
+MORE_FILES = 32
+MORE_MEMORY_BYTES = 128 * 2**20
+_OF_REGISTRY = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
+
+
+def of_components(components: tuple[ComponentStatus, ...]) -> list[str]:
+    """What components still do, by their last heartbeats."""
+    wrong = []
+    for one in components:
+        busy = {name: getattr(one, name) for name in BUSY if getattr(one, name)}
+        wrong += [f"{one.component_id} still has {busy}"] if busy else []
+    return wrong
+
+
+def of_node(status: NodeStatus, holders: dict[str, int]) -> list[str]:
+    """What a node still holds. ``holders``: of each node when it was idle before; one that is new there is added."""
+    held = {name: getattr(status, name) for name in HELD if getattr(status, name)}
+    if held:
+        return [f"{status.node_id} still holds {held}"]
+    before = holders.setdefault(status.node_id, status.holders)
+    return [f"{status.node_id} knows {status.holders} holders, it knew {before}"] if status.holders != before else []
+
+
+def of_redis(socket: pathlib.Path, names: Collection[str], nodes: dict[str, NodeStatus]) -> list[str]:
+    """What Redis still has: components by name, keys of gateways, and entries of living nodes in the index."""
+    try:
+        with redis.Redis(unix_socket_path=str(socket)) as client:
+            return [*_of_registry(client, names, nodes), *_of_keys(client), *_of_index(client, nodes)]
+    except redis.RedisError as error:
+        return [f"Redis does not answer: {error}"]
+
+
+def _of_registry(client: redis.Redis, names: Collection[str], nodes: dict[str, NodeStatus]) -> Iterator[str]:
+    for key, found, wanted in (
+        (keys.EXPIRY, client.zrange(keys.EXPIRY, 0, -1), names),
+        (keys.COMPONENTS, client.hkeys(keys.COMPONENTS), {*names, ""}),
+        (keys.NODES, client.hkeys(keys.NODES), nodes.keys()),
+    ):
+        have = {name.decode() for name in found}
+        if have != set(wanted):
+            yield f"{key.decode()} has {sorted(have)}, not {sorted(wanted)}"
+
+
+def _of_keys(client: redis.Redis) -> Iterator[str]:
+    """A gateway's key of what it has under way vanishes when that is nothing; those of tenants' quotas are nobody's."""
+    for key in client.scan_iter(count=1000):
+        if key not in _OF_REGISTRY and not key.startswith((b"pillion:b:", b"pillion:g:")):
+            yield f"the key {key.decode()} is left"
+
+
+def _of_index(client: redis.Redis, nodes: dict[str, NodeStatus]) -> Iterator[str]:
+    """Entries of a living node: one for each block that it has in its pool or below it, once it has announced all."""
+    entries = dict.fromkeys(nodes, 0)
+    node_of = {(client.hget(keys.NODES, name) or b"")[: keys.ENTRY_BYTES]: name for name in nodes}
+    for bucket in client.scan_iter("pillion:b:*", count=1000):
+        for value in client.hvals(bucket):
+            for at in range(0, len(value), keys.ENTRY_BYTES):
+                name = node_of.get(value[at : at + keys.ENTRY_BYTES])
+                if name is not None:
+                    entries[name] += 1
+    for name, status in nodes.items():
+        lower = status.disk_blocks + status.host_blocks
+        if not max(status.committed_blocks, lower) <= entries[name] <= status.committed_blocks + lower:
+            have = f"{status.committed_blocks} blocks and {lower} below its pool"
+            yield f"the index names {entries[name]} blocks of {name}, which has {have}"
+
+
+class ProcessGrowth:
+    """Files and private memory of processes, compared with the least that each had behind an earlier run."""
+
+    def __init__(self) -> None:
+        self._least: dict[int, tuple[int, int]] = {}
+
+    def look(self, pids: dict[int, str]) -> list[str]:
+        """Which of the processes, whose roles are given, have grown."""
+        wrong, least = [], {}
+        for pid, role in pids.items():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                files, memory = process.num_fds(), process.memory_info()
+                # The pool and weights are shared memory.
+                private = memory.rss - getattr(memory, "shared", 0)
+                fewest, lowest = self._least.get(pid, (files, private))
+                if files > fewest + MORE_FILES:
+                    wrong.append(f"{role} {pid} has {files} files open, after {fewest}")
+                if private > lowest + MORE_MEMORY_BYTES:
+                    wrong.append(f"{role} {pid} has {private >> 20} MiB of memory, after {lowest >> 20}")
+                least[pid] = min(files, fewest), min(private, lowest)
+        self._least = least
+        return wrong

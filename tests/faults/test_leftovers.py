@@ -1,0 +1,86 @@
+"""The checker of runs with faults finds what is left on purpose."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pillion.config import KVNodeFlags
+from pillion.errors import Conflict
+from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.types import ComponentStatus
+from pillion.v1.kvnode_pb2 import NodeStatus
+from testbed.cluster import proven_status
+from testbed.redis import RedisServer, running_redis
+from tests.faults import leftovers
+from tests.support.redis_nodes import Chain, fake_nodes
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+async def test_a_node_that_contradicts_itself_is_told() -> None:
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        flags = KVNodeFlags(node_listen=f"unix:{folder}/n.sock", attach_socket=f"{folder}/a.sock", kv_pool_bytes=2**20)
+        node = await start_kvnode(flags)
+        try:
+            assert await proven_status(node.address) is not None
+            node.pool.ledger.free.append(7)
+            with pytest.raises(Conflict, match="slot 7"):
+                await proven_status(node.address)
+        finally:
+            await node.stop(0.0)
+        assert await proven_status(node.address) is None
+
+
+def test_what_a_node_or_a_component_still_holds_is_found() -> None:
+    holders = {"a": 3}
+    assert leftovers.of_node(NodeStatus(node_id="a", holders=3, committed_blocks=5), holders) == []
+    for held in leftovers.HELD:
+        value = ["decode-0"] if held == "fenced_components" else 1
+        assert held in "".join(leftovers.of_node(NodeStatus(node_id="a", holders=3, **{held: value}), holders))
+    assert leftovers.of_node(NodeStatus(node_id="a", holders=4), holders) == ["a knows 4 holders, it knew 3"]
+    idle = ComponentStatus(component_id="decode-0", role="decode")
+    assert leftovers.of_components((idle,)) == []
+    for busy in leftovers.BUSY:
+        assert busy in "".join(leftovers.of_components((replace(idle, **{busy: 2}),)))
+
+
+async def test_what_is_left_in_redis_is_found(redis: RedisServer) -> None:
+    node, dead = await fake_nodes(redis.url, "a", "b")
+    try:
+        await node.has(Chain(range(5)))
+        await dead.has(Chain(range(9)))
+        await dead.registry.leave("b")
+        has_five = {"a": NodeStatus(node_id="a", committed_blocks=3, disk_blocks=2)}
+        assert leftovers.of_redis(redis.socket, ["a"], has_five) == []
+        (four,) = leftovers.of_redis(redis.socket, ["a"], {"a": NodeStatus(node_id="a", committed_blocks=4)})
+        assert "names 5 blocks of a" in four
+        assert "['a'], not ['a', 'decode-0']" in leftovers.of_redis(redis.socket, ["a", "decode-0"], has_five)[0]
+        redis.command("SET", "pillion:{load}:gateway-0", "x")
+        assert leftovers.of_redis(redis.socket, ["a"], has_five) == ["the key pillion:{load}:gateway-0 is left"]
+    finally:
+        await node.aclose()
+        await dead.aclose()
+    assert "does not answer" in leftovers.of_redis(pathlib.Path("/nowhere"), [], {})[0]
+
+
+def test_files_that_a_process_keeps_open_are_found() -> None:
+    growth, own = leftovers.ProcessGrowth(), {os.getpid(): "test"}
+    assert growth.look(own) == []
+    with tempfile.TemporaryDirectory() as folder:
+        files = [open(f"{folder}/{number}", "wb") for number in range(leftovers.MORE_FILES + 1)]  # noqa: SIM115
+        try:
+            assert "files open" in growth.look(own)[0]
+        finally:
+            for file in files:
+                file.close()
+    assert growth.look(own) == []
