@@ -18,7 +18,7 @@ from pillion import Client
 from pillion.errors import Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.standby import WAITING_NAME
+from pillion.supervisor.standby import STANDBY_VARIABLE, WAITING_NAME
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
@@ -58,9 +58,10 @@ class ServedCluster:
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                words = process.cmdline()
+                # Redis shows one word with spaces in it.
+                words = " ".join(process.cmdline()).split()
                 named = any(pathlib.Path(word).name == role for word in words[:5])
-                if named and process.pid != self.process.pid and process.name() != WAITING_NAME:
+                if named and process.pid != self.process.pid and not stands_by(process):
                     found.append(process)
         return found
 
@@ -142,6 +143,13 @@ async def proven_status(address: str) -> NodeStatus | None:
         return None
     finally:
         await client.aclose()
+
+
+def stands_by(process: psutil.Process) -> bool:
+    """Whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just now."""
+    if process.name() == WAITING_NAME:
+        return True
+    return STANDBY_VARIABLE in process.environ() and not any(one.laddr for one in process.net_connections("unix"))
 
 
 def alive(process: psutil.Process) -> bool:

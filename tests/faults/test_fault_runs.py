@@ -10,7 +10,7 @@ import pytest
 from testbed.cluster import READY_TIMEOUT_S
 from testbed.faults.points import POINTS
 from tests.faults.fault_runs import REQUESTS_WITHIN_S, FaultRunner, draw
-from tests.faults.places import WHOLE_WITHIN_S, fault_place
+from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
 # One seed for each: a decode worker, a prefill worker and a KV node that are killed, and one that only slept.
 SEEDS = (5, 12, 15, 16)
@@ -33,6 +33,12 @@ def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
         if all(record.fired):
             return
     pytest.fail(f"no process came to its point in {MAX_RUNS} runs")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("role", ROLES)
+def test_every_role_has_a_process_that_a_fault_can_reach(runner: FaultRunner, role: str) -> None:
+    assert len(runner.place.pids(role)) >= 1
 
 
 def test_what_a_run_waits_for_ends_before_pytest_does(request: pytest.FixtureRequest) -> None:
