@@ -13,6 +13,7 @@ formats/            how models write reasoning and calls of tools, and how both 
 batches/            files of requests that run in the background
 grammars/           the shape that an answer must have, as one grammar
 planning/           which workers serve a request, and where its prompt is split
+scaling/            how many workers are wanted for the objectives
 request/            the life of one request: state machine, calls to components, replays
 links/              connections to the registry, KV nodes, prefill and decode workers
 

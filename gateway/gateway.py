@@ -54,6 +54,7 @@ from pillion.gateway.request.request_telemetry import (
     count_refused,
     describe_span,
     end_refused_span,
+    forecast_readings,
     readings,
 )
 from pillion.gateway.request.runner import Generation
@@ -72,6 +73,7 @@ from pillion.gateway.request.validation import (
     tools_bytes,
     weight,
 )
+from pillion.gateway.scaling.worker_needs import GivenAnswer
 from pillion.gateway.tokens.answer_text import AnswerText, ReadAnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
@@ -159,6 +161,7 @@ class Gateway:
         self.meters.watch(
             lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
         )
+        self.meters.watch(lambda: forecast_readings(cluster.forecaster.forecasts))
         # Running requests by the name of their adapter.
         self._running_adapters: Counter[str] = Counter()
         if adapters is not None:
@@ -221,10 +224,11 @@ class Gateway:
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
-            field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
-            permit = self.admission.enter(tenant, _generated(request.sampling), field)
+            permit = self._enter(request, model, tenant)
             # After the bounds, so that a request that they refuse counts for no quota.
             self.quotas.take_request(tenant, arrived)
+            if not tenant.background:
+                self.cluster.forecaster.arrived(model.limits.name)
             with telemetry.child("tokenize", span) as tokenizing:
                 prompt, text = await self._tokenize(request, model, tenant)
                 tokenizing.set_attribute("pillion.prompt_tokens", len(prompt))
@@ -248,6 +252,17 @@ class Gateway:
                 # What is refused in the background comes again by itself: no client is turned away.
                 count_refused(self.meters, error)
             end_refused_span(span, error)
+            raise
+
+    def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
+        """Admits a request. Raises as Admission.enter does; one that the gateway's own bounds refuse has arrived, too,
+        and counts for the workers that are wanted."""
+        field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
+        try:
+            return self.admission.enter(tenant, _generated(request.sampling), field)
+        except Overloaded as error:
+            if not tenant.background and all("/" not in quota.subject for quota in error.quotas):
+                self.cluster.forecaster.arrived(model.limits.name)
             raise
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
@@ -613,6 +628,7 @@ class Gateway:
             self.quotas.spend(permit.tenant, spent, time.monotonic())
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
+            self.cluster.forecaster.answered(job.model, GivenAnswer(len(job.prompt), generated, permit.answers))
             if job.adapter:
                 self._running_adapters[name] -= 1
 

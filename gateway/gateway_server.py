@@ -40,6 +40,8 @@ from pillion.gateway.links.defects import Defects
 from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
+from pillion.gateway.scaling.forecaster import WorkerForecaster
+from pillion.gateway.scaling.objectives import parse_objectives
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.index.index import Index
@@ -160,6 +162,7 @@ class GatewayServer:
                 prompt_tokens=totals.prompt_tokens,
                 cached_tokens=totals.cached_tokens,
                 completion_tokens=totals.completion_tokens,
+                arrivals=self.cluster.forecaster.arrivals(),
             )
             taken = not self._registry.refusal
             try:
@@ -185,6 +188,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         ConfigError: flags or models that cannot work, or a port that is taken.
     """
     policy = parse_policy(flags.split_policy)
+    forecaster = WorkerForecaster(parse_objectives(flags.slo, flags.attainment, flags.worker_start_s))
     if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
@@ -199,7 +203,7 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
-    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads)
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster)
     options = GatewayOptions(
         policy=policy,
         # No span is longer than the longest prompt: that is one chunk.

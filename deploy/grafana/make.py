@@ -67,6 +67,11 @@ def mean(metric: str, where: str) -> str:
     return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
 
 
+def _largest(by: str, metric: str) -> str:
+    """Return a gauge of the forecast, which all gateways make: the largest one, of all chosen models together."""
+    return f"sum by ({by}) (max by (gen_ai_request_model, {by}) ({metric}{{{MODEL}}}))"
+
+
 def _service() -> Dashboard:
     sources = "pillion_prompt_tokens_total"
     share = f"{rate_by(sources, 'source', MODEL)} / ignoring (source) group_left () sum({rate(sources, MODEL)})"
@@ -146,6 +151,31 @@ def _service() -> Dashboard:
             "Lines of batches: how many end or are sent again, and how many run or are queued.",
         ),
     )
+    wanted = (
+        Panel(
+            "Workers",
+            "short",
+            (
+                Query(_largest("role", "pillion_forecast_workers"), "{{role}}, wanted"),
+                Query(_largest("role", "pillion_forecast_load"), "{{role}}, kept busy then"),
+                Query('count by (role) (pillion_build_info{role=~"prefill|decode"})', "{{role}}, there"),
+            ),
+            "How many are wanted for the objectives (--slo), how many of them will be busy on the average, and how many"
+            " there are.",
+        ),
+        Panel(
+            "Arrivals",
+            "reqps",
+            (Query(_largest("time", "pillion_forecast_arrivals"), "{{time}}"),),
+            "Requests a second at all gateways now, and as expected when a worker that is asked for now serves.",
+        ),
+        Panel(
+            "Horizon",
+            "s",
+            (Query(f"max(pillion_forecast_horizon_seconds{{{MODEL}}})", "horizon"),),
+            "How far ahead the forecast looks: as long as a worker takes to start (--worker-start-s).",
+        ),
+    )
     prompts = (
         Panel(
             "Prompt tokens by source",
@@ -175,7 +205,7 @@ def _service() -> Dashboard:
         "Pillion: service",
         "Latency, traffic and errors as clients see them.",
         (Variable("model", "Model", models),),
-        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts)),
+        (("Latency", latencies), ("Traffic", traffic), ("Prompts and the split", prompts), ("Wanted workers", wanted)),
     )
 
 

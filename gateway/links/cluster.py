@@ -24,6 +24,7 @@ from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.gateway.planning.sent_adapters import SentAdapters
 from pillion.gateway.request.events import TicketHold
+from pillion.gateway.scaling.forecaster import WorkerForecaster
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.kvstore.index.shared_loads import SharedLoads
@@ -113,6 +114,7 @@ class Cluster:
     """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included.
 
     ``shared_loads`` is the way on which gateways tell each other what they have under way; None: there is one gateway.
+    ``forecaster`` counts the workers that are wanted; by default for objectives that nobody has chosen.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Cluster:
         index: Prefixes,
         grace_s: float,
         shared_loads: SharedLoads | None = None,
+        forecaster: WorkerForecaster | None = None,
     ) -> None:
         self.index = index
         self.load = OwnLoad()
@@ -130,6 +133,7 @@ class Cluster:
         self.sticky_choices = StickyChoices()
         self.sent_adapters = SentAdapters()
         self.demand = Demand()
+        self.forecaster = forecaster or WorkerForecaster()
         self.view = ClusterView(grace_s)
         self._gateway_id = gateway_id
         self.registry = registry
@@ -181,6 +185,7 @@ class Cluster:
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
+            self.forecaster.tick(now, self.view, self._gateway_id)
 
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
         """How ``model``, with adapters of a rank, is served now by components that answer. Raises Unavailable, naming

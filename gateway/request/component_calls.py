@@ -30,6 +30,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
+from pillion.gateway.scaling.worker_needs import PlannedPrompt
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
 from pillion.v1.decode_pb2 import Fork, Submit
@@ -247,6 +248,9 @@ class ComponentCalls:
         if action.attempt == 1:
             computed = decided.prompt_tokens - decided.cached_tokens
             cluster.demand.note(time.monotonic(), bool(decided.chunks), computed)
+            cluster.forecaster.planned(
+                job.model, PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
+            )
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(

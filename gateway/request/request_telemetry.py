@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 
 from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.gateway.request.job import Job
+from pillion.gateway.scaling.forecaster import ModelForecast
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Reading
@@ -130,6 +131,18 @@ def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Rea
     for name, requests in running.items():
         if requests:
             yield names.ADAPTER_REQUESTS, (name,), requests
+
+
+def forecast_readings(forecasts: Mapping[str, ModelForecast]) -> Iterator[Reading]:
+    """The gauges of the wanted workers, by model."""
+    for model, found in forecasts.items():
+        for role, count in found.wanted.items():
+            yield names.WANTED_WORKERS, (model, role), count
+        for role, load in found.load.items():
+            yield names.FORECAST_LOAD, (model, role), load
+        yield names.FORECAST_ARRIVALS, (model, "present"), found.rates.present
+        yield names.FORECAST_ARRIVALS, (model, "ahead"), found.rates.ahead
+        yield names.FORECAST_HORIZON, (model,), found.horizon_s
 
 
 def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:

@@ -142,6 +142,19 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
     )
 
 
+def wanted_workers(now: ClusterReading) -> dict[str, int]:
+    """How many workers of each kind the gateways' forecast wants, for all models together; empty where none says it."""
+    largest: dict[Labels, float] = {}
+    for page in now.pages.values():
+        for labels, value in page.values.get(names.WANTED_WORKERS, {}).items():
+            if not isinstance(value, Snapshot):
+                largest[labels] = max(largest.get(labels, 0.0), value)
+    found: dict[str, int] = {}
+    for (_, role), count in sorted(largest.items()):
+        found[role] = found.get(role, 0) + round(count)
+    return found
+
+
 def quantile(found: Snapshot, share: float) -> float:
     """A histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pillion.observability import metric_catalog as names
-from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, flow, steps
+from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, flow, steps, wanted_workers
 from pillion.types import ComponentStatus
 
 # A component without a heartbeat for so long is shown as late; seconds later its record is gone from the registry.
@@ -129,7 +129,9 @@ def _header(before: ClusterReading | None, now: ClusterReading, target: str, clo
     line.add_column(no_wrap=True, overflow="crop")
     line.add_column(no_wrap=True, justify="right")
     over = f", rates over {now.at_s - before.at_s:.0f} s" if before else ""
-    summary = f"  {_clean(target)}, {now.status.active_requests} active{over}"
+    wanted = " + ".join(f"{count} {_clean(role)}" for role, count in wanted_workers(now).items())
+    wanted = f", {wanted} wanted" if wanted else ""
+    summary = f"  {_clean(target)}, {now.status.active_requests} active{wanted}{over}"
     line.add_row(Text.assemble((f"pillion {_clean(now.status.version)}", "bold"), summary), clock)
     return line
 

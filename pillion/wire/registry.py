@@ -61,6 +61,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
         *_blocks: a node's slots by state.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
+        arrivals: requests that came to a gateway since it started, by model.
         fenced_components: workers that a node has fenced and that have not drained yet.
         heartbeat_age_ms: time since the last heartbeat; the reader sets it.
     """
@@ -101,6 +102,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
     completion_tokens: Count = 0
+    arrivals: tuple[tuple[str, Count], ...] = ()
     fenced_components: tuple[str, ...] = ()
     kernels: str = ""
     start_s: Amount = 0.0

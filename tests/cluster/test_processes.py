@@ -313,42 +313,60 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
 
 
 def test_streams_move_to_another_worker(model: str) -> None:
-    """In the end the supervisor is killed, and all others end with it."""
-    flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2")
+    """Streams of a worker that dies, and of one that is told to stop and has no time left for them, as when a fleet
+    becomes smaller. In the end the supervisor is killed, and all others end with it."""
+    flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2", "--drain-timeout-s", "0")
     prompts = [byte_prompt(40 + seed, 80) for seed in range(6)]
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
         with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-
-            def workers() -> int:
-                return sum(component.role in ("prefill", "decode") for component in client.status().components)
-
             expected = list(pool.map(lambda ids: answer(client, ids, 500, "before"), prompts))
-            for attempt in range(MAX_MOVES):
-                wait_for("all workers", lambda: workers() == 4)
-                started = threading.Barrier(len(prompts) + 1)
-
-                def moved(ids: list[int], salt: str, started: threading.Barrier) -> tuple[tuple[int, ...], int]:
-                    stream = client.generate(ids, temperature=0.0, max_tokens=500, ignore_eos=True, cache_salt=salt)
-                    got = list(next(stream).token_ids)
-                    started.wait(WITHIN_S)
-                    for last in stream:
-                        got += last.token_ids
-                    assert last.timings is not None
-                    return tuple(got), last.timings.replays
-
-                streams = [pool.submit(moved, ids, f"after {attempt}", started) for ids in prompts]
-                started.wait(WITHIN_S)
-                cluster.kill("decode")
-                got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
-                assert list(got) == expected
-                # A machine may be so busy that streams end before the kill, or that one worker counts as lost and the
-                # other one has them all.
-                if 0 < sum(replays) < len(prompts):
-                    break
-            else:
-                raise AssertionError("no round had streams on the worker that died and on the other one")
+            check_streams_move(cluster, client, pool, prompts, expected, signal.SIGKILL)
+            check_streams_move(cluster, client, pool, prompts, expected, signal.SIGTERM)
         wait_for("all slots back", cluster.idle)
         end(cluster, signal.SIGKILL)
+
+
+def check_streams_move(
+    cluster: ServedCluster,
+    client: Client,
+    pool: concurrent.futures.Executor,
+    prompts: list[list[int]],
+    expected: list[tuple[int, ...]],
+    number: signal.Signals,
+) -> None:
+    """A signal takes one of two decode workers, and with SIGTERM a prefill worker too: no stream loses or repeats a
+    token."""
+
+    def workers() -> int:
+        return sum(component.role in ("prefill", "decode") for component in client.status().components)
+
+    for attempt in range(MAX_MOVES):
+        wait_for("all workers", lambda: workers() == 4)
+        started = threading.Barrier(len(prompts) + 1)
+
+        def moved(ids: list[int], salt: str, started: threading.Barrier) -> tuple[tuple[int, ...], int]:
+            stream = client.generate(ids, temperature=0.0, max_tokens=500, ignore_eos=True, cache_salt=salt)
+            got = list(next(stream).token_ids)
+            started.wait(WITHIN_S)
+            for last in stream:
+                got += last.token_ids
+            assert last.timings is not None
+            return tuple(got), last.timings.replays
+
+        streams = [pool.submit(moved, ids, f"{number.name} {attempt}", started) for ids in prompts]
+        started.wait(WITHIN_S)
+        cluster.kill("decode", number)
+        if number == signal.SIGTERM:
+            # What comes now finds one prefill worker that does not take it.
+            cluster.kill("prefill", number)
+            assert answer(client, prompts[0], 20, f"late {attempt}") == expected[0][:20]
+        got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
+        assert list(got) == expected
+        # A machine may be so busy that streams end before the signal, or that one worker counts as lost and the other
+        # one has them all.
+        if 0 < sum(replays) < len(prompts):
+            return
+    raise AssertionError(f"{number.name}: no round had streams on the worker that ended and on the other one")
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])

@@ -286,6 +286,24 @@ def test_scaling() -> None:
     assert not own.fullmatch("rel-prefill-big-5f7c9d8b6-x2x4z")
 
 
+def test_scaling_by_forecast() -> None:
+    """KEDA divides what is wanted by the workers of a pod, and takes a silence for no wish of none."""
+    scaled = {"autoscaling": {**SCALED, "forecast": True}}
+    manifests = render({"pools": {**BOTH, "both": {**BOTH["both"], **scaled}}})
+    spec = of_kind(manifests, "ScaledObject", "both")["spec"]
+    for role, trigger in zip(("prefill", "decode"), spec["triggers"], strict=True):
+        assert (trigger["name"], trigger["metricType"]) == (f"wanted-{role}", "AverageValue")
+        asked = trigger["metadata"]
+        assert (asked["threshold"], asked["ignoreNullValues"]) == ("2", "false")
+        assert f'role="{role}"' in asked["query"]
+        assert 'pod=~"rel-gateway-' in asked["query"]
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior["scaleUp"]["stabilizationWindowSeconds"] == 0
+    alone = render({"pools": {"prefill": {"autoscaling": {**SCALED, "forecast": True, "queuedTokensPerPod": None}}}})
+    triggers = of_kind(alone, "ScaledObject", "prefill")["spec"]["triggers"]
+    assert [trigger["name"] for trigger in triggers] == ["wanted-prefill"]
+
+
 def test_a_pods_node_and_workers_share_a_gpu() -> None:
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     example = textwrap.dedent(re.search(r"\n((?:    .*\n)+)", page[page.index("resource claim (") :])[1])
@@ -309,6 +327,10 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
         ({"pools": {"idle": {"replicas": 1}}}, "neither prefill nor decode"),
         ({"pools": {"gateway": {"decode": 1}}}, "gateway"),
         ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
+        (
+            {"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True, "forecast": True}}}},
+            "counts those of all pods",
+        ),
         ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
         ({"redis": {"minimal": False}}, "redis.existingSecret"),
         ({"adapters": {"modules": ["sql=/adapters/sql"]}}, "enabled is false"),

@@ -66,7 +66,9 @@ CUSTOM = {
                                 "type": {"const": "prometheus"},
                                 "name": _TEXT,
                                 "metricType": {"enum": ["AverageValue", "Value"]},
-                                "metadata": _closed({"serverAddress": _TEXT, "query": _TEXT, "threshold": _TEXT}),
+                                "metadata": _closed(
+                                    {"serverAddress": _TEXT, "query": _TEXT, "threshold": _TEXT}, ignoreNullValues=_TEXT
+                                ),
                             }
                         ),
                     },

@@ -245,6 +245,20 @@ def test_a_frame_with_every_page() -> None:
     assert "page" not in shown
 
 
+def test_wanted_workers_are_the_most_of_all_gateways() -> None:
+    wishes = {
+        "gateway-0": {("a", "decode"): 3, ("b", "decode"): 1},
+        "gateway-1": {("a", "decode"): 2, ("a", "prefill"): 1},
+    }
+    pages = []
+    for component_id, cells in wishes.items():
+        meters = Meters()
+        meters.watch(lambda cells=cells: [(names.WANTED_WORKERS, labels, count) for labels, count in cells.items()])
+        pages.append(page_of(meters, component_id, "gateway"))
+    shown = row(text(None, reading(0, *pages)), "pillion")
+    assert shown == "pillion 1 127.0.0.1:50051, 4 active, 4 decode + 1 prefill wanted 12:34:56"
+
+
 def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     components = (GATEWAY, PREFILL, DECODE, NODE)
     cluster = status(*components, prompt_tokens=100, cached_tokens=40, completion_tokens=50)

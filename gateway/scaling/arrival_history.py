@@ -1,0 +1,135 @@
+"""The rate at which requests come, and what it may be when a worker that is asked for now will serve (I9).
+
+    counts of TICK_S seconds --> a line through the last window --> its height at now + horizon
+                                                                    times how far arrivals went beyond such lines before
+
+The line is fitted by least squares (Dynamo's planner predicts its next interval by a constant, ARIMA or Prophet; a line
+needs no library and no day of history, and start-up times are short beside a day). Every prediction is kept until its
+time has come, and compared with what came. The quantile of these ratios that the attainment asks for is the margin of
+the next one, so a load that the line follows well needs no margin, and a bursty one needs as much as it was found to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+# Counts are of so many seconds; a forecast is made as often.
+TICK_S = 5.0
+# The line goes through twice the horizon, and never through less than this: a few requests make no line.
+LEAST_WINDOW_S = 120.0
+MAX_HORIZON_S = 600.0
+# What came is measured over so many counts: a single one is mostly chance.
+SETTLED_TICKS = 6
+# Ratios of what came to what was predicted are remembered for an hour, and count from the first so many on.
+MAX_RATIOS = 720
+LEAST_RATIOS = 24
+# However wrong the lines were, no margin is larger: a wish for workers has to end somewhere.
+MAX_MARGIN = 2.0
+
+
+class Rates(NamedTuple):
+    """Requests a second.
+
+    Attributes:
+        present: about now.
+        ahead: when a worker that is asked for now will serve, never less than ``present``; with the margin.
+        most_ahead: that, and what chance may have kept from the window.
+        window_s: the time over which requests were counted for this.
+    """
+
+    present: float
+    ahead: float
+    most_ahead: float
+    window_s: float
+
+
+def window_s(horizon_s: float) -> float:
+    """The time through whose counts the line for a horizon goes."""
+    return max(LEAST_WINDOW_S, 2 * min(horizon_s, MAX_HORIZON_S))
+
+
+class ArrivalHistory:
+    """The counts of one model's arrivals. ``now`` is monotonic, in seconds; ``deviations`` and ``attainment`` are those
+    of the objectives. Counts are known from ``since_s`` on; 0.0: from the first tick on."""
+
+    def __init__(self, deviations: float, attainment: float, since_s: float = 0.0) -> None:
+        self._deviations = deviations
+        self._attainment = attainment
+        self._counts: deque[float] = deque(maxlen=int(2 * MAX_HORIZON_S / TICK_S))
+        self._ticked_s = since_s
+        self._ticks = 0
+        # When each prediction's time will have come, in ticks, and the prediction.
+        self._predicted: deque[tuple[int, float]] = deque()
+        self._ratios: deque[float] = deque(maxlen=MAX_RATIOS)
+
+    def tick(self, now: float, count: float) -> None:
+        """``count`` requests came since the last call. Calls that are late share their count among the ticks that are
+        over; where nothing is known of the time before, the first one begins the history."""
+        if not self._ticked_s:
+            self._ticked_s = now
+            return
+        ticks = int((now - self._ticked_s) / TICK_S + 0.5)
+        if ticks < 1:
+            # Called twice within a tick: the requests belong to the last one.
+            if self._counts:
+                self._counts[-1] += count
+            return
+        self._ticked_s = now
+        for _ in range(min(ticks, self._counts.maxlen or ticks)):
+            self._counts.append(count / ticks)
+            self._ticks += 1
+            self._judge()
+
+    def rates(self, horizon_s: float) -> Rates:
+        """The rates for workers that take ``horizon_s`` to start; noted as a prediction, so one call follows a tick."""
+        span_s = window_s(horizon_s)
+        counts = list(self._counts)[-int(span_s / TICK_S) :]
+        if not counts:
+            return Rates(0.0, 0.0, 0.0, span_s)
+        seen_s, total = len(counts) * TICK_S, sum(counts)
+        mean, slope = total / seen_s, _slope(counts)
+        present = max(mean + slope * seen_s / 2, self._burst(counts), 0.0)
+        # A short history makes no line that reaches far.
+        ahead = max(present, mean + slope * (seen_s / 2 + min(horizon_s, seen_s)))
+        due = self._ticks + round(min(horizon_s, MAX_HORIZON_S) / TICK_S)
+        self._predicted.append((due, ahead))
+        ahead *= self._margin()
+        chance = 1 + self._deviations / math.sqrt(total) if total else 1.0
+        return Rates(present, ahead, ahead * chance, span_s)
+
+    def _burst(self, counts: list[float]) -> float:
+        """What the last few counts alone show with certainty: so much is a burst, and no chance."""
+        last = counts[-SETTLED_TICKS:]
+        came = sum(last)
+        return max(0.0, came - self._deviations * math.sqrt(came)) / (len(last) * TICK_S)
+
+    def _judge(self) -> None:
+        """Compares predictions whose time has come with what came."""
+        last = list(self._counts)[-SETTLED_TICKS:]
+        came_per_s = sum(last) / (len(last) * TICK_S)
+        # Of next to nothing everything is a multiple: a request more than was there and was predicted is no surprise.
+        one_per_s = 1 / (SETTLED_TICKS * TICK_S)
+        while self._predicted and self._predicted[0][0] <= self._ticks:
+            due, predicted = self._predicted.popleft()
+            if due == self._ticks and len(last) == SETTLED_TICKS:
+                self._ratios.append((came_per_s + one_per_s) / (predicted + one_per_s))
+
+    def _margin(self) -> float:
+        if len(self._ratios) < LEAST_RATIOS:
+            return 1.0
+        ranked = sorted(self._ratios)
+        return min(MAX_MARGIN, max(1.0, ranked[min(len(ranked) - 1, int(self._attainment * len(ranked)))]))
+
+
+def _slope(counts: list[float]) -> float:
+    """The slope of the line through counts of TICK_S seconds each, in requests a second each second, less the standard
+    deviation that chance alone gives it: of an even load, where counts vary by their square roots, little is left."""
+    middle = (len(counts) - 1) / 2
+    spread = sum((at - middle) ** 2 for at in range(len(counts)))
+    if not spread:
+        return 0.0
+    slope = sum((at - middle) * count for at, count in enumerate(counts)) / spread
+    chance = math.sqrt(sum(counts) / len(counts) / spread)
+    return math.copysign(max(0.0, abs(slope) - chance), slope) / TICK_S / TICK_S
