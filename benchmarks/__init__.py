@@ -3,7 +3,7 @@
 Each module is a program, `python -m benchmarks.NAME`, which prints a table and writes `results/NAME.json`.
 
 - Clusters: `cluster` (against transformers), `budget` (the decode step's token budget), `split` (the split policies),
-  `split_sim`, `split_world`, `split_fit` and `split_load` (their simulation and its load), `herding` (several gateways
+  `split_sim`, `split_fit` and `split_load` (their simulation and its load), `herding` (several gateways
   in that simulation), `registry` (a large cluster at a gateway), `tracing` (the cost of traces), `edge` and
   `edge_processes` (the gateway alone).
 - Engine: `step` (phases of a decode step), `memory` (peak memory by prompt length), `cpu`, `cpu_steps`, `cpu_profile`,

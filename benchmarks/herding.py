@@ -1,12 +1,13 @@
 """Several gateways over the same workers, in simulated time: what each must know of the others' work to choose well.
 
-The world is that of :mod:`benchmarks.split_world`. Gateways get the requests in turn, and differ in what they know:
+The world is that of :mod:`pillion.simulator.fleet`. Gateways get the requests in turn, and differ in what they know:
 
     heartbeats       each counts its own work; that of others is in the workers' heartbeats, once a second
     fast_heartbeats  the same, with ten heartbeats a second
     since            own work since a worker's heartbeat counts beside what that reported
     two_choices      power of two choices: each request sees two random workers of a kind
-    admission        a worker that has more before the request than was expected refuses it; it is planned again
+    admission        a worker that has more before the request than was expected refuses it, and the request is planned
+                     again as after any loss
     gossip_MS        gateways tell each other what they have under way, every so many milliseconds
     sketch           each writes what it has under way into Redis when it changes, and reads the others' before a plan
 
@@ -20,28 +21,23 @@ import json
 import random
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.report import RESULTS, save, show_table
-from benchmarks.split_load import Request, add_load_flags, arrivals, figures
-from benchmarks.split_world import (
-    CALL_S,
-    HEARTBEAT_S,
-    Clock,
-    Flow,
-    MakeGateway,
-    SimCluster,
-    SimGateway,
-    SimWorker,
-    simulate,
-)
+from benchmarks.split_load import add_load_flags, arrivals, figures
+from pillion.kvstore.index.shared_loads import UnderWay
 from pillion.loadgen.figures import percentile
+from pillion.simulator.fleet.fleet_request import FleetRequest
+from pillion.simulator.fleet.sim_gateway import Loads, SimGateway
+from pillion.simulator.fleet.sim_worker import SimWorker, WorkerJob
+from pillion.simulator.fleet.world import MakeGateway, lab_fleet, simulate
 from pillion.wire.registry import ComponentRecord
 
-# Work that is done is told to the other gateways after so long at most; what is sent, at once.
-REPORT_S = 0.1
+HEARTBEAT_S = 1.0
 FAST_HEARTBEAT_S = 0.1
 # A worker refuses a request where so many more tokens stand before it than was expected, and so often at most.
 SURPRISE_TOKENS = 64
@@ -54,33 +50,37 @@ class SinceGateway(SimGateway):
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
         # By component: its last record, and this gateway's streams and tokens there when that came.
-        self._then: dict[str, tuple[ComponentRecord, int, int]] = {}
+        self._then: dict[str, tuple[ComponentRecord, UnderWay]] = {}
 
-    def loads(self) -> tuple[Counter[str], Counter[str]]:
-        streams, tokens = Counter(self._streams), Counter(self._tokens)
-        load: Counter[str] = Counter()
-        for name, worker in self._workers.items():
-            record = worker.record
-            if self._then.get(name, (None,))[0] is not record:
-                self._then[name] = record, self._streams[name], self._tokens[name]
-            _, own_streams, own_tokens = self._then[name]
-            tokens[name] += max(0, record.queued_tokens - own_tokens)
-            streams[name] += max(0, record.running_requests + record.waiting_requests - own_streams)
-            load[name] = tokens[name] if record.role == "prefill" else streams[name]
-        return load, tokens
+    def loads(self, components: Sequence[ComponentRecord]) -> Loads:
+        amounts: dict[str, int] = {}
+        tokens: dict[str, int] = {}
+        for one in components:
+            name, own = one.component_id, self.load.of(one.component_id)
+            if one.role == "kvnode":
+                continue
+            newest = self.site.workers[name].record
+            if name not in self._then or self._then[name][0] is not newest:
+                self._then[name] = newest, own
+            before = self._then[name][1]
+            tokens[name] = own.tokens + max(0, one.queued_tokens - before.tokens)
+            streams = own.amount + max(0, one.running_requests + one.waiting_requests - before.amount)
+            amounts[name] = tokens[name] if one.role == "prefill" else streams
+        return amounts, tokens
 
 
 class TwoChoicesGateway(SimGateway):
     """Plans each request with two random workers of a kind (Mitzenmacher, 2001)."""
 
-    def __init__(self, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int) -> None:
-        super().__init__(clock, policy, workers, number, gateways)
-        self._draw = random.Random(number)
+    def __init__(self, *words: Any) -> None:
+        super().__init__(*words)
+        self._draw = random.Random(self.number)
 
-    def components(self) -> list[ComponentRecord]:
-        found = super().components()
+    def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
+        found = super().components(prompt_tokens, hits, spread)
         kinds = [[one for one in found if one.role == role] for role in ("prefill", "decode")]
-        return [one for kind in kinds for one in self._draw.sample(kind, min(2, len(kind)))]
+        nodes = [one for one in found if one.role == "kvnode"]
+        return [*nodes, *(one for kind in kinds for one in self._draw.sample(kind, min(2, len(kind))))]
 
 
 class AdmissionGateway(SimGateway):
@@ -88,126 +88,84 @@ class AdmissionGateway(SimGateway):
 
     def __init__(self, *words: Any) -> None:
         super().__init__(*words)
-        # What refusals told; by request, how many tokens were expected before it, and how often it was refused.
+        # What refusals told, by worker; and how often each request was refused.
         self._fresh: dict[str, ComponentRecord] = {}
-        self._expected: dict[int, int] = {}
         self._refusals: Counter[int] = Counter()
 
-    def components(self) -> list[ComponentRecord]:
-        records = []
-        for name, worker in self._workers.items():
-            newest = max(self._fresh.get(name, worker.record), worker.record, key=lambda one: one.heartbeat_age_ms)
-            records.append(self._aged(newest))
-        return records
+    def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
+        found = super().components(prompt_tokens, hits, spread)
+        return [self._fresh.pop(one.component_id, one) for one in found]
 
-    def _send(self, flow: Flow) -> None:
-        first = self._first(flow)
-        self._expected[flow.request.number] = max(first.queued_tokens, self._tokens[first.component_id])
-        super()._send(flow)
-
-    def _offer(self, worker: SimWorker, flow: Flow) -> None:
-        plan, number, there = flow.plan, flow.request.number, worker.fresh_record()
-        surprised = there.queued_tokens > self._expected[number] + SURPRISE_TOKENS
-        first = worker.record.component_id == self._first(flow).component_id
-        if not first or not surprised or self._refusals[number] == MAX_REFUSALS:
-            super()._offer(worker, flow)
-            return
+    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
+        number, name, there = flow.request.number, worker.record.component_id, worker.fresh_record()
+        # The request itself is counted on its way.
+        expected = max(worker.record.queued_tokens, self.load.of(name).tokens - flow.lacking_tokens(name))
+        surprised = there.queued_tokens > expected + SURPRISE_TOKENS
+        if not surprised or flow.begun or self._refusals[number] == MAX_REFUSALS:
+            return True
         self._refusals[number] += 1
-        self._fresh[there.component_id] = there
-        self._count(plan.decode, -1, plan.split_tokens - plan.prompt_tokens)
-        if plan.prefill is not None and plan.chunks:
-            self._count(plan.prefill, 0, -sum(plan.chunks))
-        self.flows.remove(flow)
-        self._clock.after(2 * CALL_S, lambda: self._plan(flow.request, flow.arrived_s))
-
-    @staticmethod
-    def _first(flow: Flow) -> ComponentRecord:
-        plan = flow.plan
-        return plan.prefill if plan.prefill is not None and plan.chunks else plan.decode
+        self._fresh[name] = there
+        return False
 
 
-class Sketch:
-    """What all gateways have under way, as they read it of each other: streams and tokens by component."""
+@dataclass(slots=True)
+class Gossip:
+    """What all gateways have under way, as they read it of each other every ``period_s`` seconds."""
 
-    def __init__(self, period_s: float = 0.0) -> None:
-        self.period_s = period_s
-        self.shown: dict[int, tuple[Counter[str], Counter[str]]] = {}
+    period_s: float
 
     def gateway(self, *words: Any) -> SimGateway:
         """Make one of the gateways."""
-        return SketchGateway(self, *words)
+        return GossipGateway(self.period_s, *words)
 
 
-class SketchGateway(SimGateway):
-    """Shows what it has under way, and adds what the others show to it before each plan.
+class GossipGateway(SimGateway):
+    """Shows what it has under way, and reads the others' work, every so often."""
 
-    With a period, it shows and reads that often; without, it shows what it sends at once, what is done a moment later,
-    and reads for each plan.
-    """
+    def __init__(self, period_s: float, *words: Any) -> None:
+        super().__init__(*words)
+        self._period_s = period_s
+        self._read: dict[str, UnderWay] = {}
+        self.clock.after(period_s * self.number / self.site_gateways, self._exchange)
 
-    def __init__(
-        self, sketch: Sketch, clock: Clock, policy: str, workers: list[SimWorker], number: int, gateways: int
-    ) -> None:
-        super().__init__(clock, policy, workers, number, gateways)
-        self._sketch = sketch
-        self._number = number
-        self._others: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        self._due = False
-        if sketch.period_s:
-            clock.after(sketch.period_s * number / gateways, self._exchange)
-
-    def arrive(self, request: Request) -> None:
-        arrived_s = self._clock.now
-        if self._sketch.period_s:
-            self._plan(request, arrived_s)
-            return
-        self._clock.after(CALL_S / 2, self._read)
-        self._clock.after(CALL_S, lambda: self._plan(request, arrived_s))
-
-    def loads(self) -> tuple[Counter[str], Counter[str]]:
-        load, tokens = super().loads()
-        streams, queued = self._others
-        queues = Counter({name: count for name, count in queued.items() if name.startswith("prefill")})
-        decodes = Counter({name: count for name, count in streams.items() if name.startswith("decode")})
-        return load + decodes + queues, tokens + queued
-
-    def _count(self, worker: ComponentRecord, streams: int, tokens: int) -> None:
-        super()._count(worker, streams, tokens)
-        if self._sketch.period_s:
-            return
-        if streams > 0 or tokens > 0:
-            self._clock.after(CALL_S / 2, self._show)
-        elif not self._due:
-            self._due = True
-            self._clock.after(REPORT_S, self._show)
-
-    def _show(self) -> None:
-        self._due = False
-        self._sketch.shown[self._number] = +self._streams, +self._tokens
-
-    def _read(self) -> None:
-        shown = [state for number, state in self._sketch.shown.items() if number != self._number]
-        self._others = sum((state[0] for state in shown), Counter()), sum((state[1] for state in shown), Counter())
+    def loads(self, components: Sequence[ComponentRecord]) -> Loads:
+        names = [one.component_id for one in components if one.role != "kvnode"]
+        sums = {name: (self.load.of(name), self._read.get(name, UnderWay())) for name in names}
+        return (
+            {name: own.amount + other.amount for name, (own, other) in sums.items()},
+            {name: own.tokens + other.tokens for name, (own, other) in sums.items()},
+        )
 
     def _exchange(self) -> None:
-        self._show()
-        self._read()
-        self._clock.after(self._sketch.period_s, self._exchange)
+        for name in self.site.workers:
+            self.site.talk.tell(self.number, name, self.load)
+        self._read = {name: self.site.talk.others(self.number, name) for name in self.site.workers}
+        self.clock.after(self._period_s, self._exchange)
 
 
-def makers() -> dict[str, tuple[int, float, MakeGateway]]:
-    """Return for each kind of knowledge the share of gateways, the workers' heartbeat, and what makes a gateway."""
-    found: dict[str, tuple[int, float, MakeGateway]] = {
-        "one": (1, HEARTBEAT_S, SimGateway),
-        "heartbeats": (0, HEARTBEAT_S, SimGateway),
-        "fast_heartbeats": (0, FAST_HEARTBEAT_S, SimGateway),
-        "since": (0, HEARTBEAT_S, SinceGateway),
-        "two_choices": (0, HEARTBEAT_S, TwoChoicesGateway),
-        "admission": (0, HEARTBEAT_S, AdmissionGateway),
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What gateways know. ``gateways`` 0: as many as there are."""
+
+    make: MakeGateway = SimGateway
+    gateways: int = 0
+    heartbeat_s: float = HEARTBEAT_S
+    sharing: bool = False
+
+
+def makers() -> dict[str, Knowledge]:
+    """Return each kind of knowledge by its name."""
+    found = {
+        "one": Knowledge(gateways=1),
+        "heartbeats": Knowledge(),
+        "fast_heartbeats": Knowledge(heartbeat_s=FAST_HEARTBEAT_S),
+        "since": Knowledge(SinceGateway),
+        "two_choices": Knowledge(TwoChoicesGateway),
+        "admission": Knowledge(AdmissionGateway),
     }
     for milliseconds in (1000, 250, 100, 50, 20):
-        found[f"gossip_{milliseconds}"] = (0, HEARTBEAT_S, Sketch(milliseconds / 1000).gateway)
-    found["sketch"] = (0, HEARTBEAT_S, Sketch().gateway)
+        found[f"gossip_{milliseconds}"] = Knowledge(Gossip(milliseconds / 1000).gateway)
+    found["sketch"] = Knowledge(sharing=True)
     return found
 
 
@@ -219,11 +177,19 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
         for seed in range(args.seed, args.seed + args.seeds):
             requests = arrivals(args, rate, seed)
             for name in args.knowledge or makers():
-                count, heartbeat_s, make = makers()[name]
-                cluster = SimCluster(
-                    prefills, args.workers - prefills, cost_s, cost_s, args.target_itl_ms, heartbeat_s=heartbeat_s
+                known = makers()[name]
+                fleet = lab_fleet(
+                    prefills,
+                    args.workers - prefills,
+                    cost_s,
+                    cost_s,
+                    args.target_itl_ms,
+                    split_policy=args.policy,
+                    gateways=known.gateways or args.gateways,
+                    heartbeat_s=known.heartbeat_s,
+                    sharing=known.sharing,
                 )
-                records, _ = simulate(cluster, args.policy, requests, count or args.gateways, make)
+                records, _ = simulate(fleet, requests, known.make)
                 found = figures(args, records)
                 ttft_ms = [record.ttft_s * 1000 for record in records]
                 rows.append({"rate": rate, "seed": seed, "knowledge": name, "good_share": found["good_share"]})

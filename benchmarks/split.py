@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
-from benchmarks.split_load import ClientRecord, Request, add_load_flags, arrivals, figures
+from benchmarks.split_load import add_load_flags, arrivals, figures, prompt_of
 from benchmarks.split_sim import as_measured
 from pillion import AsyncClient
 from pillion.errors import PillionError
 from pillion.kvstore.index.registry import Registry
+from pillion.simulator.fleet.traffic import ClientRecord, Request
 
 POLICIES = {
     "auto": ("--split-policy=auto",),
@@ -38,7 +39,7 @@ NEVER_S = 1e6
 SETTLE_S = 1.5
 
 
-async def ask(client: AsyncClient, request: Request, seed: int) -> ClientRecord:
+async def ask(client: AsyncClient, request: Request, rate: float, seed: int) -> ClientRecord:
     """Send one request at its time; ``at_s`` is counted from now."""
     await asyncio.sleep(request.at_s)
     begun_s, last_s, first_s = time.perf_counter(), 0.0, NEVER_S
@@ -46,7 +47,7 @@ async def ask(client: AsyncClient, request: Request, seed: int) -> ClientRecord:
     timings = None
     try:
         async for delta in client.generate(
-            request.prompt(seed), temperature=0.0, max_tokens=request.answer_tokens, ignore_eos=True
+            prompt_of(request, rate, seed), temperature=0.0, max_tokens=request.answer_tokens, ignore_eos=True
         ):
             now = time.perf_counter()
             if delta.token_ids:
@@ -62,10 +63,10 @@ async def ask(client: AsyncClient, request: Request, seed: int) -> ClientRecord:
     return ClientRecord(request, first_s, tuple(gaps), reason, prefilled)
 
 
-async def run_load(target: str, requests: list[Request], seed: int) -> list[ClientRecord]:
+async def run_load(target: str, requests: list[Request], rate: float, seed: int) -> list[ClientRecord]:
     """Send all requests at their times, however many are unanswered."""
     async with AsyncClient(target) as client:
-        return list(await asyncio.gather(*(ask(client, request, seed) for request in requests)))
+        return list(await asyncio.gather(*(ask(client, request, rate, seed) for request in requests)))
 
 
 async def step_costs(redis_url: str) -> dict[str, Any]:
@@ -92,11 +93,11 @@ def measure_policy(args: argparse.Namespace, name: str, number: int) -> tuple[li
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
         served(pathlib.Path(folder), args.model, *POLICIES[name], *always) as cluster,
     ):
-        warm = [Request(-n - 1, 0.0, 0.5 * n, tokens, 16) for n, tokens in enumerate(WARM_UP_TOKENS)]
-        asyncio.run(run_load(cluster.target, warm, number))
+        warm = [Request(-n - 1, 0.5 * n, tokens, 16) for n, tokens in enumerate(WARM_UP_TOKENS)]
+        asyncio.run(run_load(cluster.target, warm, 0.0, number))
         for rate in args.rates:
             seed = args.seed + 1000 * number
-            records = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), seed))
+            records = asyncio.run(run_load(cluster.target, arrivals(args, rate, seed), rate, seed))
             row = {"policy": name, "rate": rate, "round": number, "seed": seed, **figures(args, records)}
             rows.append(row)
             Console().print(f"{name} at {rate}/s: {row['goodput_per_s']:.2f} good/s, {row['good_share']:.0%}")

@@ -11,38 +11,17 @@ import argparse
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.closed_loop import TOKEN_RANGE
 from pillion.loadgen.figures import percentile
+from pillion.simulator.fleet.traffic import ClientRecord, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One arrival, ``at_s`` seconds after the begin, of a load with ``rate`` arrivals a second."""
-
-    number: int
-    rate: float
-    at_s: float
-    prompt_tokens: int
-    answer_tokens: int
-
-    def prompt(self, seed: int) -> list[int]:
-        """Return random token ids; no two prompts are alike."""
-        draw = random.Random(f"{seed} {self.rate} {self.number}")
-        return [draw.randrange(*TOKEN_RANGE) for _ in range(self.prompt_tokens)]
-
-
-@dataclass(frozen=True, slots=True)
-class ClientRecord:
-    """A request as its client saw it: seconds from arrival to the first token, and between tokens."""
-
-    request: Request
-    ttft_s: float
-    gaps_s: tuple[float, ...]
-    reason: str = ""
-    prefilled_tokens: int = 0
+def prompt_of(request: Request, rate: float, seed: int) -> list[int]:
+    """Return random token ids for a request of a load with ``rate`` arrivals a second; no two prompts are alike."""
+    draw = random.Random(f"{seed} {rate} {request.number}")
+    return [draw.randrange(*TOKEN_RANGE) for _ in range(request.prompt_tokens)]
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +52,7 @@ def arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Request]:
     while now < args.seconds:
         long = draw.random() < args.long_share
         prompt = args.long_tokens if long else draw.randint(*args.short_tokens)
-        found.append(Request(len(found), rate, now, prompt, draw.randint(*args.answer_tokens)))
+        found.append(Request(len(found), now, prompt, draw.randint(*args.answer_tokens)))
         now += draw.expovariate(rate)
     return found
 

@@ -1,6 +1,6 @@
 """The planner on more workers than this machine has: the real planner and scheduler classes in simulated time.
 
-Only time is simulated (:mod:`benchmarks.split_world`): a step costs as much as real steps did in
+Only time is simulated (:mod:`pillion.simulator.fleet`): a step costs as much as real steps did in
 :mod:`benchmarks.split_fit`, with some noise. As in a worker, schedulers fit their own models to these times, publish
 them by heartbeats and keep to their targets. Clusters have 2 to 16 workers with a core each; all policies get the same
 arrivals, of several seeds. :mod:`benchmarks.split` simulates its measured runs with this too, which shows the error.
@@ -23,9 +23,11 @@ from rich.table import Table
 from benchmarks.closed_loop import ClosedLoad
 from benchmarks.report import RESULTS, save, show_table, spread
 from benchmarks.split_load import add_load_flags, arrivals, figures
-from benchmarks.split_world import NEXT_CORE_SPEED, SimCluster, simulate, simulate_closed
-from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
+from pillion.config import AUTO
 from pillion.loadgen.figures import percentile
+from pillion.simulator.fleet.host_cores import NEXT_CORE_SPEED
+from pillion.simulator.fleet.traffic import Request
+from pillion.simulator.fleet.world import lab_fleet, simulate, simulate_closed
 
 POLICIES = ("auto", "colocated", "disaggregated")
 # DistServe's goodput: the highest rate of arrivals at which this share of the requests is good.
@@ -47,8 +49,8 @@ def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
         workers = measured["workers"][row["policy"]]
         decode = tuple(workers["decode"]["step_cost_s"])
         prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
-        cluster = SimCluster(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms)
-        records, _ = simulate(cluster, row["policy"], arrivals(load, row["rate"], row["seed"]))
+        fleet = lab_fleet(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms, split_policy=row["policy"])
+        records, _ = simulate(fleet, arrivals(load, row["rate"], row["seed"]))
         rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, records))
     return rows
 
@@ -64,9 +66,10 @@ def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str,
         for rate in args.rates_per_worker:
             for seed, policy in itertools.product(range(args.seed, args.seed + args.seeds), POLICIES):
                 prefill_workers = 0 if policy == "colocated" else prefills
-                cluster = SimCluster(prefill_workers, workers - prefill_workers, cost_s, cost_s, args.target_itl_ms)
-                records, plan_s = simulate(cluster, policy, arrivals(args, rate * workers, seed))
-                found = figures(args, records)
+                decodes = workers - prefill_workers
+                fleet = lab_fleet(prefill_workers, decodes, cost_s, cost_s, args.target_itl_ms, split_policy=policy)
+                records, world = simulate(fleet, arrivals(args, rate * workers, seed))
+                found, plan_s = figures(args, records), world.gateways[0].plan_s
                 rows.append(
                     {"workers": workers, "rate": rate * workers, "seed": seed, "policy": policy}
                     | {name: found[name] for name in ("requests", "goodput_per_s", "good_share")}
@@ -125,9 +128,10 @@ def shared(cost_s: tuple[float, ...]) -> list[dict[str, Any]]:
     rows = []
     both_s = tuple(weight_s / (1 + NEXT_CORE_SPEED) for weight_s in cost_s)
     for load, policy in itertools.product(SHARED_LOADS, POLICIES):
-        apart = SimCluster(1, 1, cost_s, cost_s, 0.0, AUTO_TARGET_STEPS, shared_cores=1)
-        alone = SimCluster(0, 1, (), both_s, 0.0, AUTO_TARGET_STEPS, shared_cores=2)
-        records, seconds = simulate_closed(alone if policy == "colocated" else apart, policy, load)
+        apart = lab_fleet(1, 1, cost_s, cost_s, AUTO, shared_cores=1, split_policy=policy)
+        alone = lab_fleet(0, 1, (), both_s, AUTO, shared_cores=2, split_policy=policy)
+        requests = [Request(number, 0.0, load.input_tokens, load.output_tokens) for number in range(load.requests)]
+        records, seconds = simulate_closed(alone if policy == "colocated" else apart, requests, load.concurrency)
         gaps_ms = [gap * 1000 for record in records for gap in record.gaps_s]
         prefilled = sum(record.prefilled_tokens for record in records)
         rows.append(

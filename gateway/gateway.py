@@ -31,10 +31,11 @@ from pillion.errors import (
 from pillion.gateway.adapters.adapter_names import AdapterNames
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import NamedAdapter
-from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, AdmissionPermit, TenantSlots
+from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerForm
 from pillion.gateway.formats.model_formats import NO_FORMATS, ModelFormats, asks_for_calls

@@ -23,5 +23,7 @@ Open first: world.py, which runs one schedule; then virtual_loop.py, on which ev
     mutations.py       defects made by hand, which the checks have to find
     campaign.py        runs seeds and prints what came of them
 
-Nothing in a product's process imports this package.
+    fleet/             another simulation: a fleet of any size under a trace's load, without faults
+
+No component of a cluster imports this package.
 """

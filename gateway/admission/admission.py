@@ -1,4 +1,4 @@
-"""How much the gateway takes on at once, and which request is next (I7, I9).
+"""How much the gateway takes on at once, and which request is next (I7).
 
 enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at the workers --> leave
    |                             |                                 | waits, fairly between tenants
@@ -13,17 +13,14 @@ model's slots, and have their turn only while nobody else waits, or once they ha
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from pillion.gateway.admission.fairness import DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import BACKGROUND_SHARE, AdmissionPermit, ModelTurns
 from pillion.priority import rank
 
 # Time after which a refused client may try again; streams end every few hundred milliseconds on a gateway this full.
@@ -32,26 +29,6 @@ RETRY_AFTER_MS = 1000
 # of n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and
 # Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
-# A request in the background is taken only where no more than this share is then in use, by whomever.
-BACKGROUND_SHARE = 0.5
-
-
-@dataclass(slots=True, eq=False)
-class AdmissionPermit:
-    """One request in the gateway.
-
-    Attributes:
-        answers: answers that it generates; each counts as a request.
-        tokens: tokens of its prompt, once it is weighed.
-        weight: these and the log probabilities that it asks of them, which the gateway holds at the most.
-        queue: its model's queue, once it has its turn.
-    """
-
-    tenant: Tenant
-    answers: int
-    tokens: int = 0
-    weight: int = 0
-    queue: _ModelQueue | None = None
 
 
 class Admission:
@@ -77,12 +54,12 @@ class Admission:
     @property
     def running(self) -> int:
         """Answers that have their slots at workers."""
-        return sum(queue.running for queue in self._queues.values())
+        return sum(queue.turns.running for queue in self._queues.values())
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return sum(len(queue.turns) for queue in self._queues.values())
+        return sum(len(queue.turns.permits) for queue in self._queues.values())
 
     def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> AdmissionPermit:
         """Admits one more request.
@@ -150,88 +127,45 @@ class Admission:
     def keep(self, names: Collection[str]) -> None:
         """Forgets tenants that are not among ``names`` and do not wait."""
         for queue in self._queues.values():
-            queue.waiting.keep(names)
-            queue.background.keep(names)
+            queue.turns.waiting.keep(names)
+            queue.turns.background.keep(names)
 
 
 class _ModelQueue:
-    """Requests of one model that wait for slots at its workers, and the slots that are taken."""
+    """One model's turns, each awaited by a task."""
 
     def __init__(self, slots: Callable[[], int]) -> None:
-        self._slots = slots
-        self._departures = DepartureRate()
-        self._numbers = itertools.count()
-        self.waiting = FairQueue()
-        self.background = FairQueue()
-        self.turns: dict[int, tuple[asyncio.Future[None], AdmissionPermit]] = {}
-        self.running = 0
+        self.turns = ModelTurns(slots)
+        self._futures: dict[int, asyncio.Future[None]] = {}
 
     async def turn(self, permit: AdmissionPermit, request_rank: float, deadline_s: float | None) -> None:
         """Wait for this model's next free place; :meth:`Admission.turn` has the errors."""
-        request = WaitingRequest(request_rank, next(self._numbers), permit.tokens, permit.answers)
         now_s = time.monotonic()
-        in_background = permit.tenant.background
-        line = self.background if in_background else self.waiting
-        if not in_background and (self._crowded or not self._fits(permit.answers)):
-            wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, request))
-            if deadline_s is not None and now_s + wait_s >= deadline_s:
-                text = f"the wait would take about {wait_s:.1f} s, longer than the request's deadline leaves"
-                raise Overloaded(text, math.ceil(wait_s * 1000), (QuotaViolation("deadline", text),))
+        request = self.turns.wait(permit, request_rank, now_s, deadline_s)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.push(permit.tenant, request)
-        self.turns[request.number] = (future, permit)
+        self._futures[request.number] = future
         try:
             self._grant()
-            if not (in_background or future.done()):
-                self._departures.began(now_s)
+            if not future.done():
+                self.turns.began(permit, now_s)
             async with asyncio.timeout(None if deadline_s is None else max(0.0, deadline_s - now_s)):
                 await future
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for its turn") from None
         finally:
-            if self.turns.pop(request.number, None) is not None:
-                line.remove(permit.tenant, request)
+            del self._futures[request.number]
+            self.turns.give_up(permit, request)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Frees the slots of a request that had its turn."""
-        permit.queue = None
-        self.running -= permit.answers
-        (self.background if permit.tenant.background else self.waiting).charge(permit.tenant, generated_tokens)
+        self.turns.free(permit, generated_tokens)
         self._grant()
-        self._departures.left(permit.answers, self._crowded, time.monotonic())
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether a request waits that is not in the background."""
-        return self.waiting.first() is not None
+        self.turns.left(permit, time.monotonic())
 
     def _grant(self) -> None:
-        while (found := self._next()) is not None:
-            line, share, request = found
-            future, permit = self.turns[request.number]
-            if not future.done() and not self._fits(permit.answers, share):
-                return
-            line.pop()
-            del self.turns[request.number]
-            # A future that is done was cancelled a moment ago, and its task has not run since.
-            if not future.done():
-                permit.queue = self
-                self.running += permit.answers
-                future.set_result(None)
-
-    def _next(self) -> tuple[FairQueue, float, WaitingRequest] | None:
-        """The request whose turn is next, its line, and the share of the slots that may be taken with it."""
-        hidden, first = self.background.first(), self.waiting.first()
-        if hidden is not None and hidden.rank <= time.monotonic():
-            # It has waited as long as its priority asks, so that it does not starve.
-            return self.background, 1.0, hidden
-        if first is not None:
-            return self.waiting, 1.0, first
-        return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden)
-
-    def _fits(self, answers: int, share: float = 1.0) -> bool:
-        slots = self._slots()
-        return not slots or not self.running or self.running + answers <= int(slots * share)
+        # A future that is done was cancelled a moment ago, and its task has not run since.
+        for number in self.turns.grant(self, time.monotonic(), lambda number: self._futures[number].done()):
+            self._futures[number].set_result(None)
 
 
 class TenantSlots:

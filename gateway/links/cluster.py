@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from pillion.errors import PillionError, Unavailable
+from pillion.gateway.admission.turns import shared_slots
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
+from pillion.gateway.planning.candidates import choose_workers, nodes_by_hits
 from pillion.gateway.planning.cluster_view import WORKERS, ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
@@ -47,16 +48,6 @@ FIRST_LOOK_S = 0.5
 # long its last start took, and the next one takes longer where the model's files are no longer in memory. So a request
 # waits LEAST_RETURN_WAIT_S and RETURN_WAIT_STARTS times the longest start, and never longer than MOST_RETURN_WAIT_S.
 LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 45.0, 5, 600.0
-# Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
-SPARE_SLOTS_SHARE = 0.25
-MIN_SPARE_SLOTS = 16
-# Most workers of a role that one request is planned with. Of more, half are those beside most of its prompt; the others
-# take turns, so that several gateways do not all find the same least loaded one in their heartbeats.
-MAX_CANDIDATES = 32
-# Of more, so many may be chosen because they have the request's adapter.
-MAX_READY = 8
-# Between the first ones of two requests' turns: prime, so that all numbers of workers are gone through.
-TURN = 7919
 
 
 Link = NodeLink | PrefillLink | DecodeLink
@@ -227,9 +218,7 @@ class Cluster:
 
         Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
         """
-        hits = hits or {}
-        turned = sorted(hits)[spread % len(hits) :] + sorted(hits)[: spread % len(hits)] if hits else []
-        best = sorted(turned, key=lambda node_id: -hits[node_id])
+        best = nodes_by_hits(hits or {}, spread)
         decodes = self._choose("decode", served, tokens, best, spread, adapter)
         if not decodes:
             usable = [one for one in self.view.of("decode", served.model) if served.includes(one) and self._usable(one)]
@@ -255,27 +244,18 @@ class Cluster:
     def _choose(
         self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int, adapter: str
     ) -> list[ComponentRecord]:
-        """Fit workers of a role: all, or of many those on ``nodes``, the first first, those that have the adapter, and
-        those whose turn it is."""
+        """Fit workers of a role; of many some (choose_workers), those on ``nodes`` before others, the first first."""
+
+        def beside() -> Iterator[ComponentRecord]:
+            found = (one for node_id in nodes for one in self.view.on_node(node_id))
+            return (one for one in found if (one.role, one.model) == (role, served.model))
+
+        ready: Callable[[ComponentRecord], bool] | None = None
+        if adapter:
+            sent = self.sent_adapters.workers(adapter, time.monotonic())
+            ready = lambda one: adapter in one.adapters or one.component_id in sent  # noqa: E731
         everyone = self.view.of(role, served.model)
-        workers: Iterable[ComponentRecord] = everyone
-        if len(everyone) > MAX_CANDIDATES:
-            beside = (one for node_id in nodes for one in self.view.on_node(node_id))
-            mine = (one for one in beside if (one.role, one.model) == (role, served.model))
-            first = spread * TURN % len(everyone)
-            turned = everyone[first:] + everyone[:first]
-            sent = self.sent_adapters.workers(adapter, time.monotonic()) if adapter else ()
-            ready = (one for one in turned if adapter and (adapter in one.adapters or one.component_id in sent))
-            workers = itertools.chain(
-                itertools.islice(mine, MAX_CANDIDATES // 2), itertools.islice(ready, MAX_READY), turned
-            )
-        chosen: dict[str, ComponentRecord] = {}
-        for worker in workers:
-            if worker.component_id not in chosen and self._fit(worker, served, tokens):
-                chosen[worker.component_id] = worker
-                if len(chosen) == MAX_CANDIDATES:
-                    break
-        return list(chosen.values())
+        return choose_workers(everyone, beside, spread, lambda worker: self._fit(worker, served, tokens), ready)
 
     def _fit(self, worker: ComponentRecord, served: Served, tokens: int) -> bool:
         """Whether a worker and its node can serve a request of so many tokens now."""
@@ -310,13 +290,8 @@ class Cluster:
         return self._per_look(("slots", model), lambda: self._request_slots(model))
 
     def _request_slots(self, model: str) -> int:
-        workers = self._known("decode", model)
-        if not workers or not all(worker.max_step_tokens for worker in workers):
-            return 0
-        sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
-        slots, others = sequences + max(MIN_SPARE_SLOTS, int(sequences * SPARE_SLOTS_SHARE)), self.other_gateways()
-        even = slots // (len(others) + 1)
-        return max(1, slots - sum(min(even, other.running_requests) for other in others))
+        others = [other.running_requests for other in self.other_gateways()]
+        return shared_slots(self._known("decode", model), others)
 
     def other_gateways(self) -> list[ComponentRecord]:
         """Live gateways besides this one."""

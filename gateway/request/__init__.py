@@ -5,6 +5,7 @@ events.py              its events and actions
 choices.py             several answers to one prompt (no I/O)
 runner.py              Generation: feeds events to the machines, performs actions, serves the reader
 component_calls.py     the calls that actions ask for
+assigned_load.py       what an answer has under way at each component (no I/O)
 remote_span.py         a span on a prefill worker of another node
 outbox.py              deltas that the reader has not taken yet (no I/O)
 job.py                 a checked request, and the chain of its block hashes

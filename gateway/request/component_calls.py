@@ -27,6 +27,7 @@ from pillion.gateway.links.cluster import Cluster, Served
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
+from pillion.gateway.request.assigned_load import AssignedLoad
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
@@ -76,8 +77,7 @@ class ComponentCalls:
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
         self._chain = BlockHashChain()
-        # By component: streams or tokens, and prompt tokens that are yet to be computed there.
-        self._assigned: dict[str, tuple[int, int]] = {}
+        self.load = AssignedLoad(cluster.load)
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
@@ -90,16 +90,16 @@ class ComponentCalls:
         """Begins or ends the work that an action calls for; the action names the events that are posted in answer."""
         match action:
             case ev.LookUp():
-                self.assign({})
+                self.load.assign({})
                 self._spawn(self._look_up(action))
             case ev.OpenTicket():
-                self._assign_plan(action.plan)
+                self.load.assign_plan(action.plan)
                 self._spawn(self._open_ticket(action))
             case ev.Fetch():
                 self._spawn(self._fetch(action))
             case ev.RunSpan():
                 self._begun = False
-                self._assign_plan(action.plan)
+                self.load.assign_plan(action.plan)
                 self._spawn(self._run_span(action))
             case ev.StopWork(after_ms=after_ms):
                 if self._work is not None and after_ms:
@@ -144,9 +144,9 @@ class ComponentCalls:
         for stream in streams:
             stream._adopted = stream._begun = False
         for follower in followers:
-            follower.assign({worker: (1, 0)})
+            follower.load.assign({worker: (1, 0)})
         # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
-        self._assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
+        self.load.assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
         try:
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
@@ -156,17 +156,9 @@ class ComponentCalls:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
 
-    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """Replaces this answer's share of the load of each component, which the planner reads (OwnLoad.add)."""
-        for component_id in {**self._assigned, **amounts}:
-            before, now = (owner.get(component_id, (0, 0)) for owner in (self._assigned, amounts))
-            if before != now:
-                self._cluster.load.add(component_id, now[0] - before[0], now[1] - before[1])
-        self._assigned = amounts
-
     def _cancel_decode(self) -> None:
         """Tells the decode worker, if it still runs something for this answer."""
-        self.assign({})
+        self.load.assign({})
         if self._stream is None:
             return
         (worker, key), self._stream = self._stream, None
@@ -297,7 +289,7 @@ class ComponentCalls:
 
         def acked(ack: ChunkAck) -> None:
             if not self._begun:
-                self._assign_plan(action.plan, ack.end_tokens)
+                self.load.assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
         queued = partial(self._still_queued, action.attempt)
@@ -332,7 +324,7 @@ class ComponentCalls:
                 if not self._begun and self._stream is not None:
                     # The first token shows that the prompt is computed.
                     self._begun = True
-                    self.assign({self._stream[0]: (1, 0)})
+                    self.load.assign({self._stream[0]: (1, 0)})
                 self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
             if delta.finish_reason is not None:
                 self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
@@ -368,11 +360,3 @@ class ComponentCalls:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._broken(error)
-
-    def _assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
-        """``done_tokens``: as far as the span has been acknowledged."""
-        amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
-        if plan.prefill is not None and plan.chunks:
-            left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
-            amounts[plan.prefill.component_id] = left, left
-        self.assign(amounts)

@@ -214,7 +214,7 @@ class Generation:
             reason = FinishReason.STOP
         elif answer.calls and reason is FinishReason.STOP:
             reason = FinishReason.TOOL_CALLS
-        self._calls[index].assign({})
+        self._calls[index].load.assign({})
         self._reasons[index] = reason.value
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
@@ -236,7 +236,7 @@ class Generation:
     def _end(self, error: PillionError | None) -> None:
         self.ended = True
         for calls in self._calls:
-            calls.assign({})
+            calls.load.assign({})
         for timer in (self._deadline, self._silence):
             if timer is not None:
                 timer.cancel()

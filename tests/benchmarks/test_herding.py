@@ -6,7 +6,7 @@ import argparse
 
 from benchmarks.herding import makers
 from benchmarks.split_load import arrivals, figures
-from benchmarks.split_world import SimCluster, simulate
+from pillion.simulator.fleet.world import lab_fleet, simulate
 
 # Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (9.4e-3, 1.06e-3, 4.1e-4, 7.5e-7, 2.9e-7)
@@ -24,9 +24,12 @@ def good_share(knowledge: str) -> float:
         ttft_token_ms=2.0,
         itl_ms=120.0,
     )
-    count, heartbeat_s, make = makers()[knowledge]
-    cluster = SimCluster(4, 4, COST, COST, 100.0, heartbeat_s=heartbeat_s)
-    records, _ = simulate(cluster, "auto", arrivals(load, 4.0, 303), count or 4, make)
+    known = makers()[knowledge]
+    fleet = lab_fleet(
+        4, 4, COST, COST, 100.0,
+        gateways=known.gateways or 4, heartbeat_s=known.heartbeat_s, sharing=known.sharing,
+    )  # fmt: skip
+    records, _ = simulate(fleet, arrivals(load, 4.0, 303), known.make)
     share = figures(load, records)["good_share"]
     assert isinstance(share, float)
     return share

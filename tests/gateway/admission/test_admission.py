@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from pillion.gateway.admission.admission import Admission, AdmissionPermit, TenantSlots
+from pillion.gateway.admission.admission import Admission, TenantSlots
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.links.cluster import Cluster
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import loop_turns

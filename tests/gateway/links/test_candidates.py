@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.links.cluster import FIRST_LOOK_S, LEAST_RETURN_WAIT_S, MAX_CANDIDATES, Cluster
+from pillion.gateway.links.cluster import FIRST_LOOK_S, LEAST_RETURN_WAIT_S, Cluster
+from pillion.gateway.planning.candidates import MAX_CANDIDATES
 from pillion.wire.registry import ComponentRecord
 
 NODES, WORKERS_EACH = 100, 3

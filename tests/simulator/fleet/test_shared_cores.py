@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.closed_loop import ClosedLoad
-from benchmarks.split_world import NEXT_CORE_SPEED, Clock, Flow, SharedCores, SimCluster, SimGateway, simulate_closed
+from pillion.config import AUTO
 from pillion.core_board import LINGER_NS
+from pillion.gateway.request import events as ev
 from pillion.loadgen.figures import percentile
+from pillion.simulator.fleet.clock import Clock
+from pillion.simulator.fleet.fleet_request import FleetRequest
+from pillion.simulator.fleet.host_cores import NEXT_CORE_SPEED, SharedCores
+from pillion.simulator.fleet.traffic import Request
+from pillion.simulator.fleet.world import FleetConfig, lab_fleet, simulate_closed
 
 # Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (9.4e-3, 1.06e-3, 4.1e-4, 7.5e-7, 2.9e-7)
@@ -39,28 +45,29 @@ def test_a_step_runs_on_what_others_leave() -> None:
 def test_auto_serves_as_much_as_the_better_pure_policy(load: ClosedLoad) -> None:
     """Prompts that a prefill worker computes take the decode worker's cores, which then reads all weights for few."""
 
-    def figures(policy: str, cluster: SimCluster) -> tuple[float, float]:
-        records, seconds = simulate_closed(cluster, policy, load)
+    def figures(fleet: FleetConfig) -> tuple[float, float]:
+        requests = [Request(number, 0.0, load.input_tokens, load.output_tokens) for number in range(load.requests)]
+        records, seconds = simulate_closed(fleet, requests, load.concurrency)
         assert all(len(record.gaps_s) == load.output_tokens - 1 for record in records)
         gaps = [gap for record in records for gap in record.gaps_s]
         return load.requests * load.output_tokens / seconds, percentile(gaps, 99)
 
     all_cores = tuple(cost / (1 + NEXT_CORE_SPEED) for cost in COST)
-    rate, gap_s = figures("colocated", SimCluster(0, 1, (), all_cores, 0.0, 2.5, 2))
-    apart = SimCluster(1, 1, COST, COST, 0.0, 2.5, 1)
-    found, found_gap_s = figures("auto", apart)
+    rate, gap_s = figures(lab_fleet(0, 1, (), all_cores, AUTO, shared_cores=2, split_policy="colocated"))
+    found, found_gap_s = figures(lab_fleet(1, 1, COST, COST, AUTO, shared_cores=1))
     assert found > 0.95 * rate
     assert found_gap_s < 1.25 * gap_s
-    assert found > 0.9 * figures("disaggregated", apart)[0]
+    assert found > 0.9 * figures(lab_fleet(1, 1, COST, COST, AUTO, shared_cores=1, split_policy="disaggregated"))[0]
 
 
 def test_a_lost_request_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = SimGateway._submit
+    submit = FleetRequest._submit
 
-    def lose_one(gateway: SimGateway, flow: Flow) -> None:
+    def lose_one(flow: FleetRequest, action: ev.SubmitDecode) -> None:
         if flow.request.number != 2:
-            submit(gateway, flow)
+            submit(flow, action)
 
-    monkeypatch.setattr(SimGateway, "_submit", lose_one)
+    monkeypatch.setattr(FleetRequest, "_submit", lose_one)
+    requests = [Request(number, 0.0, 64, 4) for number in range(4)]
     with pytest.raises(RuntimeError, match="3 of 4 requests ended"):
-        simulate_closed(SimCluster(0, 1, (), COST, 0.0, 2.5, 2), "colocated", ClosedLoad(64, 4, 2, 4))
+        simulate_closed(lab_fleet(0, 1, (), COST, AUTO, shared_cores=2, split_policy="colocated"), requests, 2)

@@ -1,0 +1,14 @@
+"""A fleet of up to thousands of workers in simulated time: which requests would see what. Open world.py first.
+
+    world.py          FleetWorld: gateways, workers and nodes, which may come and go; runs a load
+    traffic.py        requests, and how their clients saw them
+    sim_gateway.py    a gateway: production admission, candidates and planner
+    fleet_request.py  a request: the production machine, and the calls that it asks for
+    sim_worker.py     a worker: the production scheduler; runs of plain steps as one event
+    host_cores.py     the cores that steps run on
+    prefix_store.py   the blocks of KV nodes, and the index
+    site.py           what all gateways reach
+    clock.py          the queue of events
+
+Here are no faults, no messages and no bytes: decisions are production's, and everything else is time.
+"""

@@ -1,0 +1,401 @@
+"""One request in simulated time: the production request machine, and the calls that its actions ask for (I9).
+
+    arrive -> machine --actions--> look-up, ticket, fetch, span, stream --events--> machine ... -> Finish or Fail
+
+Each call ends with the event that the gateway's own calls would post (:mod:`pillion.gateway.request.component_calls`).
+A call of an attempt that is over is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pillion.engine.scheduling.block_chain import ChunkDone
+from pillion.engine.scheduling.sequence import Ending
+from pillion.errors import PillionError, Unavailable
+from pillion.gateway.planning.plan_cost import FETCH_CALL_S, FetchPace
+from pillion.gateway.planning.planner import RequestPlan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.assigned_load import AssignedLoad
+from pillion.gateway.request.request_machine import RequestMachine
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
+from pillion.simulator.fleet.prefix_store import NodeStore, SimTicket
+from pillion.simulator.fleet.sim_worker import TOKEN, SimWorker, WorkerJob
+from pillion.simulator.fleet.site import FleetSite
+from pillion.simulator.fleet.traffic import ClientRecord, Request
+
+GONE = "the worker has stopped"
+
+
+class RequestHost(Protocol):
+    """What a request needs of its gateway."""
+
+    site: FleetSite
+    fetch_pace: FetchPace
+
+    def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
+        """Plans an attempt and calls ``then``, later."""
+
+    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
+        """Whether a worker takes the span or stream of a request that has come to it."""
+
+    def ended(self, flow: FleetRequest) -> None:
+        """The request is over."""
+
+
+class FleetRequest:
+    """One request. Attributes are for reading: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``."""
+
+    def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
+        self.request = request
+        self.arrived_s = arrived_s
+        self.machine = RequestMachine(
+            (TOKEN,) * request.prompt_tokens, request.answer_tokens, frozenset(), max_attempts, arrived_s
+        )
+        self.first_s = self.last_s = 0.0
+        self.gaps_s: array[float] = array("d")
+        self.error: PillionError | None = None
+        self._host = host
+        self._site = host.site
+        self._load = load
+        # Counts up when what was begun for an attempt is not wanted any more.
+        self._work = 0
+        self._ticket: SimTicket | None = None
+        self._store: NodeStore | None = None
+        # Closes what a span on another node holds there.
+        self._close_remote: Callable[[], None] = lambda: None
+        self._span: tuple[SimWorker, WorkerJob] | None = None
+        self._stream: tuple[SimWorker, WorkerJob] | None = None
+        # A stream begins when its submit has arrived and the blocks that it awaits are there.
+        self._submitted: ev.SubmitDecode | None = None
+        self._blocks_here = 0
+        self._begun = False
+
+    def start(self) -> None:
+        """The request has its turn."""
+        self._perform(self.machine.start())
+
+    def record(self, patience_s: float) -> ClientRecord:
+        """What the client has seen; without a first token it has waited for ``patience_s``."""
+        timings, plan = self.machine.timings(self._site.clock.now), self.machine.plan
+        ttft_s = self.first_s - self.arrived_s if self.first_s else patience_s
+        reason = self.error.message if self.error is not None else plan.reason if plan is not None else ""
+        whole = len(self.gaps_s) + bool(self.first_s) == self.request.answer_tokens
+        return ClientRecord(
+            self.request, ttft_s, self.gaps_s, reason, timings.prefilled_tokens, timings.cached_tokens, not whole
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Whether a worker has begun its prompt in this attempt."""
+        return self._span is not None or self._blocks_here > 0
+
+    def lacking_tokens(self, component_id: str) -> int:
+        """Tokens of its prompt that a worker has to compute, as its plan says."""
+        plan = self.machine.plan
+        if plan is None:
+            return 0
+        if component_id == plan.decode.component_id:
+            return plan.prompt_tokens - plan.split_tokens
+        return sum(plan.chunks)
+
+    # Actions.
+
+    def _post(self, event: ev.Event) -> None:
+        self._perform(self.machine.handle(event, self._site.clock.now))
+
+    def _perform(self, actions: Sequence[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.Emit():
+                    pass
+                case ev.LookUp():
+                    self._look_up(action)
+                case ev.OpenTicket():
+                    self._load.assign_plan(action.plan)
+                    self._open(action)
+                case ev.Fetch():
+                    self._fetch(action)
+                case ev.RunSpan():
+                    self._begun = False
+                    self._load.assign_plan(action.plan)
+                    self._run_span(action)
+                case ev.SubmitDecode():
+                    self._submit(action)
+                case ev.StopWork():
+                    self._stop_work()
+                case ev.CancelDecode():
+                    self._cancel_stream()
+                case ev.ReleaseTicket():
+                    if self._stream is None and self._submitted is None:
+                        self._close_ticket()
+                case ev.Finish():
+                    self._over(None)
+                case ev.Fail(error):
+                    self._over(error)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Calls ``call`` after so many seconds, unless what is under way now is not wanted any more then."""
+        number = self._work
+
+        def due() -> None:
+            if number == self._work:
+                call()
+
+        self._site.clock.after(seconds, due)
+
+    def _look_up(self, action: ev.LookUp) -> None:
+        self._load.assign({})
+
+        def planned(plan: RequestPlan | PillionError) -> None:
+            if isinstance(plan, PillionError):
+                self._post(ev.PlanFailed(action.attempt, plan, retryable=False))
+            else:
+                self._post(ev.PlanMade(action.attempt, plan))
+
+        number = self._work
+        self._later(
+            action.after_ms / 1000,
+            lambda: self._host.plan(self, action, lambda plan: planned(plan) if number == self._work else None),
+        )
+
+    def _open(self, action: ev.OpenTicket) -> None:
+        plan, site = action.plan, self._site
+        total = (self.request.prompt_tokens + self.request.answer_tokens) // site.block_size + 1
+
+        def granted(ticket: SimTicket) -> None:
+            pinned = ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size
+            hold = ev.TicketHold(plan.node_id, 0, 0)
+            self._later(site.call_s / 2, lambda: self._post(ev.TicketGranted(action.attempt, hold, pinned)))
+
+        def arrived() -> None:
+            store = site.stores.get(plan.node_id)
+            if store is None:
+                self._post(ev.TicketLost(action.attempt, Unavailable("the KV node has stopped"), retryable=True))
+                return
+            self._store, self._ticket = store, SimTicket(self.request.blocks, total, granted)
+            store.open(self._ticket)
+
+        self._later(site.call_s / 2, arrived)
+
+    def _fetch(self, action: ev.Fetch) -> None:
+        """Brings what the sources still have when the fetch begins."""
+        here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted.source_node_ids)
+        count = max(0, min(action.wanted.blocks, blocks) - here)
+        seconds = took_s + count * self._site.block_s
+
+        def brought() -> None:
+            self._host.fetch_pace.observe(count, seconds)
+            self._commit((here + count) * self._site.block_size)
+            self._post(ev.BlocksFetched(action.attempt, here + count))
+
+        self._later(seconds, brought)
+
+    def _brought(self, sources: Sequence[str]) -> tuple[float, int]:
+        """Seconds of the call, and the blocks that one of some nodes has of the prompt."""
+        stores = (self._site.stores.get(name) for name in sources)
+        most = max((store.prefix(self.request.blocks) for store in stores if store is not None), default=0)
+        return FETCH_CALL_S, most * TRACE_BLOCK_TOKENS // self._site.block_size
+
+    # Spans.
+
+    def _run_span(self, action: ev.RunSpan) -> None:
+        plan, worker = action.plan, self._worker(action.plan.prefill.component_id if action.plan.prefill else "")
+        self._blocks_here = plan.cached_blocks
+        if worker is None:
+            self._span_lost(action.attempt)
+        elif plan.remote:
+            self._open_remote(action, worker)
+        else:
+            self._later(self._site.call_s, lambda: self._offer_span(worker, action, plan.cached_tokens, self._acked))
+
+    def _offer_span(
+        self, worker: SimWorker, action: ev.RunSpan, start: int, acked: Callable[[ev.RunSpan, ChunkDone], None]
+    ) -> None:
+        """The span has come to its prefill worker, which has the KV before ``start``."""
+        plan = action.plan
+        ends = itertools.accumulate(plan.chunks, initial=plan.cached_tokens)
+        job = WorkerJob(
+            tokens=plan.split_tokens,
+            computed_blocks=start // plan.block_size,
+            chunk_ends=tuple(end for end in ends if end > start),
+            on_chunk=lambda chunk: acked(action, chunk),
+            on_lost=lambda: self._span_lost(action.attempt),
+        )
+        if not self._host.takes(self, worker, job):
+            self._span_lost(action.attempt)
+            return
+        self._span = worker, job
+        worker.add(job)
+
+    def _acked(self, action: ev.RunSpan, chunk: ChunkDone) -> None:
+        """A chunk is at the decode worker's node."""
+        plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
+        self._commit(chunk.end_tokens)
+        self._blocks_here = chunk.end_tokens // plan.block_size
+        if last:
+            self._span = None
+        if not self._begun:
+            self._load.assign_plan(plan, chunk.end_tokens)
+        ack: Any = chunk
+        self._post(ev.ChunkAcked(action.attempt, ack))
+        if last:
+            self._post(ev.SpanEnded(action.attempt, chunk.end_tokens))
+        self._begin_stream()
+
+    def _span_lost(self, attempt: int) -> None:
+        self._span = None
+        self._post(ev.SpanLost(attempt, Unavailable(GONE), retryable=True))
+
+    def _open_remote(self, action: ev.RunSpan, worker: SimWorker) -> None:
+        """A span on another node: a ticket there, the cached prefix, and each chunk carried over as it is computed."""
+        plan, site, store = action.plan, self._site, self._site.stores.get(worker.record.node_id)
+        if store is None:
+            self._span_lost(action.attempt)
+            return
+        carried: deque[ChunkDone] = deque()
+
+        def carry() -> None:
+            """Brings the oldest chunk over, then the next one."""
+            tokens = carried[0].end_tokens - self._blocks_here * site.block_size
+
+            def here() -> None:
+                chunk = carried.popleft()
+                if chunk.end_tokens == plan.split_tokens:
+                    self._close_remote()
+                self._acked(action, chunk)
+                if carried:
+                    carry()
+
+            self._later(FETCH_CALL_S + tokens // site.block_size * site.block_s, here)
+
+        def computed(_: ev.RunSpan, chunk: ChunkDone) -> None:
+            store.commit(ticket, chunk.end_tokens // TRACE_BLOCK_TOKENS)
+            carried.append(chunk)
+            if len(carried) == 1:
+                carry()
+
+        def granted(ticket: SimTicket) -> None:
+            there = min(ticket.pinned * TRACE_BLOCK_TOKENS, plan.cached_tokens)
+            lacking = (plan.cached_tokens - there) // site.block_size
+            brought_s = FETCH_CALL_S + lacking * site.block_s if lacking else 0.0
+            store.commit(ticket, plan.cached_tokens // TRACE_BLOCK_TOKENS)
+            self._later(brought_s + site.call_s, lambda: self._offer_span(worker, action, plan.cached_tokens, computed))
+
+        whole = self.request.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
+        ticket = SimTicket(whole, plan.split_blocks + 1, granted)
+        self._close_remote = lambda: store.close(ticket)
+        self._later(site.call_s, lambda: store.open(ticket))
+
+    def _stop_work(self) -> None:
+        self._work += 1
+        if self._span is not None:
+            worker, job = self._span
+            self._span = None
+            worker.cancel(job)
+        self._close_remote()
+        if self._stream is None:
+            self._submitted = None
+            self._close_ticket()
+
+    # The stream.
+
+    def _submit(self, action: ev.SubmitDecode) -> None:
+        self._begun = False
+        self._load.assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
+        if not action.awaited_blocks:
+            self._blocks_here = action.plan.split_blocks
+
+        def arrived() -> None:
+            self._submitted = action
+            self._begin_stream()
+
+        self._later(self._site.call_s, arrived)
+
+    def _begin_stream(self) -> None:
+        action = self._submitted
+        if action is None or self._stream is not None or self._blocks_here < action.awaited_blocks:
+            return
+        worker, attempt = self._worker(action.plan.decode.component_id), action.attempt
+        if worker is None:
+            self._stream_lost(attempt)
+            return
+        job = WorkerJob(
+            tokens=len(action.token_ids),
+            computed_blocks=action.plan.split_blocks,
+            answer_tokens=len(self.machine.prompt) + self.request.answer_tokens - len(action.token_ids),
+            on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
+            on_end=lambda ending: self._stream_ended(attempt, ending),
+            on_lost=lambda: self._stream_lost(attempt),
+        )
+        if not self._host.takes(self, worker, job):
+            self._stream_lost(attempt)
+            return
+        self._stream, self._submitted = (worker, job), None
+        self._post(ev.TicketAdopted(attempt))
+        worker.add(job)
+
+    def _told(self, attempt: int, times: Sequence[float], gaps: array[float]) -> None:
+        if self.last_s:
+            self.gaps_s.append(times[0] - self.last_s)
+        else:
+            self.first_s = times[0]
+        self.gaps_s.extend(gaps)
+        self.last_s = times[-1]
+        if not self._begun and self._stream is not None:
+            self._begun = True
+            self._load.assign({self._stream[0].record.component_id: (1, 0)})
+            self._commit(self.request.prompt_tokens)
+        self._post(ev.TokensSampled(attempt, (TOKEN,) * len(times)))
+
+    def _stream_ended(self, attempt: int, ending: Ending) -> None:
+        self._stream = None
+        self._close_ticket()
+        if ending.reason is not None:
+            self._post(ev.DecodeFinished(attempt, ending.reason, None))
+        else:
+            self._post(ev.DecodeLost(attempt, ending.error or Unavailable(GONE), retryable=True))
+
+    def _stream_lost(self, attempt: int) -> None:
+        self._stream = self._submitted = None
+        self._work += 1
+        self._close_ticket()
+        self._load.assign({})
+        self._post(ev.DecodeLost(attempt, Unavailable(GONE), retryable=True))
+
+    def _cancel_stream(self) -> None:
+        self._load.assign({})
+        self._submitted = None
+        self._work += 1
+        if self._stream is not None:
+            worker, job = self._stream
+            self._stream = None
+            worker.cancel(job)
+        self._close_ticket()
+
+    # Small things.
+
+    def _worker(self, component_id: str) -> SimWorker | None:
+        return self._site.workers.get(component_id)
+
+    def _commit(self, tokens: int) -> None:
+        """The prompt's KV before ``tokens`` is at the ticket's node."""
+        if self._ticket is not None and self._store is not None and self._ticket.open:
+            self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
+
+    def _close_ticket(self) -> None:
+        if self._ticket is not None and self._store is not None:
+            self._store.close(self._ticket)
+        self._ticket = None
+
+    def _over(self, error: PillionError | None) -> None:
+        self.error = error
+        self._load.assign({})
+        self._work += 1
+        self._close_remote()
+        self._close_ticket()
+        self._host.ended(self)

@@ -1,0 +1,271 @@
+"""A gateway in simulated time: production admission, planning and load counts over what it knows of the fleet (I9).
+
+    arrive -> bounds -> turn -> [look-up -> candidates -> what others have under way -> plan -> calls] -> end
+
+What it knows is what the registry had at its last look, and what the other gateways have told (FleetSite.sharing).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pillion.errors import Overloaded, PillionError, Unavailable
+from pillion.gateway.admission.admission import Admission
+from pillion.gateway.admission.tenants import OPEN
+from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
+from pillion.gateway.links.cluster import VIEW_POLL_S
+from pillion.gateway.links.load_exchange import REPORT_S, OwnLoad
+from pillion.gateway.planning.candidates import choose_workers, nodes_by_hits
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.plan_auto import StickyChoices
+from pillion.gateway.planning.plan_cost import Demand, FetchPace
+from pillion.gateway.planning.planner import RequestPlan, make_plan
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.assigned_load import AssignedLoad
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
+from pillion.priority import rank
+from pillion.simulator.fleet.fleet_request import FleetRequest
+from pillion.simulator.fleet.sim_worker import SimWorker, WorkerJob
+from pillion.simulator.fleet.site import FleetSite
+from pillion.simulator.fleet.traffic import Request
+from pillion.wire.registry import ComponentRecord
+
+MODEL = "m"
+Loads = tuple[Mapping[str, int], Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """The flags of a gateway, by the names that :mod:`pillion.config` gives them."""
+
+    split_policy: str
+    chunk_size: int
+    max_inflight_requests: int
+    max_inflight_tokens: int
+    max_running_requests: int
+    max_attempts: int
+    enable_prefix_caching: bool
+
+
+class SimGateway:
+    """One of ``gateways`` gateways, the one of that ``number``. Attributes are for reading: ``flows``, all requests
+    that it has taken; ``refused``; ``plan_s``, the real seconds of each plan. ``on_end`` is told of each end."""
+
+    def __init__(self, site: FleetSite, settings: GatewaySettings, number: int, gateways: int) -> None:
+        self.site = site
+        self.fetch_pace = FetchPace()
+        self.load = OwnLoad()
+        self.flows: list[FleetRequest] = []
+        self.refused: list[tuple[Request, Overloaded]] = []
+        self.plan_s: list[float] = []
+        self.on_end: Callable[[Request], None] = lambda request: None
+        self.number = number
+        self.clock = site.clock
+        self._settings = settings
+        self._policy = parse_policy(settings.split_policy)
+        self.site_gateways = gateways
+        self._leanings = StickyChoices()
+        self._demand = Demand()
+        self._arrivals = number
+        self._admission = Admission(settings.max_inflight_requests, settings.max_inflight_tokens)
+        self._turns = ModelTurns(self._slots)
+        self._slots_of: tuple[float, int] = (-1.0, 0)
+        self._permits: dict[FleetRequest, AdmissionPermit] = {}
+        self._waiting: dict[int, FleetRequest] = {}
+        self._changed: set[str] = set()
+        self._report_due = False
+        if site.sharing:
+            self.load.on_change = self._note
+
+    # Admission.
+
+    def arrive(self, request: Request) -> None:
+        """Take a request on, or refuse it."""
+        now = self.clock.now
+        try:
+            permit = self._admission.enter(OPEN)
+        except Overloaded as error:
+            self._refuse(request, error)
+            return
+        try:
+            self._admission.weigh(permit, request.prompt_tokens)
+        except Overloaded as error:
+            self._admission.leave(permit)
+            self._refuse(request, error)
+            return
+        flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
+        self.flows.append(flow)
+        self._permits[flow] = permit
+        waiting = self._turns.wait(permit, rank(0, now), now, None)
+        self._waiting[waiting.number] = flow
+        self._grant()
+        if waiting.number in self._waiting:
+            self._turns.began(permit, now)
+
+    def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
+        """Frees the slots of a request that had its turn."""
+        self._turns.free(permit, generated_tokens)
+        self._grant()
+        self._turns.left(permit, self.clock.now)
+
+    def ended(self, flow: FleetRequest) -> None:
+        """The request is over."""
+        self._admission.leave(self._permits.pop(flow), len(flow.machine.emitted))
+        self.site.running[self.number] = self._admission.requests
+        self.on_end(flow.request)
+
+    def _grant(self) -> None:
+        self.site.running[self.number] = self._admission.requests
+        for number in self._turns.grant(self, self.clock.now, lambda number: False):
+            self._waiting.pop(number).start()
+
+    def _refuse(self, request: Request, error: Overloaded) -> None:
+        self.refused.append((request, error))
+        self.on_end(request)
+
+    def _slots(self) -> int:
+        if self._settings.max_running_requests:
+            return self._settings.max_running_requests
+        seen_s = self.seen_s
+        if self._slots_of[0] != seen_s:
+            workers = [self.site.workers[one.component_id] for one in self.site.roster(seen_s).of_role["decode"]
+                       if one.component_id in self.site.workers]  # fmt: skip
+            others = [count for number, count in self.site.running.items() if number != self.number]
+            self._slots_of = seen_s, shared_slots([worker.record for worker in workers], others)
+        return self._slots_of[1]
+
+    # What it knows.
+
+    @property
+    def seen_s(self) -> float:
+        """When this gateway last looked at the registry."""
+        phase_s = VIEW_POLL_S * self.number / self.site_gateways
+        return max(0.0, (self.clock.now - phase_s) // VIEW_POLL_S * VIEW_POLL_S + phase_s)
+
+    def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
+        """Return the nodes and workers that a request is planned with, as of this gateway's last look."""
+        site, seen_s = self.site, self.seen_s
+        roster = site.roster(seen_s)
+        decodes = self._choose(roster.of_role["decode"], nodes_by_hits(hits, spread), "decode", spread)
+        near = dict.fromkeys(one.node_id for one in decodes)
+        prefills = self._choose(roster.of_role["prefill"], list(near), "prefill", spread)
+        names = dict.fromkeys((*near, *(one.node_id for one in prefills), *hits))
+        nodes = [site.nodes[name] for name in names if name in site.nodes]
+        return [*nodes, *(site.workers[one.component_id].seen(seen_s) for one in (*decodes, *prefills))]
+
+    def _choose(
+        self, everyone: Sequence[ComponentRecord], nodes: Sequence[str], role: str, spread: int
+    ) -> list[ComponentRecord]:
+        on_node, workers = self.site.roster(self.seen_s).on_node, self.site.workers
+
+        def beside() -> Iterator[ComponentRecord]:
+            return (one for node_id in nodes for one in on_node.get(node_id, ()) if one.role == role)
+
+        return choose_workers(everyone, beside, spread, lambda one: one.component_id in workers)
+
+    def loads(self, components: Sequence[ComponentRecord]) -> Loads:
+        """Return what is known to be under way on some components: streams or tokens, and prompt tokens to be
+        computed."""
+        amounts, tokens = self.load.by_component, self.load.tokens
+        if not self.site.sharing:
+            return amounts, tokens
+        names = [one.component_id for one in components if one.role != "kvnode"]
+        others = {name: self.site.talk.others(self.number, name) for name in names}
+        return (
+            {name: amounts.get(name, 0) + other.amount for name, other in others.items()},
+            {name: tokens.get(name, 0) + other.tokens for name, other in others.items()},
+        )
+
+    def _note(self, component_id: str, grew: bool) -> None:
+        """As LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
+        self._changed.add(component_id)
+        if grew:
+            self.clock.after(self.site.call_s / 2, self._tell)
+        elif not self._report_due:
+            self._report_due = True
+            self.clock.after(REPORT_S, self._report)
+
+    def _report(self) -> None:
+        self._report_due = False
+        self._tell()
+
+    def _tell(self) -> None:
+        for name in self._changed:
+            self.site.talk.tell(self.number, name, self.load)
+        self._changed.clear()
+
+    def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
+        """Whether a worker takes the span or stream of a request that has come to it."""
+        return True
+
+    # Plans.
+
+    def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
+        """Plan an attempt: first the index is asked, then the other gateways' work is read."""
+        self._arrivals += 1
+        spread = self._arrivals
+        self.clock.after(self.site.call_s / 2, lambda: self._look(flow, action, spread, then))
+
+    def _look(
+        self, flow: FleetRequest, action: ev.LookUp, spread: int, then: Callable[[RequestPlan | PillionError], None]
+    ) -> None:
+        site, request = self.site, flow.request
+        known = request.blocks if self._settings.enable_prefix_caching or action.attempt > 1 else ()
+        each = TRACE_BLOCK_TOKENS // site.block_size
+        hits = {name: count * each for name, count in site.index.longest_prefix(known).items()}
+        components = self.components(len(action.token_ids), hits, spread)
+        loads = self.loads(components)
+
+        def decide() -> None:
+            begun = time.perf_counter()
+            try:
+                decided = self._decide(flow, action, spread, hits, components, loads)
+            except Unavailable as error:
+                then(error)
+                return
+            self.plan_s.append(time.perf_counter() - begun)
+            then(decided)
+
+        if site.sharing:
+            self.clock.after(site.call_s / 2, decide)
+        else:
+            decide()
+
+    def _decide(
+        self,
+        flow: FleetRequest,
+        action: ev.LookUp,
+        spread: int,
+        hits: Mapping[str, int],
+        components: Sequence[ComponentRecord],
+        loads: Loads,
+    ) -> RequestPlan:
+        now, size, tokens = self.clock.now, self.site.block_size, len(action.token_ids)
+        every, shared = self._demand.per_s(now)
+        unknown = tokens - size * max(hits.values(), default=0)
+        decided = make_plan(
+            ClusterSnapshot(
+                model=MODEL,
+                prompt_tokens=tokens,
+                hits=hits,
+                components=components,
+                policy=self._policy,
+                block_size=size,
+                chunk_tokens=self._settings.chunk_size,
+                own_load=loads[0],
+                own_tokens=loads[1],
+                fetch_block_s=self.fetch_pace.block_s,
+                demand_per_s=(self.site_gateways * every, self.site_gateways * shared),
+                demand_tokens=self._demand.mean_tokens,
+                sticky_choice=self._leanings.of(MODEL, unknown),
+                avoid=action.avoid,
+                spread=spread,
+            )
+        )
+        if action.attempt == 1:
+            self._demand.note(now, bool(decided.chunks), decided.prompt_tokens - decided.cached_tokens)
+        if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
+            self._leanings.note(MODEL, unknown, bool(decided.chunks))
+        return decided

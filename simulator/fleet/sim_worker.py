@@ -1,0 +1,418 @@
+"""A worker in simulated time: the production scheduler, over steps that cost as much as a model says (I9).
+
+    add -> [schedule -> step of so many seconds -> commit] ... -> chunks of spans, tokens of streams
+
+A run of steps in which all streams only decode is one event where nothing can tell the difference (``macro_steps``):
+the costs of its steps are drawn as always, and when it ends, or something comes in between, the scheduler commits what
+has ended until then at once, as it commits tokens that a grammar forces. Then the growth of streams is reserved from
+the beginning, and the cost model is known and not learnt: each step would change it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
+import numpy as np
+
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Ending, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence as Stream
+from pillion.engine.scheduling.step_cost import SCALES, Float64, StepCost, features
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SchedulerLoad, SequencePiece, StepPlan, Update
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.simulator.fleet.clock import Clock
+from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
+from pillion.types import SamplingParams
+from pillion.wire.registry import ComponentRecord
+
+ROOT = b"\7" * HASH_BYTES
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+# Longer texts than any model's.
+MAX_TOKENS = 1 << 30
+TOKEN = 1
+# Most steps of one run, and the least noise that a step's time is multiplied with.
+MAX_RUN_STEPS = 4096
+LEAST_NOISE = 0.5
+
+
+class KnownCost(StepCost):
+    """A cost model that is right from the beginning and learns nothing."""
+
+    def __init__(self, cost_s: Sequence[float]) -> None:
+        super().__init__()
+        self._weights = np.array(cost_s) * SCALES
+        self.steps = 1
+
+    def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
+        """Notes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is like.
+
+    Attributes:
+        cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
+        noise: relative standard deviation of a step's time.
+        call_s: seconds of a call to the KV node.
+        known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
+        macro_steps: see the module; needs ``known_cost`` and cores of its own.
+    """
+
+    cost_s: tuple[float, ...]
+    block_size: int
+    max_num_seqs: int
+    noise: float
+    heartbeat_s: float
+    call_s: float
+    known_cost: bool = False
+    macro_steps: bool = False
+
+
+# Called with the times of a stream's next tokens, and the gaps before all of them but the first.
+TokensTold = Callable[[Sequence[float], "array[float]"], None]
+NO_GAPS: array[float] = array("d")
+
+
+@dataclass(slots=True, eq=False)
+class WorkerJob:
+    """A span or a stream on a worker.
+
+    Attributes:
+        tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
+        answer_tokens: tokens to generate; 0: a span, whose chunks end at ``chunk_ends``.
+        on_chunk, on_tokens, on_end: told of a span's chunks, a stream's tokens, and the end of either.
+        on_lost: told that the worker stops before the job's end.
+    """
+
+    tokens: int
+    computed_blocks: int
+    answer_tokens: int = 0
+    chunk_ends: tuple[int, ...] = ()
+    on_chunk: Callable[[ChunkDone], None] = lambda chunk: None
+    on_tokens: TokensTold = lambda times, gaps: None
+    on_end: Callable[[Ending], None] = lambda ending: None
+    on_lost: Callable[[], None] = lambda: None
+    seq_id: int = 0
+
+
+@dataclass(slots=True)
+class StepRun:
+    """Steps under way that only decode: when each ends, and the noise of each. ``plan`` is the first one's."""
+
+    plan: StepPlan
+    ends_s: list[float]
+    noises: list[float]
+
+    def ended(self, now: float) -> int:
+        """How many of them have ended."""
+        return bisect_right(self.ends_s, now)
+
+
+class SimWorker:
+    """A worker around a real scheduler. ``record`` is that of its last heartbeat; they are ``phase_s`` behind whole
+    periods. One that is idle sends none until it has work: nobody could tell the difference."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        cores: OwnCores | SharedCores,
+        record: ComponentRecord,
+        settings: WorkerSettings,
+        number: int,
+        phase_s: float = 0.0,
+    ) -> None:
+        self._clock = clock
+        self._cores = cores
+        self._number = number
+        self._settings = settings
+        self._phase_s = phase_s
+        self._weights: list[float] = (np.array(settings.cost_s) * SCALES).tolist()
+        self._draw = random.Random(number)
+        # Noise that was drawn for steps which then were others.
+        self._noises: deque[float] = deque()
+        self._scheduler = Scheduler(
+            block_size=settings.block_size,
+            max_num_batched_tokens=record.max_step_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            target_itl_s=record.target_itl_ms / 1000,
+            target_itl_steps=record.target_itl_steps,
+        )
+        if settings.known_cost:
+            self._scheduler.budget.cost = KnownCost(settings.cost_s)
+        self._slots = itertools.count()
+        self._ids = itertools.count(1)
+        self._jobs: dict[int, WorkerJob] = {}
+        self._busy = False
+        self._run: StepRun | None = None
+        # Counts up when the event that was expected for a run is not to happen any more.
+        self._version = 0
+        self._load = SchedulerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
+        self._beating = False
+        self.steps = 0
+        self.draining = False
+        self.record = self.earlier = msgspec.structs.replace(
+            record, step_cost_s=self._load.step_cost_s, free_seqs=settings.max_num_seqs
+        )
+        self.beat_s = self._clock.now
+
+    # Heartbeats.
+
+    def beat(self) -> None:
+        """Publish the worker's record, and again after each heartbeat's period while there is work."""
+        self.earlier, self.record, self.beat_s = self.record, self.fresh_record(), self._clock.now
+        self._beating = bool(self._jobs) or self._busy
+        if self._beating:
+            self._clock.after(self._settings.heartbeat_s, self.beat)
+
+    def seen(self, at_s: float) -> ComponentRecord:
+        """The record as the registry had it at a time that is not long ago, with its age in ms."""
+        period_s = self._settings.heartbeat_s
+        record, beat_s = (self.record, self.beat_s) if self.beat_s <= at_s else (self.earlier, self.beat_s - period_s)
+        if at_s > beat_s:
+            beat_s += (at_s - beat_s) // period_s * period_s
+        return msgspec.structs.replace(record, heartbeat_age_ms=max(0, int((self._clock.now - beat_s) * 1000)))
+
+    def fresh_record(self) -> ComponentRecord:
+        """Return the record as a heartbeat would send it now."""
+        load = self._load_now()
+        return msgspec.structs.replace(
+            self.record,
+            **asdict(load),
+            free_seqs=max(0, self._settings.max_num_seqs - load.running_requests - load.waiting_requests),
+        )
+
+    def _load_now(self) -> SchedulerLoad:
+        if self._run is None:
+            return self._load
+        grown = self._run.ended(self._clock.now) * len(self._run.plan.pieces)
+        return replace(self._load, context_tokens=self._load.context_tokens + grown)
+
+    def _begin_beating(self) -> None:
+        if not self._beating:
+            self._beating, period_s = True, self._settings.heartbeat_s
+            passed = (self._clock.now - self._phase_s) // period_s
+            self._clock.at(max(self._clock.now, self._phase_s + (passed + 1) * period_s), self.beat)
+
+    # Work.
+
+    @property
+    def jobs(self) -> int:
+        """Spans and streams here."""
+        return len(self._jobs)
+
+    def add(self, job: WorkerJob) -> None:
+        """Add a span or a stream, whose ticket it now holds. A worker that drains loses it at once."""
+        if self.draining:
+            job.on_lost()
+            return
+        self._catch_up()
+        job.seq_id, size = next(self._ids), self._settings.block_size
+        span = not job.answer_tokens
+        total = job.tokens // size if span else job.tokens // size + 1
+        if self._settings.macro_steps and not span:
+            # And one beyond, so that the stock of slots never looks short.
+            total = (job.tokens + job.answer_tokens) // size + 2
+        spec = SequenceSpec(
+            seq_id=job.seq_id,
+            token_ids=np.full(job.tokens, TOKEN, dtype=np.int32),
+            parent_hash=ROOT,
+            prompt_tokens=job.tokens,
+            sampling=None if span else GREEDY,
+            max_tokens=job.answer_tokens,
+            max_model_len=0 if span else MAX_TOKENS,
+            chunk_ends=job.chunk_ends,
+        )
+        holding = Holding(job.seq_id, self._take(job.computed_blocks), self._take(total - job.computed_blocks))
+        stream = Stream(spec, holding, size, self._clock.now, hashes=bytes(job.tokens // size * HASH_BYTES))
+        if self._settings.macro_steps and not span:
+            # The fleet's stores count its blocks (prefix_store), and the answer's are nobody else's.
+            stream.refuse_commit()
+        self._jobs[job.seq_id] = job
+        self._begin_beating()
+        self._scheduler.add(stream, self._clock.now)
+        self._step()
+
+    def cancel(self, job: WorkerJob) -> None:
+        """Nobody wants a job any more."""
+        if self._jobs.pop(job.seq_id, None) is not None:
+            self._catch_up()
+            self._scheduler.cancel(job.seq_id, self._clock.now)
+            self._step()
+
+    def drain(self) -> None:
+        """Take no more jobs."""
+        self.draining = True
+
+    def stop(self) -> None:
+        """The worker ends now: its jobs are lost, behind the tokens that were generated until now."""
+        self.drain()
+        self._catch_up()
+        for job in list(self._jobs.values()):
+            self.cancel(job)
+            job.on_lost()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the scheduler's own accounts do not add up, or jobs are left that it has not."""
+        self._scheduler.check_integrity()
+        assert self._jobs.keys() <= self._scheduler.sequences.keys(), "a job is left that the scheduler does not have"
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return tuple(itertools.islice(self._slots, count))
+
+    # Steps.
+
+    def _step(self) -> None:
+        if self._busy:
+            return
+        plan = self._scheduler.schedule(self._clock.now)
+        self._hear(self._scheduler.flush(self._clock.now))
+        if plan.pieces:
+            self._busy = True
+            self._begin(plan)
+
+    def _begin(self, plan: StepPlan) -> None:
+        count, found = self._plain_steps(plan), features(plan.pieces).tolist()
+        if count < 2:
+            noise = self._noise()
+            self._cores.run(self._number, self._cost_s(found) * noise, lambda borrowed: self._done(plan, borrowed))
+            return
+        now, streams = self._clock.now, len(plan.pieces)
+        run = StepRun(plan, [], [])
+        # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so this
+        # is what features() would find.
+        more_reads, more_pairs = streams / SCALES[3].item(), streams / SCALES[4].item()
+        for _ in range(count):
+            noise = self._noise()
+            now += self._cost_s(found) * noise
+            run.ends_s.append(now)
+            run.noises.append(noise)
+            found[3] += more_reads
+            found[4] += more_pairs
+        self._run = run
+        self._version += 1
+        self._clock.at(now, lambda version=self._version: self._run_over(version))  # type: ignore[misc]
+
+    def _cost_s(self, found: Sequence[float]) -> float:
+        step, token, row, read, pair = self._weights
+        return step * found[0] + token * found[1] + row * found[2] + read * found[3] + pair * found[4]
+
+    def _noise(self) -> float:
+        if self._noises:
+            return self._noises.popleft()
+        return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
+
+    def _plain_steps(self, plan: StepPlan) -> int:
+        """How many steps from this one on only decode, and end no stream; 0 where that is not to be used."""
+        if not self._settings.macro_steps:
+            return 0
+        queues = self._scheduler.queues
+        idle = not (queues.waiting or queues.preempted) or not queues.free_seqs
+        if not idle or len(plan.pieces) != len(queues.running):
+            return 0
+        least = MAX_RUN_STEPS
+        for piece in plan.pieces:
+            stream = piece.sequence
+            if not stream.decoding or piece.count != 1 or piece.samples != 1:
+                return 0
+            least = min(least, stream.most_tokens - stream.num_tokens - 1)
+        return least
+
+    def _run_over(self, version: int) -> None:
+        if version == self._version and self._run is not None:
+            self._commit_run(self._run, len(self._run.ends_s))
+            self._step()
+
+    def _catch_up(self) -> None:
+        """Commit the steps of a run that have ended; the one under way becomes a step of its own."""
+        run = self._run
+        if run is None:
+            return
+        count = run.ended(self._clock.now)
+        plan = run.plan
+        if count:
+            began_s = run.ends_s[count - 1]
+            self._commit_run(run, count)
+            if count == len(run.ends_s):
+                self._step()
+                return
+            self._busy = True
+            plan = self._scheduler.schedule(began_s)
+            self._hear(self._scheduler.flush(began_s))
+        self._run, self._version = None, self._version + 1
+        self._noises.extendleft(reversed(run.noises[count + 1 :]))
+        self._clock.at(run.ends_s[count], lambda: self._done(plan, 0.0))
+
+    def _commit_run(self, run: StepRun, count: int) -> None:
+        """Commit the first ``count`` steps of the run under way, as one whose tokens were known."""
+        self._run, self._version, self._busy = None, self._version + 1, False
+        ends_s = run.ends_s[:count]
+        if count > 1:
+            ids = np.full(count - 1, TOKEN, dtype=np.int32)
+            for piece in run.plan.pieces:
+                piece.sequence.draft(ids, forced=True)
+        pieces = tuple(SequencePiece(piece.sequence, piece.start, count, 1) for piece in run.plan.pieces)
+        plan = replace(run.plan, pieces=pieces)
+        gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
+        self.steps += count
+        outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
+        self._hear(outcome, ends_s, gaps)
+
+    def _done(self, plan: StepPlan, borrowed_s: float) -> None:
+        self._busy = False
+        self.steps += 1
+        sampled = Sampled((TOKEN,) * sum(piece.samples for piece in plan.pieces), borrowed_s=borrowed_s)
+        self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
+        self._step()
+
+    # What a step brings.
+
+    def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
+        if outcome.empty:
+            return
+        self._load = outcome.load
+        for update in outcome.updates:
+            self._tell(update, times or (self._clock.now,), gaps)
+        for chunk in outcome.chunks:
+            self._tell_chunk(chunk)
+        for order in outcome.commits:
+            self._clock.after(self._settings.call_s, lambda order=order: self._committed(order))  # type: ignore[misc]
+        if outcome.lease_blocks:
+            slots = self._take(outcome.lease_blocks)
+            self._clock.after(self._settings.call_s, lambda: self._granted(slots))
+
+    def _tell(self, update: Update, times: Sequence[float], gaps: array[float]) -> None:
+        job = self._jobs.get(update.seq_id)
+        if job is None:
+            return
+        if update.token_ids:
+            job.on_tokens(times, gaps)
+        if update.ending is not None:
+            del self._jobs[update.seq_id]
+            job.on_end(update.ending)
+
+    def _tell_chunk(self, chunk: ChunkDone) -> None:
+        job = self._jobs.get(chunk.seq_id)
+        if job is not None:
+            job.on_chunk(chunk)
+
+    def _committed(self, order: CommitOrder) -> None:
+        self._catch_up()
+        self._scheduler.committed(order.seq_id, order.slots, "", self._clock.now)
+        for chunk in order.chunks:
+            self._tell_chunk(chunk)
+        self._step()
+
+    def _granted(self, slots: tuple[int, ...]) -> None:
+        self._catch_up()
+        self._scheduler.granted(slots, self._clock.now)
+        self._step()

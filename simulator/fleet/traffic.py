@@ -1,0 +1,80 @@
+"""The requests of a simulation, and how their clients saw them. Sans-IO."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.errors import ConfigError
+from pillion.loadgen.figures import Record
+from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One arrival, ``at_s`` seconds after the begin. ``blocks``: numbers of its prompt's whole blocks of
+    TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike. Without them, no prompt
+    begins like another one."""
+
+    number: int
+    at_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRecord:
+    """A request as its client saw it: seconds from arrival to the first token, and between tokens.
+
+    ``reason`` is the planner's, or the error where the request ``failed``. ``cached_tokens`` of its prompt were found,
+    ``prefilled_tokens`` computed by prefill workers.
+    """
+
+    request: Request
+    ttft_s: float
+    gaps_s: Sequence[float]
+    reason: str = ""
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    failed: bool = False
+
+    def bench_record(self) -> Record:
+        """The same as `pillion bench` would have recorded it."""
+        request, first_s = self.request, self.request.at_s + self.ttft_s
+        times = () if self.failed else tuple(itertools.accumulate(self.gaps_s, initial=first_s))
+        return Record(
+            number=request.number,
+            session=request.number,
+            turn=0,
+            due_s=request.at_s,
+            held_s=0.0,
+            sent_s=request.at_s,
+            ended_s=times[-1] if times else first_s,
+            messages=tuple((at_s, 1) for at_s in times),
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=len(times),
+            asked_tokens=request.answer_tokens,
+            status="failed" if self.failed else "ok",
+            error=self.reason if self.failed else "",
+        )
+
+
+def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_len: int = 0) -> list[Request]:
+    """The requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need more than
+    ``max_model_len`` tokens are left out; 0: none is. Raises ConfigError where none is left."""
+    kept = [row for row in trace if not 0 < max_model_len < row.input_length + row.output_length]
+    if not kept:
+        raise ConfigError("the trace has no request that fits")
+    first = kept[0].timestamp
+    return [
+        Request(number, (row.timestamp - first) / 1000 / speed, row.input_length, row.output_length, row.whole_blocks)
+        for number, row in enumerate(kept)
+    ]
+
+
+def shared_tokens(blocks: int) -> int:
+    """Tokens of so many whole blocks of a trace."""
+    return blocks * TRACE_BLOCK_TOKENS

@@ -1,0 +1,104 @@
+"""A simulated fleet under a trace's load: runs of steps as one event, hits, memory, and workers that come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from benchmarks.traces import generate
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.simulator.fleet.traffic import ClientRecord, Request, requests_of
+from pillion.simulator.fleet.world import DECODE, PREFILL, FleetConfig, FleetWorld, simulate
+
+# Seconds of a step, a token, a sequence, a KV token read, a query-key pair: some GPU's.
+COST = (5e-3, 4e-5, 5e-5, 2e-8, 1e-9)
+
+
+def fleet(prefills: int, decodes: int, gateways: int = 1, **other: object) -> FleetConfig:
+    flags = ServeFlags(prefill_workers=prefills, decode_workers=decodes, gateway_workers=gateways)
+    values: dict[str, object] = {"known_costs": True, "macro_steps": True, "block_bytes": 2**20, **other}
+    return FleetConfig(flags=flags, prefill_cost_s=COST, decode_cost_s=COST, **values)  # type: ignore[arg-type]
+
+
+def trace(count: int, speed: float) -> list[Request]:
+    return requests_of(generate(5, count), speed=speed, max_model_len=30_000)
+
+
+def whole(records: Sequence[ClientRecord]) -> bool:
+    return all(len(one.gaps_s) == one.request.answer_tokens - 1 and not one.failed for one in records)
+
+
+def test_runs_of_steps_change_nothing() -> None:
+    """Client by client and token by token: the same times as with one event for each step."""
+    requests, worlds = trace(40, 60.0), []
+    for macro_steps in (True, False):
+        config = fleet(2, 2, 2, macro_steps=macro_steps, node_blocks=6000)
+        records, world = simulate(config, requests)
+        world.check_integrity()
+        assert whole(records)
+        assert any(one.cached_tokens for one in records)
+        worlds.append((records, sum(worker.steps for worker in world.site.workers.values())))
+    assert worlds[0] == worlds[1]
+
+
+def test_a_prompt_finds_what_another_one_left() -> None:
+    blocks = tuple(range(8))
+    requests = [Request(0, 0.0, 4100, 4, blocks), Request(1, 60.0, 4200, 4, blocks), Request(2, 120.0, 4100, 4)]
+    records, world = simulate(fleet(1, 2), requests)
+    assert [one.cached_tokens for one in records] == [0, 4096, 0]
+    assert records[1].ttft_s < records[0].ttft_s / 2
+    assert sum(len(store._idle) for store in world.site.stores.values()) == len(blocks)
+
+
+def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
+    """A pool of two such prompts: of four that come at once, two wait; what is idle makes room."""
+    requests = [Request(n, 0.0, 1024, 200, (2 * n, 2 * n + 1)) for n in range(4)]
+    short, world = simulate(fleet(0, 1, node_blocks=160), requests)
+    ample, _ = simulate(fleet(0, 1), requests)
+    world.check_integrity()
+    assert whole(short)
+    assert max(one.ttft_s for one in short) > 2 * max(one.ttft_s for one in ample)
+    assert next(iter(world.site.stores.values())).evicted > 0
+
+
+def test_workers_come_and_go_and_nothing_is_lost() -> None:
+    requests = trace(60, 40.0)
+    last_s = requests[-1].at_s
+    world = FleetWorld(fleet(1, 2, 2))
+    world.send(requests)
+    born = world.start_worker(DECODE, after_s=last_s / 4)
+    world.start_worker(PREFILL, after_s=last_s / 4)
+    world.clock.run(last_s / 5)
+    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
+    world.clock.run(last_s / 2)
+    assert born in world.site.workers
+    first = world.workers(DECODE)[0]
+    assert first.jobs
+    # Its streams go on elsewhere after a moment.
+    world.drain_worker(first.record.component_id, within_s=0.1)
+    world.drain_worker(world.workers(PREFILL)[0].record.component_id)
+    world.clock.run(last_s + 100.0)
+    assert world.open_requests() == 0
+    assert first.record.component_id not in world.site.workers
+    assert whole(world.records())
+    assert [len(world.workers(role)) for role in (PREFILL, DECODE)] == [1, 2]
+    world.check_integrity()
+
+
+def test_a_full_gateway_refuses() -> None:
+    config = fleet(0, 1)
+    config = dataclasses.replace(config, flags=dataclasses.replace(config.flags, max_inflight_requests=3))
+    records, _ = simulate(config, [Request(n, 0.0, 100, 8) for n in range(5)])
+    assert [one.failed for one in records] == [False, False, False, True, True]
+    assert "max_inflight_requests" in records[4].reason
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one event"):
+        FleetWorld(fleet(0, 1, shared_cores=1))
+    config = fleet(0, 1)
+    with pytest.raises(ConfigError, match="--block-size 100"):
+        FleetWorld(dataclasses.replace(config, flags=dataclasses.replace(config.flags, block_size=100)))
