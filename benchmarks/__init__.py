@@ -15,7 +15,8 @@ Each module is a program, `python -m benchmarks.NAME`, which prints a table and 
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane`, `kv_disk` and `kv_eviction`.
 - Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow) and
   `pauses` (what clients see of killed and stopped components).
-- Shared code: `report` (results and the machine), `plot` (charts), `traces` (made request traces).
+- Shared code: `report` (results and the machine), `plot` (charts), `traces` and
+  `mooncake` (made request traces).
 
 Open `report` first. Modules here import `pillion` and `testbed`, never `tests`.
 """

@@ -53,7 +53,7 @@ class Mix:
     max_tokens: int = 128_000
 
 
-class _Text:
+class TraceText:
     """A session's text so far: numbers of whole blocks, and the count of tokens behind them."""
 
     def __init__(self, ids: Iterator[int], shared: tuple[int, ...], tokens: int) -> None:
@@ -87,9 +87,9 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
         begin_s += rng.expovariate(mix.sessions_per_s)
         if rng.random() < mix.chat_share:
             [(shared, rest)] = rng.choices(prompts, weights)
-            made += _session(rng, mix, _Text(ids, shared, rest), begin_s, mix.turns, mix.think_s)
+            made += _session(rng, mix, TraceText(ids, shared, rest), begin_s, mix.turns, mix.think_s)
         else:
-            text = _Text(ids, (), min(_length(rng, mix.document_tokens, mix.sigma), mix.max_tokens // 2))
+            text = TraceText(ids, (), min(_length(rng, mix.document_tokens, mix.sigma), mix.max_tokens // 2))
             made += _session(rng, mix, text, begin_s, mix.questions, mix.reread_s, keeps_growing=False)
     # Sessions are made for twice as many requests, so that new ones begin until the end.
     made.sort(key=lambda request: request.timestamp)
@@ -97,7 +97,7 @@ def generate(seed: int, requests: int, mix: Mix | None = None) -> list[TraceRequ
 
 
 def _session(
-    rng: random.Random, mix: Mix, text: _Text, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
+    rng: random.Random, mix: Mix, text: TraceText, at_s: float, mean: float, gap_s: float, *, keeps_growing: bool = True
 ) -> Iterator[TraceRequest]:
     """Return a geometric number of requests with mean ``mean``, each about all of ``text``."""
     while True:
@@ -109,7 +109,7 @@ def _session(
             text.grow(answered)
         else:
             # Each question follows the same document, so it shares the document's blocks only.
-            question = _Text(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
+            question = TraceText(text._ids, tuple(text.blocks), text.tokens % TRACE_BLOCK_TOKENS + asked)
             yield TraceRequest(round(at_s * 1000), question.tokens, answered, question.hash_ids())
         if rng.random() < 1 / mean or text.tokens > mix.max_tokens:
             return

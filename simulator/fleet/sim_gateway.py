@@ -1,4 +1,4 @@
-"""A gateway in simulated time: production admission, planning and load counts over what it knows of the fleet (I9).
+"""A gateway in simulated time: production admission, planning and load counts over what it knows of the fleet.
 
     arrive -> bounds -> turn -> [look-up -> candidates -> what others have under way -> plan -> calls] -> end
 
