@@ -42,15 +42,16 @@ class ClusterSnapshot:
 
     Attributes:
         prompt_tokens: N; on a replay, prompt and answer so far.
+        answered_tokens: how many of them are the answer's.
         hits: blocks that the index believes to be on each node, by node id.
         components: usable ones only: nodes, and workers of this request's model and namespace.
         block_size: tokens per block.
         chunk_tokens: most tokens of one chunk.
         board_mates: further workers that share a board of cores with one of ``components``: no plan uses them, but what
             they compute takes cores.
-        own_load: tokens (prefill) and streams (decode) that gateways have under way, by component id: this one, and the
-            others as far as it knows. Heartbeats are up to a second old, and do not know of them.
-        own_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
+        sent_load: tokens (prefill) and streams (decode) that gateways have under way, by component id: this one, and
+            the others as far as it knows. Heartbeats are up to a second old, and do not know of them.
+        sent_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
             id.
         fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
@@ -73,9 +74,10 @@ class ClusterSnapshot:
     policy: SplitPolicy
     block_size: int
     chunk_tokens: int
+    answered_tokens: int = 0
     board_mates: Sequence[ComponentRecord] = ()
-    own_load: Mapping[str, int] = field(default_factory=dict)
-    own_tokens: Mapping[str, int] = field(default_factory=dict)
+    sent_load: Mapping[str, int] = field(default_factory=dict)
+    sent_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0
     sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)

@@ -187,7 +187,7 @@ def _least(snapshot: ClusterSnapshot, models: Models, components: list[Component
     """Components by the time until ours would be done, roughly, the soonest first; equals are rotated by ``spread``, so
     that they take turns."""
     turn = snapshot.spread % len(components) if components else 0
-    sent, hits, size, streams = snapshot.own_tokens, snapshot.hits, snapshot.block_size, snapshot.own_load
+    sent, hits, size, streams = snapshot.sent_tokens, snapshot.hits, snapshot.block_size, snapshot.sent_load
     found = []
     for component in components[turn:] + components[:turn]:
         name, reported, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
@@ -204,7 +204,7 @@ def _prefill_sides(
     snapshot: ClusterSnapshot, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
 ) -> list[PrefillSide]:
     """The best prefill worker of each decode worker's node, and the best one elsewhere; the soonest first."""
-    sent, chunk, tokens = snapshot.own_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
+    sent, chunk, tokens = snapshot.sent_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
     near = {component.node_id for component in decodes}
     best: dict[str, ComponentRecord] = {}
     for component in _least(snapshot, models, prefills):
@@ -225,7 +225,7 @@ def _boards(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[s
     follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
     return {
         decode.component_id: Board.of(
-            decode, mates[decode.node_id, decode.core_board], snapshot.own_tokens, follower_tokens
+            decode, mates[decode.node_id, decode.core_board], snapshot.sent_tokens, follower_tokens
         )
         for decode in decodes
         if decode.core_board and decode.core_share
@@ -245,7 +245,7 @@ def _way(
     """The price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
-    streams, tokens = snapshot.own_load.get(component_id, 0), snapshot.own_tokens.get(component_id, 0)
+    streams, tokens = snapshot.sent_load.get(component_id, 0), snapshot.sent_tokens.get(component_id, 0)
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, board)
     if snapshot.adapter:
         decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))

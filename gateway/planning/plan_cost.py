@@ -85,13 +85,13 @@ class StepModel(NamedTuple):
         return self.token_s + self.read_s + self.pair_s * ASSUMED_POSITION + fixed_s / step_tokens
 
 
-def _queue_wait_s(component: ComponentRecord, own_tokens: int, token_s: float) -> float:
+def _queue_wait_s(component: ComponentRecord, sent_tokens: int, token_s: float) -> float:
     """Seconds until a worker's queue is computed: what gateways sent, or what the heartbeat reported less the time
     since then, whichever is more."""
     fade_s = min(component.heartbeat_age_ms / 1000, MAX_REPORT_FADE_S)
     reported_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
-    own_s = own_tokens * token_s
-    return reported_s if reported_s > own_s else own_s
+    sent_s = sent_tokens * token_s
+    return reported_s if reported_s > sent_s else sent_s
 
 
 # A model of no machine in particular: with it, equal workers compare by their queues, and calls by the tokens that they
@@ -163,13 +163,13 @@ class PrefillSide(NamedTuple):
 
     @classmethod
     def of(
-        cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, own_tokens: int, followers_per_s: float
+        cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, sent_tokens: int, followers_per_s: float
     ) -> PrefillSide:
-        """``own_tokens``: what gateways have sent and not got back (ClusterSnapshot)."""
+        """``sent_tokens``: what gateways have sent and not got back (ClusterSnapshot)."""
         most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = model.queued_token_s(step_tokens, model.step_s)
-        wait_s = _queue_wait_s(component, own_tokens, token_s)
+        wait_s = _queue_wait_s(component, sent_tokens, token_s)
         return cls(component, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
 
     def span_s(self, start: int, end: int) -> float:
@@ -204,18 +204,18 @@ class Board(NamedTuple):
         cls,
         component: ComponentRecord,
         mates: Sequence[ComponentRecord],
-        own_tokens: Mapping[str, int],
+        sent_tokens: Mapping[str, int],
         follower_tokens: float,
     ) -> Board:
-        """The board of a decode worker. ``mates``: all workers of the board, ``own_tokens``: what gateways have sent to
-        each component and not got back."""
+        """The board of a decode worker. ``mates``: all workers of the board, ``sent_tokens``: what gateways have sent
+        to each component and not got back."""
         own_share, prefill_share = component.core_share, 0.0
         idle_share, computing_share, computing_s = 1.0 - own_share, 0.0, 0.0
         # Workers that compute, which borrow in equal parts what is idle. A prompt of ours makes this one compute.
         decodes, prefills = 1, 0
         for mate in mates:
             name, share = mate.component_id, mate.core_share
-            tokens = max(mate.queued_tokens, mate.waiting_tokens, own_tokens.get(name, 0))
+            tokens = max(mate.queued_tokens, mate.waiting_tokens, sent_tokens.get(name, 0))
             if mate.role == "prefill":
                 # A plan may use any of them: the one with the most cores takes the most from the decode worker.
                 prefill_share = max(prefill_share, share)
@@ -236,7 +236,7 @@ class Board(NamedTuple):
         speed_now = 1.0 + idle_share / ((decodes + prefills) * own_share)
         # Each for as long as its own cores need, on the average over the cores.
         busy_s = computing_s / computing_share if computing_share else 0.0
-        has_work = component.running_requests or component.queued_tokens or own_tokens.get(component.component_id)
+        has_work = component.running_requests or component.queued_tokens or sent_tokens.get(component.component_id)
         # A span has the prefill worker's own cores, and its part of those of others that have nothing to do: this
         # decode worker's, too, unless it has streams or prompts. Alone, the decode worker would have speed * own_share.
         lent_share = max(0.0, idle_share - prefill_share) + (0.0 if has_work else own_share)
@@ -287,12 +287,12 @@ class DecodeSide(NamedTuple):
         component: ComponentRecord,
         model: StepModel,
         end: int,
-        own_streams: int,
-        own_tokens: int,
+        sent_streams: int,
+        sent_tokens: int,
         followers_per_s: float = 0.0,
         board: Board | None = None,
     ) -> DecodeSide:
-        """``own_streams`` and ``own_tokens``: what gateways have there, and prompt tokens of it to be computed.
+        """``sent_streams`` and ``sent_tokens``: what gateways have there, and prompt tokens of it to be computed.
         ``model`` is on the worker's own cores."""
         if board is not None:
             model = model.at_speed(board.speed)
@@ -300,10 +300,10 @@ class DecodeSide(NamedTuple):
         streams, context = component.decoding_requests, component.context_tokens
         present = component.running_requests + component.waiting_requests
         waiting = max(0, present - streams)
-        if own_streams > present:
-            streams += own_streams - present
-            context += (own_streams - present) * ASSUMED_POSITION
-            present = own_streams
+        if sent_streams > present:
+            streams += sent_streams - present
+            context += (sent_streams - present) * ASSUMED_POSITION
+            present = sent_streams
         base_s = step_s + streams * (token_s + sequence_s) + context * (read_s + pair_s)
         most = component.max_step_tokens or ASSUMED_STEP_TOKENS
         room = float(most - streams) if most > streams else 1.0
@@ -331,7 +331,7 @@ class DecodeSide(NamedTuple):
         queued_s = model.queued_token_s(room, base_s)
         if crowd:
             queued_s += crowd * (model.queued_token_s(crowded_room, base_s) - queued_s)
-        wait_s = _queue_wait_s(component, own_tokens, queued_s)
+        wait_s = _queue_wait_s(component, sent_tokens, queued_s)
         slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
         if present >= slots:
             wait_s += (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots

@@ -56,7 +56,8 @@ class RequestPlan:
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
     have something of the prompt, the longest first. ``dial`` settles the split where the policy is ``auto``.
     ``limit_blocks`` may be found or left to a prefill worker: whole blocks that end at or before N - 1, or before the
-    first token whose log probability is asked.
+    first token whose log probability is asked. Of the prompt itself there are ``asked_blocks`` whole ones, with none of
+    the answer that a replay goes on with.
     """
 
     node_id: str
@@ -71,6 +72,7 @@ class RequestPlan:
     chunks: tuple[int, ...]
     reason: str
     limit_blocks: int
+    asked_blocks: int
     sources: tuple[PrefixSource, ...] = ()
     dial: Dial | None = None
 
@@ -139,6 +141,7 @@ def _draft(snapshot: ClusterSnapshot, decode: ComponentRecord, prefill: Componen
         chunks=(),
         reason="",
         limit_blocks=snapshot.limit_blocks,
+        asked_blocks=(snapshot.prompt_tokens - snapshot.answered_tokens) // snapshot.block_size,
         sources=_sources(snapshot, decode.node_id),
     )
 
@@ -153,6 +156,10 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
     elif old.prefill is None:
         split = cached
         reason = "co-located: no prefill worker"
+    elif old.asked_blocks <= cached < old.limit_blocks <= cached + old.chunk_tokens // old.block_size:
+        # What a lost decode worker had not committed: a few tokens, which would wait behind other prompts.
+        split = cached
+        reason = f"{old.policy.name}: only tokens of the answer are left"
     else:
         split = old.policy.split_blocks(cached, old.limit_blocks)
         reason = old.policy.name + (f", prefill on {old.prefill.node_id}" if old.remote else "")
@@ -248,7 +255,7 @@ def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...
 
 
 def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
-    """Tokens before a prefill worker, streams on a decode worker: as its heartbeat reports or as this gateway counts,
+    """Tokens before a prefill worker, streams on a decode worker: as its heartbeat reports or as gateways count,
     whichever is more; an adapter that the worker would have to load counts like some more of them."""
     reported = (
         component.waiting_tokens
@@ -257,7 +264,7 @@ def _load(snapshot: ClusterSnapshot, component: ComponentRecord) -> int:
     )
     worth = ADAPTER_TOKENS if component.role == "prefill" else ADAPTER_STREAMS
     loading = worth if snapshot.adapter_wait_s(component) else 0
-    return loading + max(reported, snapshot.own_load.get(component.component_id, 0))
+    return loading + max(reported, snapshot.sent_load.get(component.component_id, 0))
 
 
 def _pick(workers: Sequence[ComponentRecord], rank: Callable[[ComponentRecord], Any], spread: int) -> ComponentRecord:

@@ -208,7 +208,7 @@ class ComponentCalls:
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
         mates = cluster.board_mates(components)
-        own_load, own_tokens = await cluster.under_way((*components, *mates))
+        sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -217,9 +217,10 @@ class ComponentCalls:
             policy=job.options.policy,
             block_size=served.block_size,
             chunk_tokens=job.options.chunk_tokens,
+            answered_tokens=len(action.token_ids) - len(job.prompt),
             board_mates=mates,
-            own_load=own_load,
-            own_tokens=own_tokens,
+            sent_load=sent_load,
+            sent_tokens=sent_tokens,
             fetch_block_s=cluster.fetch_pace.block_s,
             demand_per_s=cluster.demand_per_s(),
             demand_tokens=cluster.demand.mean_tokens,

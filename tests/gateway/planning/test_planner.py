@@ -75,6 +75,26 @@ def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tup
 
 
 @pytest.mark.parametrize(
+    ("answered", "hit", "expected"),
+    [
+        # The prompt's six whole blocks are there, and the answer lacks some, at most a chunk: the decode worker's.
+        (36, 6, (96, 96, ())),
+        (36, 7, (112, 112, ())),
+        (68, 8, (128, 128, ())),
+        # More than a chunk, or some of the prompt, is a span as ever.
+        (68, 7, (112, 160, (32, 16))),
+        (36, 5, (80, 128, (32, 16))),
+        (36, 0, (0, 128, (32,) * 4)),
+    ],
+)
+def test_a_replay_leaves_the_end_of_its_answer_to_the_decode_worker(
+    answered: int, hit: int, expected: tuple[int, int, tuple[int, ...]]
+) -> None:
+    decided = make_plan(snapshot(100 + answered, hits={"kv-0": hit}, answered_tokens=answered))
+    assert shape(decided) == expected
+
+
+@pytest.mark.parametrize(
     "text", ["", "automatic", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"]
 )
 def test_other_policies_are_refused(text: str) -> None:
@@ -185,7 +205,7 @@ def test_the_longest_hit_chooses_the_node_and_load_the_workers() -> None:
 
 def test_what_this_gateway_sent_since_the_heartbeat_counts() -> None:
     components = (node(0), decode(0), decode(1, running=2), prefill(0), prefill(1, tokens=50))
-    decided = make_plan(snapshot(components=components, own_load={"decode-0": 3, "prefill-0": 51}))
+    decided = make_plan(snapshot(components=components, sent_load={"decode-0": 3, "prefill-0": 51}))
     assert decided.prefill is not None
     assert (decided.decode.component_id, decided.prefill.component_id) == ("decode-1", "prefill-1")
 

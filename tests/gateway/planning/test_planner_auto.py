@@ -98,7 +98,7 @@ def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
     tokens: Counter[str] = Counter()
     for number in range(80):
         decided = make_plan(
-            snapshot(600, components, hits={"kv-0": 36}, own_load=streams, own_tokens=tokens, spread=number)
+            snapshot(600, components, hits={"kv-0": 36}, sent_load=streams, sent_tokens=tokens, spread=number)
         )
         streams[decided.decode.component_id] += 1
         tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
@@ -138,7 +138,7 @@ def test_parts_that_failed_are_avoided() -> None:
 
 def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     assert is_shared(make_plan(snapshot()))
-    assert not is_shared(make_plan(snapshot(own_tokens={"prefill-0": 50_000})))
+    assert not is_shared(make_plan(snapshot(sent_tokens={"prefill-0": 50_000})))
     assert not is_shared(make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000)))))
     # 1,600 tokens take some 2 s, and the report is 2 s old. Longer silence does not show that work is done.
     few = prefill(queued_tokens=1600)

@@ -25,9 +25,9 @@ def on_board(*, spans: int = 0, streams: int = 0, **fields: float) -> tuple[Comp
     return (node(0), prefill(queued_tokens=spans, **HALF), decode(streams=streams, **(AUTO | HALF | fields)))
 
 
-def board_of(components: tuple[ComponentRecord, ...], **own_tokens: int) -> Board:
+def board_of(components: tuple[ComponentRecord, ...], **sent_tokens: int) -> Board:
     _, *workers = components
-    return Board.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in own_tokens.items()}, 100)
+    return Board.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in sent_tokens.items()}, 100)
 
 
 def test_what_others_do_not_use_makes_a_decode_worker_faster() -> None:

@@ -20,7 +20,7 @@ def test_several_gateways_do_not_herd() -> None:
         tokens: Counter[str] = Counter()
         for number in range(16):
             spread = 17 * gateway + number
-            decided = make_plan(snapshot(600, components, own_load=streams, own_tokens=tokens, spread=spread))
+            decided = make_plan(snapshot(600, components, sent_load=streams, sent_tokens=tokens, spread=spread))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
@@ -53,7 +53,7 @@ def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:
         streams: Counter[str] = Counter()
         tokens: Counter[str] = Counter()
         for number in range(60):
-            decided = make_plan(snapshot(2000, components, own_load=streams, own_tokens=tokens, spread=number))
+            decided = make_plan(snapshot(2000, components, sent_load=streams, sent_tokens=tokens, spread=number))
             streams[decided.decode.component_id] += 1
             tokens[decided.decode.component_id] += decided.prompt_tokens - decided.split_tokens
             if decided.prefill is not None and decided.chunks:
