@@ -29,7 +29,8 @@ the decode worker computes the rest.
 A span on the decode worker's own node is sent together with the submit: the decode worker waits at the node for the
 span's last block, so no message of the gateway stands between the two. Its stream may then speak before the span's last
 acknowledgement has arrived, which shows that all chunks are there. A span of another node is over before the submit,
-for its blocks may fall short.
+for its blocks may fall short. Where the decode worker is lost meanwhile, the span goes on to its end, and the next
+attempt finds its blocks: whoever decodes needs them.
 
 A plan without chunks skips PREFILLING. An attempt is named by its number, and events of an older attempt are dropped
 (I6), except a ticket: one that arrives and is not wanted any more is released. The ticket is released when the decode
@@ -113,6 +114,7 @@ class RequestMachine:
         # Whether a span, and the decode worker's stream, of this attempt are under way.
         self._span_open = False
         self._stream_open = False
+        # How the stream was lost: of a follower before its leader began, of others while their span goes on.
         self._lost: ev.DecodeLost | None = None
         self._timeline = _Timeline(arrived)
         if resumed is not None:
@@ -163,13 +165,13 @@ class RequestMachine:
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
                 return self._prefilling(event, now)
             case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() | ev.TicketAdopted() if (
-                self.state is RequestState.PREFILLING
+                self.state is RequestState.PREFILLING and self._stream_open
             ):
                 self._timeline.complete(self._plan(), self._prompt_limit(), now)
                 self.state = RequestState.DECODING
                 return self.handle(event, now)
-            case ev.DecodeLost() if self.state is RequestState.PREFILLING:
-                return self._decoding(event, now)
+            case ev.DecodeLost() if self.state is RequestState.PREFILLING and self._stream_open:
+                return self._lost_beside_span(event, now)
             case ev.TicketAdopted() if self.state is RequestState.DECODING:
                 return self._release_ticket()
             case ev.PromptScored() if self.state is RequestState.DECODING:
@@ -268,6 +270,8 @@ class RequestMachine:
             event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), retryable=True)
         if isinstance(event, ev.SpanEnded):
             self._timeline.reach(min(event.end_tokens, limit))
+            if self._lost is not None:
+                return self._retry_or_fail(self._lost.error, True, now)
             self.state = RequestState.DECODING
             if self._stream_open:
                 return []
@@ -276,6 +280,14 @@ class RequestMachine:
         if plan.prefill is not None:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event.error, event.retryable, now)
+
+    def _lost_beside_span(self, event: ev.DecodeLost, now: float) -> list[Action]:
+        """The stream is lost while its span is computed, which goes on: the next attempt needs the same blocks."""
+        if not event.retryable:
+            return self._decoding(event, now)
+        self._avoid |= {self._plan().decode.component_id}
+        self._stream_open, self._lost = False, event
+        return []
 
     def _decoding(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if isinstance(event, ev.TokensSampled):
@@ -364,6 +376,7 @@ class RequestMachine:
         self.attempt += 1
         self._fruitless += 1
         self._timeline.retry()
+        self._lost = None
         self.state = RequestState.PLANNING
         self._lost_s = now
         return [*leaving, self._look_up(delay_ms)]

@@ -224,12 +224,30 @@ def test_an_answer_that_ends_before_the_spans_last_acknowledgement_leaves_it_a_m
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 2.1) == []
 
 
-def test_a_stream_lost_before_its_chain_is_there_ends_the_span_too() -> None:
+def test_a_stream_lost_before_its_chain_is_there_lets_the_span_go_on() -> None:
+    """Its blocks are computed once: the next attempt, which begins when they are there, finds them."""
     m = prefilling()
-    actions = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
-    assert kinds(actions) == ["StopWork", "ReleaseTicket", "LookUp"]
-    assert isinstance(actions[2], ev.LookUp)
-    assert actions[2].avoid == frozenset({"decode-0"})
+    assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == []
+    assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 3.0) == []
+    released, look_up = m.handle(ev.SpanEnded(1, 20), 3.0)
+    assert released == ev.ReleaseTicket(hold())
+    assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
+    submit = to_decoding(m, 2)
+    assert (submit.plan.split_tokens, submit.awaited_blocks) == (20, 0)
+    timings = m.timings(4.0)
+    assert (timings.prefilled_tokens, timings.replays) == (16, 1)
+
+
+def test_a_span_that_goes_on_without_its_stream_can_be_lost_or_cancelled_too() -> None:
+    m = prefilling()
+    m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    *_, look_up = m.handle(ev.SpanLost(1, GONE, True), 3.0)
+    assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0", "prefill-0"}), module.FIRST_RETRY_DELAY_MS)
+    m = prefilling()
+    m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == ["StopWork", "ReleaseTicket", "Fail"]
+    m = prefilling()
+    assert kinds(m.handle(ev.DecodeLost(1, InvalidRequest("defect"), False), 2.0))[-1] == "Fail"
 
 
 def test_a_span_that_ends_early_leaves_nobody_waiting() -> None:
