@@ -25,7 +25,7 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.gateway")
 
 CONNECT_TIMEOUT_S = 5.0
-RECONNECT_DELAY_S = 0.2
+RECONNECT_DELAY_S = 0.05
 # A command per stream that begins and one per stream that is cancelled: far above what admission lets in.
 MAX_QUEUED_COMMANDS = 65_536
 

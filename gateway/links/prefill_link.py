@@ -22,7 +22,7 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
-RECONNECT_DELAY_S = 0.2
+RECONNECT_DELAY_S = 0.05
 SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
 
 

@@ -53,12 +53,12 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     """Options of every channel."""
     return [
         *_options(max_message_bytes),
-        # Components restart, and streams wait for them: channels look four times a second instead of gRPC's backoff of
+        # Components restart, and streams wait for them: channels look ten times a second instead of gRPC's backoff of
         # up to two minutes. A component that stays away is forgotten with its record in the registry.
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Also the time that one attempt to connect may take; a loaded machine needs more than the backoff.
         ("grpc.min_reconnect_backoff_ms", 5000),
-        ("grpc.max_reconnect_backoff_ms", 250),
+        ("grpc.max_reconnect_backoff_ms", 100),
     ]
 
 
