@@ -2,8 +2,8 @@
 
 Sans-IO (I9): deaths and a clock in, decisions out.
 
-died ---- alone within the window --------------------> Restart at once: a client may be waiting
-     ---- fewer than max_deaths within it ------------> Restart after a delay that doubles with each of them
+died ---- calm_s after its last death, or later ------> Restart at once: a client may be waiting
+     ---- sooner: it may never get on ----------------> Restart after a delay that doubles with each such death in a row
      ---- the max_deaths-th within the window --------> GiveUp
      ---- exit status 2: its flags cannot work -------> GiveUp at once
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 # The exit status of a component whose configuration is wrong; starting it again cannot help.
 EXIT_CONFIG = 2
@@ -33,18 +34,20 @@ class GiveUp:
 
 @dataclass
 class RestartPolicy:
-    """Exponential backoff per component, and a bound on deaths within a sliding window.
+    """Exponential backoff per component whose deaths come close together, and a bound on deaths within a sliding
+    window.
 
     Args:
         max_deaths: number of deaths of one component within ``window_s`` seconds at which the cluster gives up.
-        first_delay_ms: wait after the second death in the window; doubles with each further one, up to
-            ``max_delay_ms``.
+        first_delay_ms: wait after a death that came less than ``calm_s`` after the one before; doubles with each
+            further one, up to ``max_delay_ms``.
     """
 
     max_deaths: int = 6
     window_s: float = 60.0
     first_delay_ms: int = 200
     max_delay_ms: int = 5000
+    calm_s: float = 5.0
     _deaths: dict[str, deque[float]] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart | GiveUp:
@@ -57,7 +60,10 @@ class RestartPolicy:
         deaths.append(now)
         if len(deaths) >= self.max_deaths:
             return GiveUp(f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
-        if len(deaths) == 1:
+        in_a_row = 0
+        for earlier, later in zip(deaths, islice(deaths, 1, None), strict=False):
+            in_a_row = in_a_row + 1 if later - earlier < self.calm_s else 0
+        if not in_a_row:
             return Restart(0.0)
-        delay_ms = min(self.first_delay_ms * 2 ** (len(deaths) - 2), self.max_delay_ms)
+        delay_ms = min(self.first_delay_ms * 2 ** (in_a_row - 1), self.max_delay_ms)
         return Restart(delay_ms / 1000)

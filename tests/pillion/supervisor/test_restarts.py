@@ -15,6 +15,12 @@ def test_delays_double_up_to_a_bound() -> None:
     assert delays == [Restart(s) for s in (0.0, 0.2, 0.4, 0.8, 1.0, 1.0)]
 
 
+def test_deaths_with_time_between_them_are_each_followed_at_once() -> None:
+    policy = RestartPolicy(calm_s=5.0, first_delay_ms=200)
+    delays = [policy.died("a", -9, now) for now in (0.0, 13.0, 26.0, 30.0, 40.0)]
+    assert delays == [Restart(s) for s in (0.0, 0.0, 0.0, 0.2, 0.0)]
+
+
 def test_too_many_deaths_within_the_window_end_it() -> None:
     policy = RestartPolicy(max_deaths=3, window_s=10)
     assert isinstance(policy.died("a", 1, 0.0), Restart)
@@ -26,7 +32,7 @@ def test_too_many_deaths_within_the_window_end_it() -> None:
 def test_old_deaths_are_forgotten() -> None:
     policy = RestartPolicy(max_deaths=3, window_s=10, first_delay_ms=100)
     assert policy.died("a", 1, 0.0) == Restart(0.0)
-    assert policy.died("a", 1, 9.5) == Restart(0.1)
+    assert policy.died("a", 1, 9.5) == Restart(0.0)
     assert policy.died("a", 1, 10.5) == Restart(0.1)
     assert isinstance(policy.died("a", 1, 11.0), GiveUp)
 
