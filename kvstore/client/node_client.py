@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
+# How often a call that ended without an answer is released where the node does not answer that either: for longer than
+# a connection that is cut is believed in. The end of the caller's epoch, which comes with its end, releases everything.
+MAX_RELEASE_TRIES = 10
 PREFETCH_GRACE_S = 0.5
 
 
@@ -242,8 +245,11 @@ class NodeClient:
         await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest())
 
     async def aclose(self) -> None:
-        """Waits for calls that tidy up, then closes the connection."""
-        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        """Waits for calls that tidy up, for as long as one of them may take, then closes the connection."""
+        if self._abandoning:
+            _, late = await asyncio.wait(self._abandoning, timeout=CALL_TIMEOUT_S)
+            for task in late:
+                task.cancel()
         await self.channel.close()
 
     def _abandon(self, epoch: int, nonce: int) -> None:
@@ -252,11 +258,18 @@ class NodeClient:
         task.add_done_callback(self._abandoning.discard)
 
     async def _release_nonce(self, epoch: int, nonce: int) -> None:
-        try:
-            await self.release(epoch, nonces=[nonce])
-        except PillionError as error:
-            # The node is gone, or it ended the epoch: either way nothing is held there.
-            log.debug("abandoned call: %s", error)
+        for _ in range(MAX_RELEASE_TRIES):
+            try:
+                await self.release(epoch, nonces=[nonce])
+            except DeadlineExceeded as error:
+                # Cut off, the node may get the abandoned call later, and this one never: a cancelled call need not run.
+                log.debug("abandoned call: %s", error)
+            except PillionError as error:
+                # The node is gone, or it ended the epoch: either way nothing is held there.
+                log.debug("abandoned call: %s", error)
+                return
+            else:
+                return
 
 
 async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:

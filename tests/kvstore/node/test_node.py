@@ -225,8 +225,10 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
 async def test_an_answer_that_is_lost_leaves_no_ticket(
     cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first release comes to nothing, too, as in a network that is cut."""
     attachments.append(await cluster.worker())
     make_stub: Any = kvnode_pb2_grpc.KVNodeStub
+    released: list[object] = []
 
     def losing_stub(channel: grpc.aio.Channel) -> Any:
         stub = make_stub(channel)
@@ -237,7 +239,15 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
             assert cluster.node.pool.ledger.tickets
             raise asyncio.CancelledError
 
-        stub.OpenTicket = losing
+        release = stub.ReleaseTicket
+
+        async def late(request: object, **kwargs: object) -> object:
+            released.append(request)
+            if len(released) == 1:
+                raise DeadlineExceeded("nothing came")
+            return await release(request, **kwargs)
+
+        stub.OpenTicket, stub.ReleaseTicket = losing, late
         return stub
 
     monkeypatch.setattr(kvnode_pb2_grpc, "KVNodeStub", losing_stub)
@@ -246,6 +256,7 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
         await client.open_ticket(cluster.session.epoch, b"", 5)
     await client.aclose()
     await cluster.until_released()
+    assert len(released) == 2
 
 
 async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
