@@ -1,9 +1,12 @@
 """`make bench BENCH=pauses`: what clients see when a part of the cluster dies or sleeps, and where that time goes.
 
-A real cluster serves streams all the time. Again and again, at a point of its code that a seed draws
-(`testbed.faults`), a component is killed with SIGKILL, or a decode worker is stopped for a while (SIGSTOP). Of each
-stream that had to move, the pause is the time from the signal to its next token, or to its first one. The phases come
-from the components' logs:
+A real cluster serves streams all the time, of lengths that are drawn, so that they begin at different times. Again and
+again, at a point of its code that a seed draws (`testbed.faults`), a component is killed with SIGKILL, or a decode
+worker is stopped for a while (SIGSTOP). Of each stream that had to move, the pause is the longest time without a token
+from the signal on, or from a token that was still under way then. One that had no token yet has no pause: its time from
+the signal to the first token is counted by itself, for most of it is the prompt, which takes as long without a fault.
+How long the first token takes then is measured before the first fault. The phases of pauses come from the components'
+logs:
 
     signal --> noticed by the gateway --> process: begun --> attached to its KV node --> serving --> next token
 
@@ -25,7 +28,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +52,13 @@ CASES = (
 STREAMS = 8
 STOP_S = 12.0
 READY_WITHIN_S = 240.0
-FIRES_WITHIN_S = 60.0
+# A pause begins so long behind its signal at most: tokens may be under way, and a KV node's workers end after it.
+BEGINS_WITHIN_S = 1.0
+# How long first tokens are measured before the first fault.
+UNDISTURBED_S = 20.0
+FIRES_WITHIN_S = 20.0
+# Some points are not passed under this load: so many seeds are tried for each fault that happens.
+SEEDS_PER_FAULT = 4
 LOOK_EVERY_S = 1.0
 # A supervisor gives up where a component dies six times in a minute.
 LEAST_BETWEEN_KILLS_S = 13.0
@@ -64,6 +73,7 @@ class StreamTimes:
     token_s: list[float] = field(default_factory=list)
     replays: int = 0
     error: str = ""
+    over: bool = False
 
 
 class StreamLoad:
@@ -79,6 +89,10 @@ class StreamLoad:
         for thread in self._threads:
             thread.start()
 
+    def first_tokens_s(self) -> list[float]:
+        """How long the first tokens of all streams took so far, but for those that began together with the load."""
+        return [one.token_s[0] - one.asked_s for one in self.streams[STREAMS:] if one.token_s]
+
     def close(self) -> None:
         """End all streams."""
         self._over.set()
@@ -91,9 +105,10 @@ class StreamLoad:
             while not self._over.is_set():
                 chance, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())
                 ids = [chance.randrange(100, 250) for _ in range(prompt_tokens)]
+                length = chance.randint(answer_tokens // 2, answer_tokens * 3 // 2)
                 self.streams.append(times)
                 try:
-                    for delta in client.generate(ids, temperature=0.0, max_tokens=answer_tokens, ignore_eos=True):
+                    for delta in client.generate(ids, temperature=0.0, max_tokens=length, ignore_eos=True):
                         if delta.token_ids:
                             times.token_s.append(time.monotonic())
                         if delta.timings is not None:
@@ -102,16 +117,21 @@ class StreamLoad:
                             break
                 except PillionError as error:
                     times.error = f"{type(error).__name__}: {error.message}"
+                times.over = True
 
 
-def pauses_of(streams: Sequence[StreamTimes], at_s: float) -> list[float]:
-    """Seconds from a fault to the next token, of each stream that was under way then and was replayed."""
-    found = []
+def pauses_of(streams: Sequence[StreamTimes], at_s: float) -> tuple[list[float], list[float]]:
+    """Seconds without a token behind a fault, of each stream that was under way then and was replayed: of those that
+    had a token before, and of those that had none."""
+    pauses: list[float] = []
+    first_tokens: list[float] = []
     for stream in streams:
         later = [moment for moment in stream.token_s if moment > at_s]
         if stream.asked_s < at_s and later and stream.replays:
-            found.append(later[0] - at_s)
-    return found
+            gaps = itertools.pairwise((at_s, *later))
+            longest_s, began_s = max((end - begin, begin) for begin, end in gaps if begin <= at_s + BEGINS_WITHIN_S)
+            (pauses if stream.token_s[0] <= began_s else first_tokens).append(longest_s)
+    return pauses, first_tokens
 
 
 def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
@@ -169,11 +189,29 @@ def one_fault(
     if number is signal.SIGSTOP:
         time.sleep(STOP_S)
         cluster_signal(fired.pid, signal.SIGCONT)
-    until_whole(cluster, standby)
+    until("the cluster was not whole", lambda: whole(cluster, standby))
+    # Its last message says whether a stream was replayed.
+    until("a stream did not end", lambda: all(one.over for one in under_way))
     time.sleep(max(0.0, began_s + LEAST_BETWEEN_KILLS_S - time.monotonic()))
     reached = milestones(cluster.log.read_text(), role, wall_s)
-    pauses = pauses_of(under_way, fired.at_s)
-    return {"point": point.name, "pauses_s": pauses, "milestones_s": reached}
+    if role != "kvnode" and len(cluster.components(role)) > 1:
+        reached = {phase: at_s for phase, at_s in reached.items() if phase == "noticed"}
+    pauses, first_tokens = pauses_of(under_way, fired.at_s)
+    return {"point": point.name, "pauses_s": pauses, "first_tokens_s": first_tokens, "milestones_s": reached}
+
+
+def faults_of(
+    cluster: ServedCluster, board: FaultBoard, load: StreamLoad, role: str, number: signal.Signals, args: Any
+) -> list[dict[str, Any]]:
+    """Has ``args.faults`` faults of a case happen, by one seed after the other."""
+    found: list[dict[str, Any]] = []
+    for seed in range(SEEDS_PER_FAULT * args.faults):
+        fault = one_fault(cluster, board, load, role, number, seed, args.standby)
+        if fault is not None:
+            found.append(fault)
+        if len(found) == args.faults:
+            break
+    return found
 
 
 def cluster_signal(pid: int, number: signal.Signals) -> None:
@@ -182,12 +220,12 @@ def cluster_signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def until_whole(cluster: ServedCluster, standby: bool) -> None:
-    """Returns when all components serve, and all standbys are ready. It looks rarely, for looking takes a core."""
+def until(failure: str, reached: Callable[[], bool]) -> None:
+    """Returns when ``reached`` says so. It looks rarely, for looking takes a core."""
     deadline_s = time.monotonic() + READY_WITHIN_S
-    while not whole(cluster, standby):
+    while not reached():
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the cluster was not whole within {READY_WITHIN_S:g} s")
+            raise RuntimeError(f"{failure} within {READY_WITHIN_S:g} s")
         time.sleep(LOOK_EVERY_S)
 
 
@@ -199,18 +237,22 @@ def whole(cluster: ServedCluster, standby: bool) -> bool:
 
 def summary(faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The pauses of all faults of a case, and the median of each phase's share."""
-    pauses = sorted(itertools.chain.from_iterable(fault["pauses_s"] for fault in faults))
-    phases = dict(phase_seconds(faults))
-    if not pauses:
-        return {"faults": len(faults), "streams": 0, "phases_s": phases}
     return {
         "faults": len(faults),
-        "streams": len(pauses),
-        "p50_s": round(statistics.median(pauses), 3),
-        "p99_s": round(percentile(pauses, 99), 3),
-        "max_s": round(pauses[-1], 3),
-        "phases_s": phases,
+        "points": [fault["point"] for fault in faults],
+        **spread(one for fault in faults for one in fault["pauses_s"]),
+        "phases_s": dict(phase_seconds(faults)),
+        "first_tokens": spread(one for fault in faults for one in fault["first_tokens_s"]),
     }
+
+
+def spread(seconds: Iterable[float]) -> dict[str, Any]:
+    """How many streams waited, and the middle, the 99th percentile and the longest of their times."""
+    every = sorted(seconds)
+    if not every:
+        return {"streams": 0}
+    middle, high = statistics.median(every), percentile(every, 99)
+    return {"streams": len(every), "p50_s": round(middle, 3), "p99_s": round(high, 3), "max_s": round(every[-1], 3)}
 
 
 def phase_seconds(faults: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -240,22 +282,39 @@ def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
         board = FaultBoard(folder / "board")
         environ = hook_environment(folder / "board")
         with served(folder, args.model, *flags, environ=environ) as cluster:
-            until_whole(cluster, args.standby)
+            until("the cluster was not whole", lambda: whole(cluster, args.standby))
             load = StreamLoad(cluster.target, args.prompt_tokens, args.answer_tokens)
             try:
+                time.sleep(UNDISTURBED_S)
+                undisturbed = spread(load.first_tokens_s())
                 for role, number in CASES:
                     if number is signal.SIGSTOP and workers == 1:
                         # Nobody could go on with its streams.
                         continue
-                    every = (
-                        one_fault(cluster, board, load, role, number, seed, args.standby) for seed in range(args.faults)
-                    )
-                    results[f"{role} {number.name}"] = summary([fault for fault in every if fault is not None])
+                    results[f"{role} {number.name}"] = summary(faults_of(cluster, board, load, role, number, args))
             finally:
                 load.close()
             lost = [stream.error for stream in load.streams if stream.error]
+    results["undisturbed first tokens"] = undisturbed
     results["streams"], results["lost"] = len(load.streams), lost
     return results
+
+
+def table_of(shape: str, cases: dict[str, Any]) -> Table:
+    """A row for the pauses of each case, and one for those first tokens that a fault delayed."""
+    table = Table("fault", "faults", "streams", "p50 s", "p99 s", "worst s", *PHASES, title=shape)
+
+    def add(name: str, faults: str, found: dict[str, Any], phases: dict[str, float]) -> None:
+        figures = [f"{found[key]:.2f}" if key in found else "-" for key in ("p50_s", "p99_s", "max_s")]
+        shown = [f"{phases[one]:.2f}" if one in phases else "" for one in PHASES]
+        table.add_row(name, faults, str(found["streams"]), *figures, *shown)
+
+    for case, found in cases.items():
+        if isinstance(found, dict) and "faults" in found:
+            add(case, str(found["faults"]), found, found["phases_s"])
+            add("  first tokens", "", found["first_tokens"], {})
+    add("first tokens without a fault", "", cases["undisturbed first tokens"], {})
+    return table
 
 
 def main() -> None:
@@ -264,20 +323,14 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", type=int, default=5, help="faults of each case")
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--answer-tokens", type=int, default=200)
+    parser.add_argument("--answer-tokens", type=int, default=200, help="on the average, drawn within half of it")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="workers of each kind")
     parser.add_argument("--no-standby", dest="standby", action="store_false")
     parser.add_argument("--save", default="pauses", help="name among the results; empty: nothing is kept")
     args = parser.parse_args()
     results = {f"{workers} of each": measure(args, workers) for workers in args.workers}
     for shape, cases in results.items():
-        table = Table("fault", "faults", "streams", "p50 s", "p99 s", "worst s", *PHASES, title=shape)
-        for case, found in cases.items():
-            if isinstance(found, dict):
-                figures = [f"{found[key]:.2f}" if key in found else "-" for key in ("p50_s", "p99_s", "max_s")]
-                phases = [f"{found['phases_s'][one]:.2f}" if one in found["phases_s"] else "" for one in PHASES]
-                table.add_row(case, str(found["faults"]), str(found["streams"]), *figures, *phases)
-        show_table(table)
+        show_table(table_of(shape, cases))
         print(f"{cases['streams']} streams, {len(cases['lost'])} lost {cases['lost'][:3]}")
     if args.save:
         asked = {name: getattr(args, name) for name in ("model", "faults", "prompt_tokens", "answer_tokens", "standby")}
