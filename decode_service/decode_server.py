@@ -19,7 +19,7 @@ from pillion.decode_service.session import DecodeSession
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.worker import Worker
+from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
@@ -30,8 +30,11 @@ log = logging.getLogger("pillion.decode")
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
-async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
-    """Start a decode worker. Raises ConfigError for flags that cannot work."""
+async def start_decode(
+    flags: DecodeFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
+) -> WorkerServer:
+    """Start a decode worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
+    work."""
     auto = flags.target_itl_ms == AUTO
     worker = await Worker.start(
         flags,
@@ -43,6 +46,7 @@ async def start_decode(flags: DecodeFlags, *, backend_factory: BackendFactory = 
         speculative_config=flags.speculative_config,
         follows_grammars=True,
         backend_factory=backend_factory,
+        turn=turn,
     )
     servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)
     add_to = partial(decode_pb2_grpc.add_DecodeServicer_to_server, servicer)

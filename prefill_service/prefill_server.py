@@ -15,7 +15,7 @@ import grpc
 
 from pillion.config import PrefillFlags
 from pillion.engine.backends.loading import BackendFactory, load_model
-from pillion.engine.worker.worker import Worker
+from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
 from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import Overloaded
 from pillion.observability import telemetry
@@ -26,8 +26,11 @@ from pillion.wire.common import check_hello
 SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
-async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory = load_model) -> WorkerServer:
-    """Start a prefill worker. Raises ConfigError for flags that cannot work."""
+async def start_prefill(
+    flags: PrefillFlags, *, backend_factory: BackendFactory = load_model, turn: StartTurn = AT_ONCE
+) -> WorkerServer:
+    """Start a prefill worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
+    work."""
     # Without chunks a span runs alone: nothing needs to fit beside it.
     chunked_seqs = min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens)
     worker = await Worker.start(
@@ -36,6 +39,7 @@ async def start_prefill(flags: PrefillFlags, *, backend_factory: BackendFactory 
         max_num_batched_tokens=flags.max_num_batched_prefill_tokens,
         max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else 1,
         backend_factory=backend_factory,
+        turn=turn,
     )
     servicer = PrefillServicer(worker, flags.max_waiting_spans)
     return await serve(worker, SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))

@@ -47,7 +47,6 @@ class LoadedModel:
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its board's
     cores; 0: it has no board, or borrows none of its cores. ``ranks`` are the worker's other processes, or None.
-    ``held_s`` is for how long the process only waited while it loaded, as one that stands by does.
     """
 
     prepared: PreparedModel
@@ -55,7 +54,6 @@ class LoadedModel:
     operators: str = "torch"
     core_share: float = 0.0
     ranks: RankProcesses | None = None
-    held_s: float = 0.0
 
     def bind_pool(self, attachment: Attachment) -> None:
         """Has every process of the worker map the pool and use it."""

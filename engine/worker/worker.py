@@ -1,6 +1,7 @@
 """A worker, which both services share: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
     start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
+             a process that stands by has loaded and warmed up before its turn to attach comes
     live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
     fenced:  the WorkerEpoch ends: no emission, no commit, every listener gets Unavailable, new work is refused
                -> its last step has ended -> "drained" to the node, which frees what the epoch held -> new epoch
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Protocol
 
 from pillion.adapter_folders import is_adapter_digest
 from pillion.config import WorkerFlags
@@ -53,6 +55,33 @@ ATTACH_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 2.0
 # Warming up with a huge budget would make the start long; larger steps allocate the rest when they come.
 MAX_WARM_UP_TOKENS = 512
+# A process that stands by computes beside one that serves, and may never be needed: so few tokens have it read all
+# weights and run all kernels once, and the memory of larger steps is taken when those come.
+STANDBY_WARM_UP_TOKENS = 16
+
+
+class StartTurn(Protocol):
+    """When a process may take part: at once, or, where it stands by, when its turn comes."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it has not come yet."""
+
+    def wait(self) -> float:
+        """Blocks until it has come; returns for how many seconds this process has waited in all."""
+
+
+class _AtOnce:
+    """The turn of a process that stands by for nobody."""
+
+    waiting = False
+
+    def wait(self) -> float:
+        """Returns at once."""
+        return 0.0
+
+
+AT_ONCE = _AtOnce()
 
 
 class Worker:
@@ -115,8 +144,10 @@ class Worker:
         speculative_config: SpeculativeConfig = NO_SPECULATION,
         follows_grammars: bool = False,
         backend_factory: BackendFactory = load_model,
+        turn: StartTurn = AT_ONCE,
     ) -> Worker:
-        """Load, attach and run; ``follows_grammars``, if the model and this installation allow it.
+        """Load, attach and run; ``follows_grammars``, if the model and this installation allow it. Nothing that others
+        can see is done before the process's ``turn``.
 
         Raises ConfigError for what cannot work, Unavailable when no node answers.
         """
@@ -141,6 +172,9 @@ class Worker:
             undo.callback(model.backend.close)
             draft = None
             if speculative_config.model:
+                if speculative_config.method == "eagle3":
+                    # The memory of a head's weights is each process's own.
+                    await asyncio.to_thread(turn.wait)
                 load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
                 draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
                 undo.callback(draft[1].backend.close)
@@ -151,34 +185,30 @@ class Worker:
             if flags.enable_lora:
                 # Before the node makes the pool, which on a GPU takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
+            warm_up = partial(_warm_up, model, draft and draft[1])
+            if warm := turn.waiting:
+                await asyncio.to_thread(warm_up, STANDBY_WARM_UP_TOKENS)
+            held_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
-            attachment = await asyncio.to_thread(
-                attach,
-                flags.attach_socket,
-                component_id=component_id,
-                role=role,
-                block_bytes=model.backend.layout.block_bytes,
-                namespace=model.namespace().hex(),
-                kv_rows=2 * model.backend.layout.num_layers,
-                kv_heads=model.backend.layout.num_kv_heads,
-                timeout_s=ATTACH_TIMEOUT_S,
-            )
+            attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
             worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
             undo.push_async_callback(worker._abandon)
-            # This may take long: the node counts a silence from the first heartbeat on.
-            await asyncio.to_thread(worker._bind, max_num_batched_tokens)
+            await asyncio.to_thread(worker._bind)
+            if not warm:
+                # This may take long: the node counts a silence from the first heartbeat on.
+                await asyncio.to_thread(warm_up, min(max_num_batched_tokens, MAX_WARM_UP_TOKENS))
             undo.pop_all()
-        worker._begin(began_s)
+        worker._begin(time.monotonic() - began_s - held_s)
         return worker
 
-    def _begin(self, began_s: float) -> None:
-        """Take part from now on, at the end of a start that began at ``began_s``."""
+    def _begin(self, start_s: float) -> None:
+        """Take part from now on, at the end of a start that took ``start_s``."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.attachment.fileno(), self._on_node_gone)
         if self.model.ranks is not None:
             self.model.ranks.watch(lambda reason: loop.call_soon_threadsafe(self.fail, reason))
-        self._start_s = time.monotonic() - began_s - self.model.held_s
+        self._start_s = start_s
         self.epoch.start()
 
     async def _abandon(self) -> None:
@@ -188,13 +218,10 @@ class Worker:
                 begun.close()
         await self.node.aclose()
 
-    def _bind(self, max_tokens: int) -> None:
-        attachment, tokens = self.attachment, min(max_tokens, MAX_WARM_UP_TOKENS)
-        self.model.bind_pool(attachment)
-        self.model.backend.warm_up(tokens)
+    def _bind(self) -> None:
+        self.model.bind_pool(self.attachment)
         if self._draft is not None:
-            self._draft.bind_pool(attachment.pool, attachment.num_slots)
-            self._draft.backend.warm_up(tokens)
+            self._draft.bind_pool(self.attachment.pool, self.attachment.num_slots)
 
     def _make_loader(self) -> AdapterLoader:
         process = AdapterProcess(self.model.adapter_reader(self.flags.max_lora_rank))
@@ -366,6 +393,28 @@ class Worker:
     def _on_node_gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         self.fail("the KV node went away")
+
+
+def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:
+    """Attaches a worker that runs ``model``. Raises as :func:`attach` does."""
+    layout = model.backend.layout
+    return attach(
+        socket_path,
+        component_id=component_id,
+        role=role,
+        block_bytes=layout.block_bytes,
+        namespace=model.namespace().hex(),
+        kv_rows=2 * layout.num_layers,
+        kv_heads=layout.num_kv_heads,
+        timeout_s=ATTACH_TIMEOUT_S,
+    )
+
+
+def _warm_up(model: LoadedModel, draft: DraftModel | None, tokens: int) -> None:
+    """Has the first steps of so many tokens find everything in memory."""
+    model.backend.warm_up(tokens)
+    if draft is not None:
+        draft.backend.warm_up(tokens)
 
 
 def load_grammars(model: LoadedModel) -> GrammarCompiler | None:

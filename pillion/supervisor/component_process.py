@@ -92,7 +92,7 @@ def run_component(role: str, flags: Any) -> int:
     module, function = ROLES[role]
     start = getattr(importlib.import_module(module), function)
     if standby is not None and role in WORKERS:
-        start = partial(start, backend_factory=standby.load_ahead())
+        start = partial(start, backend_factory=standby.load_ahead(), turn=standby)
     elif standby is not None:
         standby.wait()
     try:

@@ -1,12 +1,14 @@
 """A standby: a second process of a component, started ahead, which takes over at once when the first one dies.
 
-    started --imports; a worker loads its model, too--> READY to the supervisor, waiting
+    started --imports; a worker loads all that needs no KV node, too--> READY to the supervisor, waiting
                                                           |-- BEGIN --> starts as any process of the component
                                                           '-- the connection ends (the supervisor is gone) --> exit
 
 Starting Python and importing take seconds on a busy machine, and a client's stream waits for them when the only worker
 of its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the
-registry. It costs memory, so it maps a model's weights only where all processes share them, and takes no GPU's.
+registry. It costs memory, so it maps a model's weights only where all processes share them, and takes no GPU's. Where
+it has them it has read them once, in a short step, and has the model's tokenizer for grammars: what is left for its
+turn is to attach and to serve.
 
 Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They talk over
 the process's standard input, which is a socket.
@@ -22,7 +24,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pillion.config import WorkerFlags
@@ -43,6 +44,7 @@ class Standby:
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor: socket.socket | None = supervisor
         self._own_name = _comm()
+        self._held_s = 0.0
 
     @classmethod
     def of_process(cls) -> Standby | None:
@@ -60,11 +62,11 @@ class Standby:
         return self._supervisor is not None
 
     def wait(self) -> float:
-        """Blocks until this process's turn has come; returns for how many seconds it has. Where the supervisor is gone,
-        the process ends."""
+        """Blocks until this process's turn has come; returns for how many seconds it has waited in all. Where the
+        supervisor is gone, the process ends."""
         supervisor, began_s = self._supervisor, time.monotonic()
         if supervisor is None:
-            return 0.0
+            return self._held_s
         _comm(WAITING_NAME)
         try:
             # Its turn may have come already, and then nobody reads this any more.
@@ -79,10 +81,12 @@ class Standby:
         supervisor.close()
         self._supervisor = None
         _comm(self._own_name)
-        return time.monotonic() - began_s
+        self._held_s = time.monotonic() - began_s
+        return self._held_s
 
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
-        """A worker's factory that loads the model before the process waits, where that costs no memory of its own."""
+        """A worker's factory of models: it loads one before the process waits where that costs no memory of its own,
+        and else waits first."""
         from pillion.engine.backends.loading import load_model, shares_weights
 
         def load(flags: WorkerFlags, threads: int) -> Any:
@@ -91,9 +95,9 @@ class Standby:
             if flags.device == "cuda":
                 # Nothing of it touches the GPU.
                 importlib.import_module("pillion.engine.backends.gpu.gpu_loading")
-            ahead = load_model(flags, threads) if shares_weights(flags) else None
-            held_s = self.wait()
-            return replace(ahead or load_model(flags, threads), held_s=held_s)
+            if not shares_weights(flags):
+                self.wait()
+            return load_model(flags, threads)
 
         return load
 

@@ -78,7 +78,7 @@ class ProcessSpec:
 class _SupervisedProcess:
     """``child`` is None before the first start and between a death and the next start; ``successor`` is the standby,
     None while there is none. ``failed`` is why it could not start, in its own words; ``ended_behind`` is the component
-    behind whose death its process was killed."""
+    behind whose death its process was killed; ``unaided`` is why no standby could be started the last time."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,6 +86,7 @@ class _SupervisedProcess:
     successor: Successor | None = None
     failed: str = ""
     ended_behind: str = ""
+    unaided: str = ""
 
 
 class Supervisor:
@@ -287,8 +288,12 @@ class Supervisor:
         try:
             component.successor = successor = await Successor.start(spec.argv, spec.environ)
         except OSError as error:
-            self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
+            # It is tried again and again: a reason is worth saying once.
+            if component.unaided != str(error):
+                component.unaided = str(error)
+                self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
             return
+        component.unaided = ""
         waits = True
         with contextlib.suppress(TimeoutError):
             waits = await asyncio.wait_for(successor.ready(), self._start_timeout_s)

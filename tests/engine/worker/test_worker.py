@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
 from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
+from pillion.engine.worker import worker as worker_module
+from pillion.engine.worker.worker import STANDBY_WARM_UP_TOKENS
 from pillion.errors import ConfigError
 from pillion.kvstore.index.registry import Registry
 from testbed.conditions import WITHIN_S, until
@@ -80,3 +83,54 @@ async def test_a_worker_with_another_layout_is_refused_at_start() -> None:
         )
         with pytest.raises(ConfigError):
             await start_decode(flags, backend_factory=factory(FakeBackend(8)))
+
+
+class _HeldTurn:
+    """A turn that comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.waited_for, self.come = threading.Event(), threading.Event()
+
+    @property
+    def waiting(self) -> bool:
+        return not self.come.is_set()
+
+    def wait(self) -> float:
+        self.waited_for.set()
+        assert self.come.wait(WITHIN_S)
+        return 0.0
+
+
+class _NotedWarmUps(FakeBackend):
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.warm_ups: list[int] = []
+
+    def warm_up(self, max_tokens: int) -> None:
+        self.warm_ups.append(max_tokens)
+
+
+async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then nobody sees it."""
+    attached, attach = [], worker_module.attach
+    monkeypatch.setattr(worker_module, "attach", lambda *a, **named: attached.append(a) or attach(*a, **named))
+    async with running_workers() as workers:
+        backend, turn, socket = _NotedWarmUps(BLOCK), _HeldTurn(), workers.folder / "e.sock"
+        flags = DecodeFlags(
+            component_id="decode-1",
+            attach_socket=str(workers.folder / "a.sock"),
+            listen=f"unix:{socket}",
+            block_size=BLOCK,
+            cpu_threads=1,
+        )
+        attached.clear()
+        starting = asyncio.create_task(start_decode(flags, backend_factory=factory(backend), turn=turn))
+        await until("it to stand by", turn.waited_for.is_set)
+        assert (backend.warm_ups, attached, socket.exists()) == ([STANDBY_WARM_UP_TOKENS], [], False)
+        turn.come.set()
+        serving = await starting
+        try:
+            assert len(attached) == len(backend.warm_ups) == 1
+            assert socket.exists()
+        finally:
+            await serving.stop(0.0)

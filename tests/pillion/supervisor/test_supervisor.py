@@ -172,6 +172,26 @@ async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
         await supervisor.stop()
 
 
+async def test_why_no_standby_can_be_started_is_said_once(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    async def refuse(*_: object) -> Successor:
+        tries.append("try")
+        raise OSError("no room")
+
+    monkeypatch.setattr(Successor, "start", refuse)
+    notices = RecordedNotices()
+    supervisor = Supervisor([dataclasses.replace(spec(folder, "a"), standby=True)], notices, standby_delay_s=0.01)
+    await supervisor.start()
+    try:
+        await until("some tries", lambda: len(tries) > 2)
+        assert notices.lines.count("pillion: a has no standby: no room") == 1
+    finally:
+        await supervisor.stop()
+
+
 async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
     waits = spec(folder, "a", program=STANDING_BY)
     successor = await Successor.start(waits.argv, waits.environ)
