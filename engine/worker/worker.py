@@ -318,12 +318,10 @@ class Worker:
 
     async def _return(self) -> None:
         old, began_s = self.epoch, time.monotonic()
-        # After this long a silence the node has fenced the worker: it looks twice per heartbeat.
-        silence_s = (self.flags.heartbeat_timeout_ms + 2 * self.flags.heartbeat_ms) / 1000
         try:
             await old.heartbeats.leave(self.component_id)
             await old.close()
-            fresh = self._make_epoch(await new_epoch(self.node, old.number, silence_s))
+            fresh = self._make_epoch(await new_epoch(self.node, old.number))
         except Exception as error:  # noqa: BLE001  (a defect must end the process, too)
             self._returning = None
             self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")

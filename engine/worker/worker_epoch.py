@@ -50,7 +50,7 @@ T = TypeVar("T")
 SETTLE_POLL_S = 0.01
 # How often the caller of a stream or a span hears that it waits.
 QUEUE_HEARTBEAT_MS = 20_000
-# A node that does not answer, or has not fenced this worker yet, is asked again for a new epoch, so many times in all.
+# A node that does not answer is asked again for a new epoch, so many times in all.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
 # These end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
@@ -384,18 +384,15 @@ class WorkerEpoch:
                 listener.on_chunk(chunk)
 
 
-async def new_epoch(node: NodeClient, old: int, fenced_after_s: float) -> int:
+async def new_epoch(node: NodeClient, old: int) -> int:
     """Ask the node for a new epoch, which tells it that nothing of the ``old`` one is in use any more.
 
-    A node that has not fenced the old one (a call's answer was lost, nothing worse) does so after ``fenced_after_s`` of
-    silence. Raises Unavailable after MAX_REATTACH_TRIES, NotFound where the old epoch is void.
+    If the node got a call whose answer was lost, the next one has the same answer. Raises Unavailable after
+    MAX_REATTACH_TRIES, NotFound where the old epoch is void.
     """
     for _ in range(MAX_REATTACH_TRIES):
         try:
             return await node.reattach(old)
-        except Conflict:
-            await asyncio.sleep(fenced_after_s)
         except (Unavailable, DeadlineExceeded):
-            # If the node got the call all the same, the next try finds the old epoch void, and the worker ends.
             await asyncio.sleep(REATTACH_RETRY_S)
     raise Unavailable(f"the KV node gave no new epoch in {MAX_REATTACH_TRIES} tries")

@@ -88,6 +88,13 @@ class ClusterView:
         """Leaves a component out for SUSPECT_S: a call to it failed as calls to a dead process do."""
         self._suspects[component_id] = now + SUSPECT_S
 
+    def refused(self, component_id: str) -> None:
+        """A component has said that it cannot serve now. One that has left the registry is not kept for the grace: it
+        meant it."""
+        if component_id in self._vanished:
+            self.version += 1
+            self._forget(component_id)
+
     def trusts(self, component_id: str, now: float) -> bool:
         """Whether no call to the component has failed a moment ago."""
         return now >= self._suspects.get(component_id, now)

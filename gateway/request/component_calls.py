@@ -309,6 +309,7 @@ class ComponentCalls:
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
+                self._cluster.view.refused(worker.component_id)
             self._failed_at(worker.component_id)
             self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
         else:
@@ -335,6 +336,8 @@ class ComponentCalls:
                 error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
                 if self._stream is not None:
                     self._failed_at(self._stream[0])
+                    if isinstance(error, Unavailable):
+                        self._cluster.view.refused(self._stream[0])
                 self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)

@@ -228,8 +228,8 @@ class NodeClient:
                 call.cancel()
 
     async def reattach(self, epoch: int) -> int:
-        """Ends a fenced epoch and returns a new one; no step uses the old one's slots any more. Raises Conflict for an
-        epoch that is not fenced, NotFound for a void one."""
+        """Ends a worker's epoch, fenced or not, and returns a new one; no step uses the old one's slots any more.
+        Raises Conflict for a session's epoch, NotFound for a void one."""
         return int((await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch))).epoch)
 
     async def heartbeat(self, epoch: int) -> HeartbeatReply:

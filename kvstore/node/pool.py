@@ -96,6 +96,8 @@ class Pool:
         # For workers that drained and went on: current epoch -> first epoch of the attachment, and the other way round.
         self._first_epoch: dict[int, int] = {}
         self._last_epoch: dict[int, int] = {}
+        # By the first epoch: the last one that was replaced, and by which.
+        self._replaced: dict[int, tuple[int, int]] = {}
         self.ledger = Ledger(_new_id, decode_reserve_percent, policy)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
 
@@ -141,6 +143,7 @@ class Pool:
 
     def ended(self, epoch: int) -> None:
         """Frees everything of an epoch: its worker's death or its session's end is proven. Idempotent."""
+        self._replaced.pop(epoch, None)
         epoch = self._last_epoch.pop(epoch, epoch)
         self._first_epoch.pop(epoch, None)
         self.ledger.gone(epoch)
@@ -148,20 +151,35 @@ class Pool:
         self.changed()
 
     def reattach(self, epoch: int) -> int:
-        """Frees everything of a fenced epoch, whose worker woke and uses nothing of it any more; returns its new epoch.
-        Raises Conflict for an epoch that is not fenced, NotFound for a void one."""
-        # This call is no sign of life: an epoch that is not fenced is refused, and is fenced if it stays silent.
+        """Frees everything of an epoch that its worker uses no more; returns its new epoch. The worker was fenced, or
+        gave the epoch up itself, because it cannot know what became of a call. The same
+        call again has the same answer while nothing was done under it. Raises NotFound for a void epoch, Conflict for a
+        session's."""
+        if (answered := self._answered_before(epoch)) is not None:
+            return answered
         old = self.ledger.holders.get(epoch)
         if old is None:
             raise NotFound("the epoch is void: attach again")
+        if old.role in (SESSION, FETCH):
+            raise Conflict("only a worker takes a new epoch")
+        if not old.fenced:
+            self.fence(epoch)
         self.ledger.drained(epoch)
         fresh = self.ledger.attach(old.name, old.role)
         # The attachment's end still comes under the epoch that it began with.
         first = self._first_epoch.pop(epoch, epoch)
         self._first_epoch[fresh], self._last_epoch[first] = first, fresh
+        self._replaced[first] = epoch, fresh
         log.info("%s drained and has a new epoch", old.name)
         self.changed()
         return fresh
+
+    def _answered_before(self, epoch: int) -> int | None:
+        """The epoch that replaced this one, where the answer was lost: nothing has been done under it yet."""
+        fresh = next((fresh for old, fresh in self._replaced.values() if old == epoch), None)
+        holder = None if fresh is None else self.ledger.holders.get(fresh)
+        unused = holder is not None and not (holder.fenced or holder.leased or holder.tickets)
+        return fresh if unused else None
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
         """Answers whether the epoch is fenced, and how many slots of its stock are wanted back."""

@@ -229,9 +229,9 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reattach(self, request, context):
-        """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
-        and gives the worker a new epoch under the same attachment.
-        FAILED_PRECONDITION: the epoch is not fenced.
+        """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
+        of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
+        FAILED_PRECONDITION: the epoch is a session's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

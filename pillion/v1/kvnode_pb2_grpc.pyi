@@ -91,9 +91,9 @@ class KVNodeStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]
-    """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
-    and gives the worker a new epoch under the same attachment.
-    FAILED_PRECONDITION: the epoch is not fenced.
+    """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
+    of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
+    FAILED_PRECONDITION: the epoch is a session's.
     """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
     """Slots by state, pins, reservations and counters."""
@@ -155,9 +155,9 @@ class KVNodeAsyncStub(KVNodeStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.HeartbeatRequest, _kvnode_pb2.HeartbeatReply]  # type: ignore[assignment]
     """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced."""
     Reattach: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ReattachRequest, _kvnode_pb2.ReattachReply]  # type: ignore[assignment]
-    """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
-    and gives the worker a new epoch under the same attachment.
-    FAILED_PRECONDITION: the epoch is not fenced.
+    """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
+    of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
+    FAILED_PRECONDITION: the epoch is a session's.
     """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
     """Slots by state, pins, reservations and counters."""
@@ -300,9 +300,9 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.ReattachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.ReattachReply, _abc.Awaitable[_kvnode_pb2.ReattachReply]]:
-        """Reports that no step of a fenced worker uses anything of its epoch any more: the node releases what the epoch held
-        and gives the worker a new epoch under the same attachment.
-        FAILED_PRECONDITION: the epoch is not fenced.
+        """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
+        of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
+        FAILED_PRECONDITION: the epoch is a session's.
         """
 
     @_abc_1.abstractmethod

@@ -20,15 +20,17 @@ from dataclasses import dataclass, field, replace
 
 from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
 from tests.faults.histories import RequestHistory, complaints, read_history
-from tests.faults.places import ROLES, FaultPlace
+from tests.faults.places import LOOK_EVERY_S, ROLES, FaultPlace
 from tests.faults.questions import QUESTIONS
 
 STREAMS = 6
 # The salt of the undisturbed answers.
 UNDISTURBED = "undisturbed"
 # Longest time of a run's requests. Whatever dies is back long before.
-REQUESTS_WITHIN_S = 150.0
-RESUME_TIMEOUT_S = 120.0
+REQUESTS_WITHIN_S = 140.0
+RESUME_TIMEOUT_S = 110.0
+# Longest wait for a component to start in which another fault is to happen.
+START_WITHIN_S = 40.0
 SECOND_FAULT_SHARE = 0.3
 STOP_SHARE = 0.25
 # How long a stopped process stays stopped: shorter and longer than the time after which it is fenced.
@@ -152,6 +154,7 @@ class FaultRunner:
                 record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
                 record.pause_s = max(record.pause_s, history.pause_s)
                 record.replays = max(record.replays, history.replays)
+            self._await_starts(plan)
         finally:
             place.board.disarm()
             record.fired = [place.board.fired(slot) is not None for slot in range(len(plan.faults))]
@@ -172,6 +175,14 @@ class FaultRunner:
                 self.place.board.arm(slot, fault.point, fault.passing, fault.number, pids[0])
                 armed.append((slot, fault, pids[0]))
         return armed
+
+    def _await_starts(self, plan: FaultPlan) -> None:
+        """Waits for a fault at the start of a component that another fault has ended; requests may be over before."""
+        until_s = time.monotonic() + START_WITHIN_S
+        for slot, fault in enumerate(plan.faults):
+            follows = slot > 0 and fault.point.passed == AT_START and self.place.board.fired(0) is not None
+            while follows and self.place.board.fired(slot) is None and time.monotonic() < until_s:
+                time.sleep(LOOK_EVERY_S)
 
     def _wake(self, slot: int, fault: DrawnFault, victim: int, over: threading.Event) -> None:
         """Lets a stopped process go on after its time."""

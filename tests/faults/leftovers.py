@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import psutil
 import redis
@@ -39,13 +39,15 @@ def of_components(components: tuple[ComponentStatus, ...]) -> list[str]:
     return wrong
 
 
-def of_node(status: NodeStatus, holders: dict[str, int]) -> list[str]:
-    """What a node still holds. ``holders``: of each node when it was idle before; one that is new there is added."""
+def of_node(status: NodeStatus, components: Iterable[ComponentStatus]) -> list[str]:
+    """What a node still holds, and whether exactly its workers and all gateways are known there. The registry may still
+    list a worker that has died; its node knows of it at once."""
     held = {name: getattr(status, name) for name in HELD if getattr(status, name)}
     if held:
         return [f"{status.node_id} still holds {held}"]
-    before = holders.setdefault(status.node_id, status.holders)
-    return [f"{status.node_id} knows {status.holders} holders, it knew {before}"] if status.holders != before else []
+    roles = [one.role for one in components if one.role == "gateway" or one.node_id == status.node_id]
+    wanted = sum(role != "kvnode" for role in roles)
+    return [f"{status.node_id} knows {status.holders} holders, not {wanted}"] if status.holders != wanted else []
 
 
 def of_redis(socket: pathlib.Path, names: Collection[str], nodes: dict[str, NodeStatus]) -> list[str]:

@@ -27,7 +27,7 @@ from tests.support.two_nodes import hosts
 
 # The time that a whole cluster is given to be whole again, and how often that is looked at: each look costs the cores
 # that the components start on.
-WHOLE_WITHIN_S = 100.0
+WHOLE_WITHIN_S = 90.0
 LOOK_EVERY_S = 0.15
 ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
 # Of each process of two nodes.
@@ -55,8 +55,6 @@ class FaultPlace:
     redis_socket: Callable[[], pathlib.Path]
     log: Callable[[], str]
     restarts_counted: bool = True
-    # Sessions, workers and fetches that each idle node knows.
-    _holders: dict[str, int] = field(default_factory=dict)
     _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
 
     def client(self, resume_timeout_s: float = 0.0) -> Client:
@@ -101,7 +99,7 @@ class FaultPlace:
             if node is None:
                 return [f"the node at {address} does not answer"]
             nodes[node.node_id] = node
-            wrong += leftovers.of_node(node, self._holders)
+            wrong += leftovers.of_node(node, status.components)
         return wrong or leftovers.of_redis(self.redis_socket(), self.names, nodes)
 
 

@@ -42,12 +42,17 @@ async def test_a_node_that_contradicts_itself_is_told() -> None:
 
 
 def test_what_a_node_or_a_component_still_holds_is_found() -> None:
-    holders = {"a": 3}
-    assert leftovers.of_node(NodeStatus(node_id="a", holders=3, committed_blocks=5), holders) == []
+    known = [
+        ComponentStatus(component_id="decode-0", role="decode", node_id="a"),
+        ComponentStatus(component_id="decode-1", role="decode", node_id="b"),
+        ComponentStatus(component_id="gateway-0", role="gateway"),
+        ComponentStatus(component_id="a", role="kvnode", node_id="a"),
+    ]
+    assert leftovers.of_node(NodeStatus(node_id="a", holders=2, committed_blocks=5), known) == []
     for held in leftovers.HELD:
         value = ["decode-0"] if held == "fenced_components" else 1
-        assert held in "".join(leftovers.of_node(NodeStatus(node_id="a", holders=3, **{held: value}), holders))
-    assert leftovers.of_node(NodeStatus(node_id="a", holders=4), holders) == ["a knows 4 holders, it knew 3"]
+        assert held in "".join(leftovers.of_node(NodeStatus(node_id="a", holders=2, **{held: value}), known))
+    assert leftovers.of_node(NodeStatus(node_id="a", holders=3), known) == ["a knows 3 holders, not 2"]
     idle = ComponentStatus(component_id="decode-0", role="decode")
     assert leftovers.of_components((idle,)) == []
     for busy in leftovers.BUSY:

@@ -31,6 +31,18 @@ def test_a_part_that_vanishes_stays_for_a_while() -> None:
     assert ids(view.records()) == "b"
 
 
+def test_a_part_that_has_left_and_says_so_is_forgotten_at_once() -> None:
+    view = ClusterView(grace_s=5)
+    view.update([A, B], 100)
+    view.refused("a")
+    assert ids(view.records()) == "ab", "the registry lists it"
+    view.update([B], 101)
+    view.refused("a")
+    assert ids(view.records()) == "b"
+    view.update([A, B], 102)
+    assert ids(view.records()) == "ab"
+
+
 def test_without_an_answer_the_last_view_stands() -> None:
     view = ClusterView(grace_s=5)
     view.update([A], 100)

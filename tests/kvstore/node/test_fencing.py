@@ -186,19 +186,22 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
     await line.books()
 
 
-async def test_only_a_fenced_epoch_is_taken_back(line: Fixture) -> None:
+async def test_a_worker_may_give_its_epoch_up_itself(line: Fixture) -> None:
     old = await line.worker()
-    slots = await line.client.lease(old, 3)
+    ticket_id, _ = await hold(line, old, 1, 2, 3)
+    await line.client.lease(old, 3)
+    await line.client.release(line.gateway, [ticket_id])
     before = await line.books()
-    for epoch in (old, line.gateway):
-        with pytest.raises(Conflict):
-            await line.client.reattach(epoch)
+    with pytest.raises(Conflict):
+        await line.client.reattach(line.gateway)
     with pytest.raises(NotFound):
         await line.client.reattach(12345)
     assert await line.books() == before
-    await line.client.give_back(old, slots)
-    line.fence(old)
-    await line.client.reattach(old)
+    fresh = await line.client.reattach(old)
+    after = await line.books()
+    assert (after.leased_blocks, after.quarantined_blocks, after.tickets) == (0, 0, 0)
+    assert await line.client.reattach(old) == fresh, "the answer may have been lost"
+    assert len(await line.client.lease(fresh, 2)) == 2
     with pytest.raises(NotFound):
         await line.client.reattach(old)
 
