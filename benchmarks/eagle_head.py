@@ -3,10 +3,11 @@
     python -m benchmarks.eagle_head FOLDER && python -m benchmarks.drafts --eagle-head FOLDER
 
 The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its
-last layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy: by
-the model's states, and, as where it guesses on, by its own (the training-time test of EAGLE-3). Right guesses are
-counted on texts that it has not seen, by how many entries are behind a guess: a head whose chain begins with a prompt's
-tail has only those of the tail. Guesses are chosen as a worker chooses them, with the noise of the guessed token.
+last layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy
+unless --temperatures says otherwise: by the model's states, and, as where it guesses on, by its own (the training-time
+test of EAGLE-3). Right guesses are counted on texts that it has not seen, by how many entries are behind a guess: a
+head whose chain begins with a prompt's tail has only those of the tail. Guesses are chosen as a worker chooses them,
+with the noise of the guessed token.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +39,7 @@ from testbed.eagle_heads import head_config, write_head
 from testbed.plain_model import plain_folder
 
 CONTEXTS = (1, 4, 16, 64, 256)
-# Every other text is greedy, the rest is sampled.
+# Texts take turns: every other one is greedy, the rest is sampled.
 TEMPERATURES = (0.0, 1.0)
 FIRST_STREAM, HELD_OUT = 100, 12
 LEARNING_RATE, WARMUP_SHARE = 1e-3, 0.05
@@ -55,6 +58,15 @@ class Answered:
     temperature: float
     seed: int
     prompt_tokens: int
+
+    def from_tail(self) -> Answered:
+        """The text as a head sees it: whole, or, every other time, from somewhere in its prompt on. The part of a
+        prompt that comes from the cache, or from another worker, has no states."""
+        first = random.randrange(2 * self.prompt_tokens) - self.prompt_tokens
+        if first <= 0:
+            return self
+        parts = (self.tokens[first:], self.states[first:], self.outputs[first:])
+        return Answered(*parts, self.temperature, self.seed, self.prompt_tokens - first)
 
 
 class TrainedHead(nn.Module):
@@ -142,10 +154,14 @@ def seen(entries: int, number: int, context: int) -> torch.Tensor:
     return torch.cat((true, *(k == i for _ in range(number))), 1)
 
 
-def answered(folder: pathlib.Path, model: str, texts: int, tokens: int, threads: int) -> list[Answered]:
-    """The model's answers to ``texts`` prompts, and what it computes for them."""
+def answered(
+    folder: pathlib.Path, model: str, texts: int, tokens: int, temperatures: Sequence[float], threads: int
+) -> list[Answered]:
+    """The model's answers to ``texts`` prompts, with one temperature after the other, and what it computes for them."""
     params = [
-        SamplingParams(temperature=TEMPERATURES[number % 2], seed=number, max_tokens=tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=temperatures[number % len(temperatures)], seed=number, max_tokens=tokens, ignore_eos=True
+        )
         for number in range(texts)
     ]
     prompts = [prompt_of("ordinary", FIRST_STREAM + number) for number in range(texts)]
@@ -231,7 +247,7 @@ def train(
     rows, began_s, done, losses = target_head[ids], time.monotonic(), 0.0, [0.0]
     while done < 1:
         for place in torch.randperm(len(texts)).tolist():
-            loss = loss_of(head, rows, texts[place], passes)
+            loss = loss_of(head, rows, texts[place].from_tail(), passes)
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, done / WARMUP_SHARE) * (1 - done)
             optimizer.zero_grad()
@@ -262,15 +278,17 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--texts", type=int, default=240)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES, help="of the answers, in turn")
     parser.add_argument("--minutes", type=float, default=12.0, help="of training, behind the answers")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--draft-vocab-size", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     torch.manual_seed(0)
+    random.seed(0)
     torch.set_num_threads(args.threads)
     folder = plain_folder(args.model)
-    texts = answered(folder, args.model, args.texts, args.tokens, args.threads)
+    texts = answered(folder, args.model, args.texts, args.tokens, args.temperatures, args.threads)
     held_out, known = texts[:HELD_OUT], texts[HELD_OUT:]
     counts = Counter(token for text in known for token in text.tokens.tolist())
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(args.draft_vocab_size)))
@@ -291,7 +309,7 @@ def main() -> None:
             )
             for context in CONTEXTS
         }
-        for temperature in TEMPERATURES
+        for temperature in args.temperatures
     }
     table = Table("temperature", "entries", "first", "second", "third", title="right guesses by entries behind them")
     for temperature, of_context in shares.items():

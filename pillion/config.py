@@ -406,6 +406,10 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
     disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
+    object_url: str = flag(
+        "",
+        "Bucket for KV blocks that leave the pool, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

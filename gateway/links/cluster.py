@@ -40,6 +40,9 @@ T = TypeVar("T")
 VIEW_POLL_S = 0.25
 # Longest wait for one fetch. A node keeps its own bound, --fetch-timeout-ms; this one is for a node that hangs.
 MAX_FETCH_S = 5.0
+# A bucket is asked for prompts of which at least so many blocks are not known to be anywhere, and answers in this time.
+MIN_ASKED_BLOCKS = 8
+MAX_FIND_MS = 500
 # How long a request that finds no worker looks for one that is just starting, before it says so.
 FIRST_LOOK_S = 0.5
 # How long a request waits for components that were there a short time ago: they answer no more, or their records are
@@ -401,6 +404,34 @@ class Cluster:
         if not isinstance(link, DecodeLink) or component_id in self.view.fenced:
             raise Unavailable(f"decode worker {component_id} is gone")
         return link
+
+    async def far_hits(
+        self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord]
+    ) -> dict[str, int]:
+        """Blocks of a prompt that the nodes of these decode workers can have with those of a bucket, by node id; only
+        of nodes that can have more than ``hits`` says. One node of each bucket is asked, for a bounded time. It never
+        fails."""
+        known = max(hits.values(), default=0)
+        if len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
+            return {}
+        readers: dict[str, list[str]] = {}
+        # A node of another model looks for other blocks.
+        used = {record.node_id for record in components if record.role == "decode"}
+        for record in components:
+            if record.role == "kvnode" and record.object_url and record.node_id in used:
+                readers.setdefault(record.object_url, []).append(record.node_id)
+        found: dict[str, int] = {}
+        for node_ids in readers.values():
+            try:
+                # The same one for the same prompt: it remembers what the bucket has.
+                client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
+                more = await client.find_blocks(hashes, known, timeout_s=MAX_FIND_MS / 1000)
+            except PillionError as error:
+                log.debug("nobody says what a bucket has: %s", error.message)
+                continue
+            if more:
+                found.update(dict.fromkeys(node_ids, known + more))
+        return found
 
     async def fetch_blocks(
         self, hold: TicketHold, hashes: bytes, sources: Sequence[str], pinned_blocks: int, left_s: float | None

@@ -44,6 +44,7 @@ class ClusterSnapshot:
         prompt_tokens: N; on a replay, prompt and answer so far.
         answered_tokens: how many of them are the answer's.
         hits: blocks that the index believes to be on each node, by node id.
+        far_hits: blocks that each node can have with those of a bucket, by node id; none where no bucket has more.
         components: usable ones only: nodes, and workers of this request's model and namespace.
         block_size: tokens per block.
         chunk_tokens: most tokens of one chunk.
@@ -76,6 +77,7 @@ class ClusterSnapshot:
     chunk_tokens: int
     answered_tokens: int = 0
     board_mates: Sequence[ComponentRecord] = ()
+    far_hits: Mapping[str, int] = field(default_factory=dict)
     sent_load: Mapping[str, int] = field(default_factory=dict)
     sent_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0

@@ -155,7 +155,7 @@ def choose(
             component,
             models.of(component),
             best,
-            min(known, limit),
+            min(max(known, snapshot.far_hits.get(component.node_id, 0)), limit),
             limit,
             behind,
             boards.get(component.component_id),
@@ -165,7 +165,10 @@ def choose(
     least_s = min(way.price_s for way in ways) * (1 + EQUAL_SHARE)
     chosen = next(way for way in ways if way.price_s <= least_s)
     words = _why(snapshot, chosen, decodes)
-    if min(known, limit) > min(hits.get(chosen.decode.component.node_id, 0), limit):
+    node_id = chosen.decode.component.node_id
+    if snapshot.far_hits.get(node_id, 0) > known:
+        known, holder = snapshot.far_hits[node_id], "a bucket"
+    if min(known, limit) > min(hits.get(node_id, 0), limit):
         words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"

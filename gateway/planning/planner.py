@@ -3,8 +3,8 @@
     [ cached prefix | whole blocks: a prefill worker, in chunks | prompt tail, >= 1 token: the decode worker ]
     0            cached                                       split                                          N
 
-What is cached may lie on other nodes, or on a disk: it is fetched before the split is settled, if that is worth it. A
-prefill worker of another node is taken where the decode worker's node has none.
+What is cached may lie on other nodes, on a disk or in a bucket: it is fetched before the split is settled, if that is
+worth it. A prefill worker of another node is taken where the decode worker's node has none.
 
 ``split`` is the one dial: ``split = cached`` is co-located serving, the last whole block is full disaggregation.
 Always: cached <= split <= the last whole block that ends at or before N - 1, or before the first token whose log
@@ -123,7 +123,8 @@ def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
     draft = replace(_draft(snapshot, way.decode.component, prefill), dial=dial)
     if not way.fetched:
         # What its own disk has comes up in any case.
-        draft = replace(draft, sources=tuple(s for s in draft.sources if s.node_id == draft.node_id))
+        own = snapshot.hits.get(draft.node_id, 0)
+        draft = replace(draft, sources=(PrefixSource(draft.node_id, own),) if own else ())
     return replan(draft, way.cached_blocks)
 
 
@@ -244,9 +245,10 @@ def _prefill_worker(snapshot: ClusterSnapshot, node_id: str) -> ComponentRecord 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str) -> tuple[PrefixSource, ...]:
     """Live nodes with a hit, the longest first; equals are rotated by ``spread``, so that they share the load. The node
-    itself is always among them: what its disk has is part of its hit."""
+    itself is always among them: what its disk has, and what a bucket has that it reaches, is part of its hit."""
     nodes = snapshot.live_nodes() | {node_id}
-    hits = sorted(snapshot.hits.items())
+    own = max(snapshot.hits.get(node_id, 0), snapshot.far_hits.get(node_id, 0))
+    hits = sorted({**snapshot.hits, node_id: own}.items())
     known = [PrefixSource(name, blocks) for name, blocks in hits if blocks > 0 and name in nodes]
     start = snapshot.spread % len(known) if known else 0
     ranked = sorted(known[start:] + known[:start], key=lambda source: -source.blocks)

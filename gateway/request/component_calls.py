@@ -190,8 +190,9 @@ class ComponentCalls:
         else:
             self._post(ev.PlanMade(action.attempt, decided))
 
-    async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
-        job, cluster = self._job, self._cluster
+    async def _make_chain(self, action: ev.LookUp, served: Served) -> bool:
+        """Hashes the prompt's whole blocks; returns whether some of them may be cached."""
+        job = self._job
         # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         whole = last // served.block_size * served.block_size
@@ -201,18 +202,24 @@ class ComponentCalls:
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
         self._chain = BlockHashChain(root, hashes)
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        known = self._chain.hashes and (job.options.prefix_caching or action.attempt > 1)
+        return bool(self._chain.hashes) and (job.options.prefix_caching or action.attempt > 1)
+
+    async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
+        job, cluster = self._job, self._cluster
+        known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
+        far = await cluster.far_hits(self._chain.hashes, blocks, components) if known else {}
         mates = cluster.board_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
             hits=blocks,
+            far_hits=far,
             components=components,
             policy=job.options.policy,
             block_size=served.block_size,

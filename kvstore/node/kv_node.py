@@ -31,6 +31,7 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.region_server import RegionServer
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.tiers.object_store import ObjectStore, parse_object_url
 from pillion.kvstore.transfer.plane_factory import choose_transport
 from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME as PLANE_SERVICE_NAME
 from pillion.kvstore.transfer.plane_servicer import KVPlaneServicer
@@ -83,6 +84,7 @@ class KVNode:
         self.meters.watch(lambda: metric_readings(self.status()))
         self._storage: Storage | None = None
         self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
+        self._objects = ObjectStore(parse_object_url(flags.object_url)) if flags.object_url else None
         self._flags = flags
         self._memory = NodeMemory(flags)
         self._shaping = asyncio.Lock()
@@ -269,6 +271,7 @@ class KVNode:
             addresses=self._addresses,
             boot_epoch=self._current_boot,
             folder=self._folder,
+            objects=self._objects,
         )
         self.pool.fetcher = self._storage.fetcher
         self._spawn(self._storage.run(), "storage")
@@ -313,6 +316,7 @@ class KVNode:
             leased_blocks=status.leased_blocks,
             committed_blocks=status.committed_blocks,
             quarantined_blocks=status.quarantined_blocks,
+            object_url="" if self._objects is None or status.object_paused else str(self._objects.place),
             fenced_components=tuple(status.fenced_components),
         )
 
@@ -348,7 +352,8 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_USAGE, (), min(1.0, held / status.total_blocks) if status.total_blocks else 0.0
     yield names.KV_BLOCK_BYTES, (), status.block_bytes
     yield names.KV_DISK_BLOCKS, (), status.disk_blocks
-    yield names.KV_PAUSED, (), int(status.disk_paused)
+    yield names.KV_OBJECT_BLOCKS, (), status.object_blocks
+    yield names.KV_PAUSED, (), int(status.disk_paused) + int(status.object_paused)
     yield names.KV_LATE, (), status.late_blocks
     yield names.KV_TICKETS, ("held",), status.tickets
     yield names.KV_TICKETS, ("waiting",), status.waiting_tickets
@@ -384,8 +389,9 @@ def _checked(flags: KVNodeFlags) -> KVNodeFlags:
         return flags
     # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Nothing
     # but the checksum tells then, and a wrong block would be served under a right name (I2).
-    if flags.disk_path:
-        raise ConfigError("--no-verify-blocks with --disk-path: a damaged file would be served; give only one of them")
+    for flag, value in (("--disk-path", flags.disk_path), ("--object-url", flags.object_url)):
+        if value:
+            raise ConfigError(f"--no-verify-blocks with {flag}: a damaged block would be served; give only one of them")
     if flags.kv_transport == "nixl":
         raise ConfigError(
             "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose grpc"

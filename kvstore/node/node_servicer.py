@@ -99,6 +99,9 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchReply:
         return await self._pool.prefetch(request)
 
+    async def FindBlocks(self, request: pb.FindBlocksRequest, context: Context) -> pb.FindBlocksReply:
+        return await self._pool.find_blocks(request)
+
     async def GetNodeStatus(self, request: pb.GetNodeStatusRequest, context: Context) -> pb.NodeStatus:
         return self._status()
 

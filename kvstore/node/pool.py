@@ -28,6 +28,8 @@ from pillion.v1.kvnode_pb2 import (
     AdoptTicketReply,
     CommitRun,
     CommitRunResult,
+    FindBlocksReply,
+    FindBlocksRequest,
     HeartbeatReply,
     NodeStatus,
     OpenTicketReply,
@@ -260,6 +262,13 @@ class Pool:
             self._fetch_time.observe(time.monotonic() - began_s)
             self._chain_grown(ticket_id)
 
+    async def find_blocks(self, request: FindBlocksRequest) -> FindBlocksReply:
+        """Looks for blocks of a chain in lower tiers, and asks those that others write to. Never fails for a tier."""
+        hashes, first = split_hashes(request.block_hashes), request.first_block
+        if self.fetcher is None or first >= len(hashes):
+            return FindBlocksReply()
+        return FindBlocksReply(blocks=await self.fetcher.find_far(hashes, first, request.timeout_ms / 1000))
+
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0
     ) -> tuple[int, list[Block]]:
@@ -272,7 +281,8 @@ class Pool:
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s)
+                # Who reads from here asks the far tiers itself.
+                await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
                 self.ledger.release(epoch, [ticket.ticket_id])

@@ -23,8 +23,11 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import DiskFolder
 from pillion.kvstore.tiers.host_tier import HostTier
+from pillion.kvstore.tiers.object_runs import RunLayout
+from pillion.kvstore.tiers.object_store import ObjectStore
+from pillion.kvstore.tiers.object_tier import ObjectTier
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
-from pillion.kvstore.tiers.tiers import BlockName, Tier
+from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
@@ -53,6 +56,7 @@ class Storage:
         addresses: returns node id -> address of all nodes' gRPC services. Raises Unavailable.
         boot_epoch: returns this node's boot epoch, as the index knows it.
         folder: the disk tier's folder, opened and locked when the node started; None without one.
+        objects: the object tier's bucket; None without one.
     """
 
     def __init__(
@@ -67,12 +71,17 @@ class Storage:
         addresses: Callable[[], Awaitable[Mapping[str, str]]],
         boot_epoch: Callable[[], int],
         folder: DiskFolder | None,
+        objects: ObjectStore | None,
     ) -> None:
         self._flags, self._shape, self._pool = flags, shape, pool
         self._announce, self._addresses, self._boot_epoch = announce, addresses, boot_epoch
         self._folder = folder
         self.memory, self._pinned = memory, pinned
+        # All tiers, in the order in which they get blocks; those of this machine, and those that others write to, too.
         self._tiers: list[Tier] = []
+        self._near: list[Tier] = []
+        self._far: list[FarTier] = []
+        self._objects = objects
         self._plane: asyncio.Task[DataPlane] | None = None
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self._peers = Peers(flags.node_id, self._block_shape, addresses, self.plane)
@@ -93,7 +102,8 @@ class Storage:
             verify=flags.verify_blocks,
             changed=pool.changed,
             source=self._peers.source,
-            tiers=self._tiers,
+            tiers=self._near,
+            far=self._far,
         )
 
     async def run(self) -> None:
@@ -102,7 +112,7 @@ class Storage:
         if self._flags.host_bytes:
             pinned = await until_over(asyncio.to_thread(self._pinned, self._flags.host_bytes))
             host = HostTier(pinned.view, self._shape.block_bytes, pinned.close, verify=self._flags.verify_blocks)
-            self._tiers.append(host)
+            self._add(host)
         if self._folder is not None:
             disk = await open_disk_tier(
                 self._folder,
@@ -110,12 +120,20 @@ class Storage:
                 block_bytes=self._shape.block_bytes,
                 disk_bytes=self._flags.disk_bytes,
             )
-            self._tiers.append(disk)
+            self._add(disk)
             log.info("%d blocks are on disk", len(disk))
             await self._announce_disk(disk)
+        if self._objects is not None:
+            far = ObjectTier(self._objects, RunLayout(self._block_shape.namespace, self._shape.block_bytes))
+            self._tiers.append(far)
+            self._far.append(far)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._spiller.run())
             group.create_task(self._look_around())
+
+    def _add(self, tier: Tier) -> None:
+        self._tiers.append(tier)
+        self._near.append(tier)
 
     async def close(self) -> None:
         """Closes everything. No call is under way, and :meth:`run` has ended. Blocks in lower tiers stay there."""
@@ -218,7 +236,8 @@ class Storage:
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self._spiller.spilled_blocks
         status.late_blocks = self.fetcher.late_blocks
-        status.disk_paused = not all(tier.answers() for tier in self._tiers)
+        status.disk_paused = not all(tier.answers() for tier in self._near)
+        status.object_paused = not all(tier.answers() for tier in self._far)
         for tier in self._tiers:
             setattr(status, f"{tier.name}_blocks", len(tier))
         made = self._plane is not None and self._plane.done() and not self._plane.exception()

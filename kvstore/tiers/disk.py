@@ -28,9 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 from pillion.kvstore.memory.memory import PoolMemory, until_over
-from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, Corrupt, DiskFolder
+from pillion.kvstore.tiers.disk_files import SHARDS, BlockFileLayout, BlockFiles, DiskFolder
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
-from pillion.kvstore.tiers.tiers import BlockName, TierCounts, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, TierCounts, heads_first
 
 log = logging.getLogger("pillion.kvnode")
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from pillion.errors import ConfigError
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.memory.memory import block_checksum
-from pillion.kvstore.tiers.tiers import BlockName
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt
 
 MAGIC = b"PILLIONB"
 VERSION = 1
@@ -44,10 +44,6 @@ _FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
 _CHECKSUM = struct.Struct("<Q")
 _OUR_NAME = re.compile(r"[0-9a-f]{64}\.kv(\.part)?")
 _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
-
-
-class Corrupt(Exception):  # noqa: N818
-    """The file is damaged, unfinished or of another block."""
 
 
 class Foreign(Exception):  # noqa: N818

@@ -1,6 +1,7 @@
 """The contract of lower tiers: places to which blocks go when they leave the pool, and from which they come back.
 
-Each tier is a target of eviction and a source of blocks, in this order: pool, pinned host memory, disk.
+Each tier is a target of eviction and a source of blocks, in this order: pool, pinned host memory, disk, other nodes'
+pools, a bucket.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pillion.kvstore.memory.memory import PoolMemory
+
+
+class Corrupt(Exception):  # noqa: N818
+    """What a medium gave is damaged, unfinished or of another block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,14 @@ class BufferTier(Tier, Protocol):
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
         """Ends the caller's use of buffers. Buffers of other owners are ignored."""
+
+
+class FarTier(Tier, Protocol):
+    """A tier that others write to as well, so that only asking tells what it has. It is asked after other nodes."""
+
+    async def find(self, hashes: Sequence[bytes], first: int) -> None:
+        """Learns which blocks of a chain are here, from block ``first`` on; ``in`` says so from then on. ``hashes``
+        begin with the chain's first block. Bounded in time, and may be cancelled."""
 
 
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:

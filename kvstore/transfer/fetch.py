@@ -5,6 +5,7 @@
        |          +-- another fetch is bringing the next block --> wait for that
        |          +-- a lower tier has it --> lease slots, load, commit
        |          +-- another node has it --> pin it there, lease slots, read, verify, commit
+       |          +-- a far tier has it, which is asked once --> as from a lower tier
        |          +-- no source, slots, time or bytes left --> the end, maybe short
        +----------+
 
@@ -28,7 +29,7 @@ from pillion.errors import PillionError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
-from pillion.kvstore.tiers.tiers import Tier, load_into
+from pillion.kvstore.tiers.tiers import FarTier, Tier, load_into
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 
@@ -69,6 +70,8 @@ class _Fetch:
     pinned_from: int = 0
     restored_blocks: int = 0
     fetched_blocks: int = 0
+    # Whether far tiers need not be asked what they have of the chain (any more).
+    asked: bool = False
     lingering: set[asyncio.Future[Any]] = field(default_factory=set)
 
 
@@ -81,6 +84,7 @@ class Fetcher:
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
+        far: tiers that are asked where neither they nor other nodes have the next block.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Fetcher:
         changed: Callable[[], None],
         source: Callable[[str], BlockSource],
         tiers: Sequence[Tier] = (),
+        far: Sequence[FarTier] = (),
     ) -> None:
         # Counts since the node started.
         self.counts = NodeStatus()
@@ -103,6 +108,7 @@ class Fetcher:
         self._changed = changed
         self._source = source
         self._tiers = tiers
+        self._far = far
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
         # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
@@ -125,9 +131,11 @@ class Fetcher:
         *,
         timeout_s: float = 0.0,
         max_bytes: int = 0,
+        far: bool = True,
     ) -> PrefetchReply:
         """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
-        Raises NotFound if it holds no such ticket, InvalidRequest for a ticket of another chain."""
+        ``far``: whether far tiers are asked, too. Raises NotFound if it holds no such ticket, InvalidRequest for a
+        ticket of another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
         if blocks >= len(hashes) or self._full():
@@ -142,6 +150,7 @@ class Fetcher:
             until_s=asyncio.get_running_loop().time() + most_s,
             left_blocks=most_blocks,
             sources=self._known(sources),
+            asked=not far,
         )
         self._fetches += 1
         try:
@@ -176,12 +185,9 @@ class Fetcher:
 
     async def _bring_some(self, fetch: _Fetch, at: int) -> bool:
         """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
-        wanted = self._free_to_bring(fetch, at)
-        for tier in self._tiers:
-            here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
-            if here:
-                slots = self._lease(fetch, len(here))
-                return bool(slots) and await self._from_tier(fetch, tier, here[: len(slots)], slots)
+        found = self._in_tiers(self._tiers, self._free_to_bring(fetch, at))
+        if found is not None:
+            return await self._from_tier(fetch, *found)
         while fetch.sources:
             left_s = fetch.until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -205,9 +211,41 @@ class Fetcher:
                 self._drop_source(fetch)
             if came:
                 return True
-        return False
+        if not fetch.asked:
+            fetch.asked = True
+            await self.find_far(fetch.hashes, at, fetch.until_s - asyncio.get_running_loop().time())
+        # While they were asked, others may have begun to bring the same.
+        wanted = self._free_to_bring(fetch, at)
+        found = self._in_tiers(self._far, wanted)
+        return await self._from_tier(fetch, *found) if found is not None else not wanted
 
-    async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes], slots: tuple[int, ...]) -> bool:
+    async def find_far(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
+        """Asks far tiers for a chain from block ``first`` on; returns how many blocks from there are in lower tiers."""
+        asking = [asyncio.ensure_future(tier.find(hashes, first)) for tier in self._far]
+        try:
+            if asking:
+                await asyncio.wait(asking, timeout=max(0.0, timeout_s))
+        finally:
+            for one in asking:
+                one.cancel()
+        everywhere = (*self._tiers, *self._far)
+        here = (any(block_hash in tier for tier in everywhere if tier.answers()) for block_hash in hashes[first:])
+        return sum(takewhile(bool, here))
+
+    @staticmethod
+    def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:
+        """The first tier that has the first of these blocks, and those of them that it has."""
+        for tier in tiers:
+            here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
+            if here:
+                return tier, here
+        return None
+
+    async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes]) -> bool:
+        slots = self._lease(fetch, len(hashes))
+        hashes = hashes[: len(slots)]
+        if not slots:
+            return False
         with self._bringing(hashes):
             # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))

@@ -185,6 +185,7 @@ KV_USAGE = _gauge(
 )
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
+KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that the node knows to be in its bucket.")
 KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused, because reads were late.")
 KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots that reads keep which outlived their fetch.")
 KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")

@@ -450,6 +450,52 @@ class PrefetchReply(_message.Message):
 Global___PrefetchReply: _TypeAlias = PrefetchReply  # noqa: Y015
 
 @_typing.final
+class FindBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    block_hashes: _builtins.bytes
+    """Hashes of a chain from its first block, 32 bytes each, and the first one that is looked for."""
+    first_block: _builtins.int
+    timeout_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        block_hashes: _builtins.bytes = ...,
+        first_block: _builtins.int = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_block", b"first_block", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindBlocksRequest: _TypeAlias = FindBlocksRequest  # noqa: Y015
+
+@_typing.final
+class FindBlocksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks from first_block on, without a gap."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindBlocksReply: _TypeAlias = FindBlocksReply  # noqa: Y015
+
+@_typing.final
 class ReattachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -792,6 +838,8 @@ class NodeStatus(_message.Message):
     KV_DEVICE_FIELD_NUMBER: _builtins.int
     DISK_PAUSED_FIELD_NUMBER: _builtins.int
     LATE_BLOCKS_FIELD_NUMBER: _builtins.int
+    OBJECT_BLOCKS_FIELD_NUMBER: _builtins.int
+    OBJECT_PAUSED_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -831,6 +879,9 @@ class NodeStatus(_message.Message):
     """Whether the disk tier is paused, because reads from it were late."""
     late_blocks: _builtins.int
     """Slots that reads keep which outlived their fetch."""
+    object_blocks: _builtins.int
+    """Blocks that this node knows to be in its bucket, and whether the bucket's service is paused, because it failed."""
+    object_paused: _builtins.bool
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -866,10 +917,12 @@ class NodeStatus(_message.Message):
         kv_device: _builtins.str = ...,
         disk_paused: _builtins.bool = ...,
         late_blocks: _builtins.int = ...,
+        object_blocks: _builtins.int = ...,
+        object_paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

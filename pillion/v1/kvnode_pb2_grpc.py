@@ -80,6 +80,11 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
                 _registered_method=True)
+        self.FindBlocks = channel.unary_unary(
+                '/pillion.v1.KVNode/FindBlocks',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.FromString,
+                _registered_method=True)
         self.ReadAdapter = channel.unary_stream(
                 '/pillion.v1.KVNode/ReadAdapter',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
@@ -196,6 +201,14 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindBlocks(self, request, context):
+        """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
+        well (a bucket) is asked; what it does not answer in time does not count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadAdapter(self, request, context):
         """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
         that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -298,6 +311,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.SerializeToString,
+            ),
+            'FindBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindBlocks,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.SerializeToString,
             ),
             'ReadAdapter': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadAdapter,
@@ -579,6 +597,33 @@ class KVNode(object):
             '/pillion.v1.KVNode/Prefetch',
             pillion_dot_v1_dot_kvnode__pb2.PrefetchRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.PrefetchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/FindBlocks',
+            pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

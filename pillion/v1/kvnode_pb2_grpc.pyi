@@ -76,6 +76,10 @@ class KVNodeStub:
     blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
+    FindBlocks: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.FindBlocksRequest, _kvnode_pb2.FindBlocksReply]
+    """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
+    well (a bucket) is asked; what it does not answer in time does not count.
+    """
     ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -139,6 +143,10 @@ class KVNodeAsyncStub(KVNodeStub):
     to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
     blocks are computed again (I1). Several calls for one block share one transfer.
     NOT_FOUND: no such ticket, or the caller does not hold it.
+    """
+    FindBlocks: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.FindBlocksRequest, _kvnode_pb2.FindBlocksReply]  # type: ignore[assignment]
+    """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
+    well (a bucket) is asked; what it does not answer in time does not count.
     """
     ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
@@ -254,6 +262,16 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
         blocks are computed again (I1). Several calls for one block share one transfer.
         NOT_FOUND: no such ticket, or the caller does not hold it.
+        """
+
+    @_abc_1.abstractmethod
+    def FindBlocks(
+        self,
+        request: _kvnode_pb2.FindBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.FindBlocksReply, _abc.Awaitable[_kvnode_pb2.FindBlocksReply]]:
+        """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
+        well (a bucket) is asked; what it does not answer in time does not count.
         """
 
     @_abc_1.abstractmethod

@@ -60,6 +60,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
         adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
         *_blocks: a node's slots by state.
+        object_url: the bucket that is a node's object tier; empty where it has none, or where that is paused.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
         arrivals: requests that came to a gateway since it started, by model.
         fenced_components: workers that a node has fenced and that have not drained yet.
@@ -99,6 +100,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     leased_blocks: Count = 0
     committed_blocks: Count = 0
     quarantined_blocks: Count = 0
+    object_url: str = ""
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
     completion_tokens: Count = 0

@@ -1,0 +1,345 @@
+"""The object tier: blocks that left the pool, in a bucket that outlives every node and that several clusters may share.
+
+    a block   copied --queued--> written --put--> kept, known here --least recently used--> forgotten, still there
+                       +--failed-----------> reported gone    ^ |
+    a prompt --find: a list of its segment's objects----------+ +--get: does not fit its checksum--> forgotten, counted
+
+What this node knows of the bucket is what it wrote, and what it found when it was asked for a prompt's blocks; an
+object is as good whoever wrote it (:mod:`pillion.kvstore.tiers.object_runs`). The bucket itself is bounded by its
+owner's rules of expiry: an object that is gone is a block that is missing (I1).
+
+Nothing waits for the service but a fetch, which is bounded: blocks to be written are copied into a queue of bounded
+size, and while that is full, or the service fails, blocks are refused. A service that failed or was late is paused and
+probed (:mod:`pillion.kvstore.tiers.tier_breaker`). The loop owns all state; bytes are copied and checked in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.memory.memory import PoolMemory, block_checksum, until_over
+from pillion.kvstore.tiers.object_runs import HEADER_BYTES, RunLayout, RunName, places_in, split_runs
+from pillion.kvstore.tiers.object_store import MissingObject, ObjectStore, ObjectStoreFailure
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, TierCounts, heads_first
+
+log = logging.getLogger("pillion.kvnode")
+
+# Bytes that may wait to be written, or are being written; further blocks are refused, and so forgotten.
+MAX_QUEUED_BYTES = 256 * 2**20
+# Requests that may be under way at once, of each kind.
+MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
+# Blocks that are known to be in the bucket, some 300 bytes each.
+MAX_KNOWN_BLOCKS = 2**18
+# For so long a block that no object had is not asked for again; and how many such blocks are remembered.
+ABSENT_MS = 5_000
+MAX_ABSENT_BLOCKS = 4096
+# At most one warning of a kind in this time.
+WARN_EVERY_S = 30.0
+# A segment that no chain has: a list of it shows whether the service answers.
+_NO_SEGMENT = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A block that is in the bucket, and the run that has it. Its checksum is in the object."""
+
+    name: BlockName
+    run: RunName
+
+
+class ObjectTier:
+    """A :class:`pillion.kvstore.tiers.tiers.FarTier` over a bucket. Listing and writing go on when a caller is
+    cancelled."""
+
+    name = "object"
+
+    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
+        self.counts = TierCounts()
+        self._store = store
+        self._layout = layout
+        # Least recently used first.
+        self._kept: OrderedDict[bytes, _Place] = OrderedDict()
+        # Blocks that wait to be written; their bytes, from which they are loaded until then.
+        self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
+        self._queued_bytes = 0
+        self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
+        self._work: set[asyncio.Task[None]] = set()
+        # Segments that are being listed; blocks that no listed object had, and until when that counts.
+        self._listing: dict[bytes, asyncio.Task[list[RunName]]] = {}
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._breaker = TierBreaker()
+        self._probing: asyncio.Task[None] | None = None
+        # Blocks that were lost or forgotten; the next store reports them.
+        self._unreported: list[BlockName] = []
+        self._warned_s: dict[str, float] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept or block_hash in self._coming
+
+    def answers(self) -> bool:
+        return not self._breaker.paused
+
+    def room_bytes(self) -> int:
+        return 0 if self._closed or self._breaker.paused else max(0, MAX_QUEUED_BYTES - self._queued_bytes)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            if block_hash in self._kept:
+                self._kept.move_to_end(block_hash)
+
+    def names(self) -> Iterable[BlockName]:
+        coming = {block_hash: name for block_hash, (name, _) in self._coming.items()}
+        return heads_first({block_hash: place.name for block_hash, place in self._kept.items()} | coming)
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        """Queues copies of the blocks, and returns before they are written."""
+        gone, self._unreported = self._unreported, []
+        fresh: list[tuple[BlockName, memoryview]] = []
+        for name, payload in blocks:
+            if name.hash in self._kept:
+                self._kept.move_to_end(name.hash)
+            elif name.hash in self._coming:
+                continue
+            elif self.room_bytes() < self._layout.block_bytes or payload.nbytes != self._layout.block_bytes:
+                self.counts.failed += 1
+                gone.append(name)
+            else:
+                self._coming[name.hash] = name, payload
+                self._queued_bytes += self._layout.block_bytes
+                fresh.append((name, payload))
+        if fresh:
+            await until_over(self._queue(fresh))
+        return [name for name in gone if name.hash not in self]
+
+    async def _queue(self, fresh: Sequence[tuple[BlockName, memoryview]]) -> None:
+        """Copies blocks, whose payloads are the caller's only until then, and begins to write them."""
+        runs = split_runs(fresh, self._layout.block_bytes)
+        objects = await asyncio.to_thread(lambda: [self._layout.pack(run) for run in runs])
+        for run, data in zip(runs, objects, strict=True):
+            names, size = [name for name, _ in run], self._layout.block_bytes
+            for name, begin in zip(names, range(HEADER_BYTES, len(data), size), strict=True):
+                self._coming[name.hash] = name, memoryview(data)[begin : begin + size]
+            task = asyncio.create_task(self._put(names, data), name="writing an object")
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+
+    async def _put(self, names: Sequence[BlockName], data: bytearray) -> None:
+        run, failure = RunName.of(names), ""
+        try:
+            async with self._puts:
+                if self._breaker.paused:
+                    failure = "the service is paused"
+                else:
+                    await self._store.put(self._layout.path(run), data)
+        except ObjectStoreFailure as error:
+            failure = str(error)
+            self._failed("blocks were not written", failure)
+        finally:
+            for name in names:
+                del self._coming[name.hash]
+            self._queued_bytes -= len(names) * self._layout.block_bytes
+        if failure:
+            self.counts.failed += len(names)
+            self._unreported += names
+        else:
+            self.counts.stored += len(names)
+            for name in names:
+                self._absent.pop(name.hash, None)
+                self._know(_Place(name, run))
+
+    # -- finding
+
+    async def find(self, hashes: Sequence[bytes], first: int) -> None:
+        """Lists the segments of a chain from block ``first`` on: that of this block, and all others at once where that
+        one is here to its end. What is known already is not asked for."""
+        begin = first // SEGMENT_BLOCKS * SEGMENT_BLOCKS
+        end = begin + SEGMENT_BLOCKS
+        await self._find_in(hashes, first, begin)
+        if all(block_hash in self for block_hash in hashes[first:end]):
+            begins = range(end, len(hashes), SEGMENT_BLOCKS)
+            await asyncio.gather(*(self._find_in(hashes, begin, begin) for begin in begins))
+
+    async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int) -> None:
+        """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``."""
+        chain = hashes[begin : begin + SEGMENT_BLOCKS]
+        segment, wanted = chain[0], hashes[first : begin + SEGMENT_BLOCKS]
+        absent = not wanted or self._absent.get(wanted[0], 0.0) > time.monotonic()
+        if absent or self._closed or not self.answers() or all(block_hash in self for block_hash in wanted):
+            return
+        places = places_in(await self._runs_of(segment), chain)
+        for at, block_hash in enumerate(chain):
+            run = places.get(block_hash)
+            if run is not None and block_hash not in self:
+                parent = chain[at - 1] if at else (hashes[begin - 1] if begin else b"")
+                self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+        if wanted[0] not in self:
+            self._absent[wanted[0]] = time.monotonic() + ABSENT_MS / 1000
+            while len(self._absent) > MAX_ABSENT_BLOCKS:
+                self._absent.popitem(last=False)
+
+    async def _runs_of(self, segment: bytes) -> list[RunName]:
+        """The runs of a segment, by one request whoever asks meanwhile; none where the service fails."""
+        listing = self._listing.get(segment)
+        if listing is None:
+            listing = self._listing[segment] = asyncio.create_task(self._list(segment), name="listing objects")
+            listing.add_done_callback(lambda _: self._listing.pop(segment))
+        return await asyncio.shield(listing)
+
+    async def _list(self, segment: bytes) -> list[RunName]:
+        try:
+            async with self._lists:
+                names = await self._store.names(self._layout.folder(segment))
+        except ObjectStoreFailure as error:
+            self._failed("objects were not listed", str(error))
+            return []
+        return [run for name in names if (run := RunName.parse(segment, name)) is not None]
+
+    def _know(self, place: _Place) -> None:
+        self._kept[place.name.hash] = place
+        self._kept.move_to_end(place.name.hash)
+        if len(self._kept) > MAX_KNOWN_BLOCKS:
+            self._unreported.append(self._kept.popitem(last=False)[1].name)
+            self.counts.dropped += 1
+
+    # -- loading
+
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        async with memory.writing(slots) as targets:
+            return await self.load(hashes, targets)
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
+        cancelled caller is held until no thread writes to ``targets``."""
+        wanted = list(takewhile(self.__contains__, hashes))
+        if self._closed or not wanted:
+            return 0
+        jobs = zip(wanted, targets, strict=False)
+        parts = [list(part) for _, part in groupby(jobs, lambda job: self._run_of(job[0]))]
+        loads = [asyncio.create_task(self._load_part(part), name="reading an object") for part in parts]
+
+        def give_up() -> None:
+            for load in loads:
+                load.cancel()
+
+        await until_over(asyncio.wait(loads), give_up)
+        came = 0
+        for part, load in zip(parts, loads, strict=True):
+            good = 0 if load.cancelled() else load.result()
+            came += good
+            if good < len(part):
+                break
+        self.counts.loaded += came
+        return came
+
+    def _run_of(self, block_hash: bytes) -> RunName | None:
+        """The run that has a block; None for one that waits to be written."""
+        return None if block_hash in self._coming else self._kept[block_hash].run
+
+    async def _load_part(self, part: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Loads blocks of one run, or some that wait to be written; returns how many came before one that failed."""
+        run = self._run_of(part[0][0])
+        if run is None:
+            found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
+            sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
+            return await until_over(asyncio.to_thread(_copy, part, sources))
+        try:
+            async with self._gets:
+                data = await self._store.get(self._layout.path(run))
+            sources = self._layout.unpack(data, run)
+            count = await until_over(asyncio.to_thread(_copy, part, sources))
+            if count < len(part) and part[count][0] in sources:
+                raise Corrupt("its bytes do not fit their checksum")
+        except MissingObject:
+            self._forget(run)
+            return 0
+        except Corrupt as error:
+            self.counts.corrupt += 1
+            self._warn("an object is damaged; its blocks are computed again", f"{error} ({self._layout.path(run)})")
+            self._forget(run)
+            return 0
+        except ObjectStoreFailure as error:
+            self.counts.failed += len(part)
+            self._failed("blocks were not read", str(error))
+            return 0
+        self._breaker.in_time()
+        # What the run's name only seemed to have is somewhere else, or nowhere.
+        for block_hash, _ in part[count:]:
+            self._drop(block_hash, run)
+        self.touch([block_hash for block_hash, _ in reversed(part[:count])])
+        return count
+
+    def _forget(self, run: RunName) -> None:
+        """Forgets the blocks of a run whose object is missing or damaged."""
+        for block_hash in [each for each, place in self._kept.items() if place.run == run]:
+            self._drop(block_hash, run)
+
+    def _drop(self, block_hash: bytes, run: RunName) -> None:
+        place = self._kept.get(block_hash)
+        if place is not None and place.run == run:
+            del self._kept[block_hash]
+            self._unreported.append(place.name)
+
+    # -- trouble
+
+    def _failed(self, message: str, failure: str) -> None:
+        """Pauses the service until a probe is answered."""
+        self._warn(f"{message}; the object tier is paused", failure)
+        if self._closed or self._breaker.paused:
+            return
+        self._breaker.late(time.monotonic())
+        self._probing = asyncio.create_task(self._probe(), name="probing the object tier")
+
+    async def _probe(self) -> None:
+        breaker = self._breaker
+        while breaker.paused:
+            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
+            try:
+                await self._store.names(self._layout.folder(_NO_SEGMENT))
+            except ObjectStoreFailure:
+                breaker.late(time.monotonic())
+            else:
+                breaker.answered()
+                paused_s = time.monotonic() - breaker.since_s
+                log.warning("the object tier answers again after %.1f s (%s)", paused_s, self._store.place)
+
+    def _warn(self, message: str, failure: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_s.get(message, -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._warned_s[message] = now_s
+            log.warning("%s: %s (%s); %s", message, failure, self._store.place, self.counts)
+
+    async def close(self) -> None:
+        """Waits for objects that are being written or wait for that, each of which is bounded in time."""
+        self._closed = True
+        for task in (self._probing, *self._listing.values()):
+            if task is not None:
+                task.cancel()
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+
+
+def _copy(part: Iterable[tuple[bytes, memoryview]], sources: dict[bytes, tuple[int, memoryview]]) -> int:
+    """Copies blocks until one is missing or does not fit its checksum; returns how many it copied."""
+    count = 0
+    for block_hash, target in part:
+        checksum, payload = sources.get(block_hash, (0, None))
+        if payload is None:
+            break
+        target[:] = payload
+        # The target is checked, not the source: a reader of the block sees what is checked here.
+        if block_checksum(target) != checksum:
+            break
+        count += 1
+    return count

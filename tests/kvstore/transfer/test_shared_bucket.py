@@ -1,0 +1,61 @@
+"""Real nodes over one bucket: what one of them evicted serves another, after it has died, too."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
+from testbed.redis import RedisServer
+from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
+from tests.support.s3_service import CREDENTIALS, S3Service
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S3Service]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    async with S3Service(tmp_path / "s3").running() as found:
+        yield found
+
+
+def written(status: NodeStatus) -> bool:
+    """Whether all blocks that the watermarks want out of the pool are in the bucket."""
+    return status.free_blocks >= NUM_SLOTS * 0.8 and status.object_blocks == status.spilled_blocks > 0
+
+
+async def test_what_a_dead_node_wrote_serves_another(short_folder: str, redis: RedisServer, service: S3Service) -> None:
+    shared = {"object_url": service.url(), **EAGER}
+    async with hosts(short_folder, redis, "a", "b", **shared) as (a, b):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(written)
+        kept = (await a.client.status()).object_blocks
+        await a.stop()
+        # The index knows of nothing, and no node of it is named: the bucket is asked.
+        assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 0, "the head stayed in the pool that died"
+        tail = 30 - kept
+        assert await b.client.find_blocks(hashes, tail, timeout_s=60) == kept
+        # A head that is computed again, and the bucket's blocks behind it.
+        await b.serve(prompt(*range(tail)))
+        assert await b.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=kept)
+        await b.idle()
+        await b.check()
+
+
+async def test_a_bucket_in_trouble_only_brings_less(short_folder: str, redis: RedisServer, service: S3Service) -> None:
+    async with hosts(short_folder, redis, "a", object_url=service.url(), fetch_timeout_ms=300, **EAGER) as (a,):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(written)
+        service.trouble = "stall"
+        short = await a.serve(hashes)
+        assert short.blocks < 30
+        service.trouble = ""
+        await a.until(lambda status: not status.late_blocks)
+        await a.idle()
+        await a.check()
