@@ -60,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._worker = worker
         self._max_streams = max_streams
         self._adopting: dict[asyncio.Task[None], int] = {}
-        self._sessions: set[DecodeSession] = set()
+        self._sessions: dict[DecodeSession, None] = {}
 
     def finish(self) -> None:
         """Let every connection end once its last deltas are out."""
@@ -74,7 +74,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.DecodeBatch]:
         """One gateway's connection."""
         session = DecodeSession(self._worker, self._max_streams, self._adopting)
-        self._sessions.add(session)
+        self._sessions[session] = None
         # Two ways to notice the connection's end: the callback while a message is sent, finally otherwise.
         context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
         await context.send_initial_metadata(())
@@ -87,7 +87,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 await reader
         finally:
             session.close()
-            self._sessions.discard(session)
+            self._sessions.pop(session, None)
             reader.cancel()
             teller.cancel()
 

@@ -112,7 +112,8 @@ class WorkerEpoch:
         self._adapters = adapters
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # In the order in which they began, which is the order in which they are cancelled.
+        self._tasks: dict[asyncio.Task[None], None] = {}
         lease = Lease(flags.heartbeat_timeout_ms / 1000)
         self._steps = StepLoop(
             scheduler,
@@ -284,11 +285,11 @@ class WorkerEpoch:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the worker died", exc_info=error)

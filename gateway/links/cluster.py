@@ -139,7 +139,7 @@ class Cluster:
         self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], None] = {}
         # The view's ``places`` for which all links are right; -1: look again.
         self._synced_places = -1
         # What was made of one version of the view (see _per_look).
@@ -511,8 +511,8 @@ class Cluster:
 
     def _close(self, link: Link) -> None:
         closing = asyncio.create_task(link.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing[closing] = None
+        closing.add_done_callback(lambda done: self._closing.pop(done, None))
 
 
 def _link_name(record: ComponentRecord) -> str:

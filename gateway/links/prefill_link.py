@@ -40,7 +40,7 @@ class PrefillLink:
         self._channel = rpc.open_channel(record.address)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
-        self._calls: set[Any] = set()
+        self._calls: dict[Any, None] = {}
         self.alive = True
         self._keeper = asyncio.create_task(self._keep_watched(), name=f"health of {self.component_id}")
 
@@ -52,7 +52,7 @@ class PrefillLink:
         """
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
-        self._calls.add(call)
+        self._calls[call] = None
         try:
             async for message in call:
                 if message.HasField("queued"):
@@ -64,7 +64,7 @@ class PrefillLink:
         except asyncio.CancelledError as error:
             raise rpc.closed_under(error) from None
         finally:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
             call.cancel()
 
     async def aclose(self) -> None:

@@ -75,7 +75,7 @@ class NodeClient:
         self._component_id = component_id
         self.channel = open_channel(address)
         self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoning: dict[asyncio.Task[None], None] = {}
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
         """Opens a session with a new epoch; with ``wait_for_node``, of a node that does not listen yet, too. Raises
@@ -265,8 +265,8 @@ class NodeClient:
 
     def _abandon(self, epoch: int, nonce: int) -> None:
         task = asyncio.create_task(self._release_nonce(epoch, nonce), name="kv-abandon")
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning[task] = None
+        task.add_done_callback(lambda done: self._abandoning.pop(done, None))
 
     async def _release_nonce(self, epoch: int, nonce: int) -> None:
         for _ in range(MAX_RELEASE_TRIES):

@@ -84,7 +84,7 @@ class DiskTier:
         self._probing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
-        self._work: set[asyncio.Future[list[BlockName]]] = set()
+        self._work: dict[asyncio.Future[list[BlockName]], None] = {}
         # Blocks that were lost when they were read; the next store reports them.
         self._unreported: list[BlockName] = []
         self._stamp = 0
@@ -128,8 +128,8 @@ class DiskTier:
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Stores; this goes on to its end when the caller is cancelled."""
         work = asyncio.ensure_future(self._store(blocks))
-        self._work.add(work)
-        work.add_done_callback(self._work.discard)
+        self._work[work] = None
+        work.add_done_callback(lambda done: self._work.pop(done, None))
         return await asyncio.shield(work)
 
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:

@@ -104,7 +104,7 @@ class Spiller:
         self._poked = asyncio.Event()
         # Blocks that are evicted and not in all tiers yet; how often, as one may come back and go again meanwhile.
         self._moving: dict[bytes, int] = {}
-        self._work: set[asyncio.Future[Any]] = set()
+        self._work: dict[asyncio.Future[Any], None] = {}
         self._under_way_bytes = 0
 
     def poke(self) -> None:
@@ -231,5 +231,5 @@ class Spiller:
         return next((tier for tier in self._tiers if isinstance(tier, BufferTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:
-        self._work.add(work)
-        work.add_done_callback(self._work.discard)
+        self._work[work] = None
+        work.add_done_callback(lambda done: self._work.pop(done, None))

@@ -72,7 +72,8 @@ class _Fetch:
     fetched_blocks: int = 0
     # Whether far tiers need not be asked what they have of the chain (any more).
     asked: bool = False
-    lingering: set[asyncio.Future[Any]] = field(default_factory=set)
+    # In the order in which they began.
+    lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
 
 class Fetcher:
@@ -385,7 +386,7 @@ class Fetcher:
     def _linger(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> None:
         # After the cancel the read ends soon, and not before nobody writes any more.
         work.cancel()
-        fetch.lingering.add(work)
+        fetch.lingering[work] = None
         self._late[work] = blocks
         work.add_done_callback(lambda done: self._late.pop(done, None))
         # Nobody else retrieves its failure.

@@ -232,7 +232,7 @@ class Peers:
         self._known_until_s = 0.0
         self._peers: dict[str, Peer] = {}
         self._meeting: dict[str, asyncio.Task[Peer]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
     def source(self, node_id: str) -> SourceNode:
@@ -282,8 +282,8 @@ class Peers:
             if self._made_plane is not None:
                 self._made_plane.forget(node_id)
             task = asyncio.create_task(peer.aclose(), name=f"leaving {node_id}")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing[task] = None
+            task.add_done_callback(lambda done: self._closing.pop(done, None))
 
     async def aclose(self) -> None:
         """Ends all peers. Idempotent."""
