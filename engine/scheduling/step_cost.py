@@ -34,6 +34,7 @@ SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
 # Pull towards the weights before, as a share of what the steps in the fit weigh. Weights that these steps leave open
 # stay as they were; at first they are shared out among features by their size.
 INERTIA = 0.1
+_IDENTITY = np.eye(len(SCALES))
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
 # With a target, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
@@ -101,11 +102,11 @@ class StepCost:
         row = found / learnt
         # More tokens than sequences and guesses: a chunk.
         kind = int(found[1] > found[2])
-        self._squares[kind] = self._squares[kind] * self._fading + np.outer(row, row)
+        self._squares[kind] = self._squares[kind] * self._fading + row[:, None] * row
         self._products[kind] = self._products[kind] * self._fading + row
-        squares, products = self._squares.sum(0), self._products.sum(0)
+        squares, products = self._squares[0] + self._squares[1], self._products[0] + self._products[1]
         pull = INERTIA * squares.trace()
-        self._weights = _not_negative(squares + pull * np.eye(len(SCALES)), products + pull * self._weights)
+        self._weights = _not_negative(squares + pull * _IDENTITY, products + pull * self._weights)
         self.steps += 1
         plain = float(self._weights @ found)
         if plain > 0:
@@ -140,15 +141,13 @@ class StepCost:
 
 def _not_negative(squares: Float64, products: Float64) -> Float64:
     """Solves squares @ weights = products with weights >= 0: negative ones are dropped, and the rest solved again."""
-    kept = np.ones(len(products), dtype=bool)
-    weights: Float64 = np.zeros(len(products))
-    while kept.any():
-        weights[:] = 0.0
-        weights[kept] = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
-        if weights.min() >= 0:
-            break
-        kept &= weights > 0
-    return np.maximum(weights, 0.0)
+    weights: Float64 = np.asarray(np.linalg.solve(squares, products), np.float64)
+    while weights.min() < 0:
+        kept = np.flatnonzero(weights > 0)
+        weights = np.zeros(len(products))
+        if len(kept):
+            weights[kept] = np.linalg.solve(squares[kept[:, None], kept], products[kept])
+    return weights
 
 
 class TokenBudget:

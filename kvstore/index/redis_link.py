@@ -17,6 +17,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -93,7 +94,7 @@ class RedisLink:
         self._client = connect(parse(server)) if isinstance(server, str) else server
         self.cluster = isinstance(self._client, redis.asyncio.RedisCluster)
         self._texts = {name: script_text(name) for name in scripts}
-        self._shas = {name: hashlib.sha1(text, usedforsecurity=False).hexdigest() for name, text in self._texts.items()}
+        self._shas = {name: _script_sha(name) for name in scripts}
         self._breakers: dict[str, Breaker] = {}
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
         self._discovery: asyncio.Task[None] | None = None
@@ -273,6 +274,12 @@ def as_bytes(raw: Any) -> bytes:
     return raw
 
 
+@cache
+def _script_sha(name: str) -> str:
+    return hashlib.sha1(script_text(name), usedforsecurity=False).hexdigest()
+
+
+@cache
 def script_text(name: str) -> bytes:
     """Returns a script as Redis is sent it, behind what all scripts share."""
     parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
