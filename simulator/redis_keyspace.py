@@ -67,6 +67,7 @@ class RedisKeyspace:
             b"TIME": RedisCommand(self._time, 0),
             b"TYPE": RedisCommand(self._type, 1),
             b"FLUSHALL": RedisCommand(self._flush_all, 0, writes=True),
+            b"EXISTS": RedisCommand(self._exists, 1),
             b"DEL": RedisCommand(self._del, 1, writes=True),
             b"PEXPIRE": RedisCommand(self._pexpire, 2, writes=True),
             b"PEXPIREAT": RedisCommand(self._pexpireat, 2, writes=True),
@@ -156,6 +157,9 @@ class RedisKeyspace:
     def _flush_all(self) -> SimpleStatus:
         self._values, self._until_ms = {}, {}
         return SimpleStatus(b"OK")
+
+    def _exists(self, *keys: bytes) -> int:
+        return sum(self._find(key) is not None for key in keys)
 
     def _del(self, *keys: bytes) -> int:
         found = [key for key in dict.fromkeys(keys) if self._find(key) is not None]

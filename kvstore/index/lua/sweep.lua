@@ -37,6 +37,10 @@ local function walk(bucket)
   return step[1]
 end
 
+-- Most groups of a small index have no bucket at all: one look tells. Where it is refused, each bucket is asked.
+if redis.pcall('EXISTS', unpack(KEYS, 2)) == 0 then
+  done = #KEYS - 1
+end
 while done < #KEYS - 1 and budget > 0 do
   own(KEYS[done + 2], 'hash')
   cursor = walk(KEYS[done + 2])
