@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -75,6 +75,10 @@ class Ports:
     grpc: rpc.RunningServer
     http: HttpServer
     probe: rpc.RunningServer | None = None
+
+
+# Listens for a gateway. Raises OSError for an address that cannot be bound.
+Listen = Callable[[Gateway, GatewayServicer, BatchRunner | None], Awaitable[Ports]]
 
 
 class GatewayServer:
@@ -187,41 +191,49 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
     Raises:
         ConfigError: flags or models that cannot work, or a port that is taken.
     """
-    policy = parse_policy(flags.split_policy)
-    forecaster = WorkerForecaster(parse_objectives(flags.slo, flags.attainment, flags.worker_start_s))
-    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
-        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
-    if not flags.redis_url:
-        raise ConfigError("the gateway needs --redis-url")
+    _check(flags)
     keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
     identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
     if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
         log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
     entries = await asyncio.to_thread(_entries, flags, prepared)
+
+    async def listen(gateway: Gateway, servicer: GatewayServicer, batches: BatchRunner | None) -> Ports:
+        return await _listen(flags, gateway, servicer, identity, batches)
+
+    return await serve_models(flags, entries, listen, keys)
+
+
+def _check(flags: GatewayFlags) -> None:
+    """Raises ConfigError for flags that cannot work, whatever the models are."""
+    parse_policy(flags.split_policy)
+    parse_objectives(flags.slo, flags.attainment, flags.worker_start_s)
+    if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
+        raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
+    if not flags.redis_url:
+        raise ConfigError("the gateway needs --redis-url")
+
+
+async def serve_models(
+    flags: GatewayFlags, entries: Mapping[str, ModelEntry], listen: Listen, keys: KeyFile | None = None
+) -> GatewayServer:
+    """Connects a gateway of these models, by served name, to its cluster; then it listens, and its heartbeats begin.
+    Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway`."""
     adapters = await asyncio.to_thread(_adapters, flags, entries)
-    longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
+    forecaster = WorkerForecaster(parse_objectives(flags.slo, flags.attainment, flags.worker_start_s))
     cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster)
-    options = GatewayOptions(
-        policy=policy,
-        # No span is longer than the longest prompt: that is one chunk.
-        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
-        max_attempts=flags.max_attempts,
-        max_inflight_requests=flags.max_inflight_requests,
-        max_inflight_tokens=flags.max_inflight_tokens,
-        prefix_caching=flags.enable_prefix_caching,
-        max_running_requests=flags.max_running_requests,
-    )
     # Without tenants there is nothing to count.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
-    gateway = Gateway(entries, cluster, options, None if keys is None else keys.ring, quotas, adapters)
+    ring = None if keys is None else keys.ring
+    gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters)
     batches = _batches(flags, gateway)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     servicer = GatewayServicer(gateway)
     try:
-        ports = await _listen(flags, gateway, servicer, identity, batches)
+        ports = await listen(gateway, servicer, batches)
     except OSError as error:
         await gateway.aclose()
         await cluster.aclose()
@@ -230,6 +242,20 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
     )
     return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys, batches)
+
+
+def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayOptions:
+    longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
+    return GatewayOptions(
+        policy=parse_policy(flags.split_policy),
+        # No span is longer than the longest prompt: that is one chunk.
+        chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
+        max_attempts=flags.max_attempts,
+        max_inflight_requests=flags.max_inflight_requests,
+        max_inflight_tokens=flags.max_inflight_tokens,
+        prefix_caching=flags.enable_prefix_caching,
+        max_running_requests=flags.max_running_requests,
+    )
 
 
 def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:

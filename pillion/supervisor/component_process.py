@@ -124,20 +124,26 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         exports = Exports(component.meters, name, role, **page)
         LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
-        failed = await run_unless(stop.wait(), component.wait_failed())
-        if failed:
-            log.error("%s stops: %s", name, failed.result())
-        # A component that failed has no requests left to wait for.
-        grace_s = 0.0 if failed else getattr(flags, "drain_timeout_s", STOP_GRACE_S)
-        try:
-            await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
-        return 1 if failed else 0
+        return await run_to_end(name, component, stop, getattr(flags, "drain_timeout_s", STOP_GRACE_S))
     finally:
         watcher.cancel()
         if exports is not None:
             await asyncio.to_thread(exports.close)
+
+
+async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: float) -> int:
+    """Runs a component that has started until ``stop`` is set or it fails by itself; then stops it, with ``grace_s``
+    seconds for its requests. Returns the exit status."""
+    failed = await run_unless(stop.wait(), component.wait_failed())
+    if failed:
+        log.error("%s stops: %s", name, failed.result())
+        # A component that failed has no requests left to wait for.
+        grace_s = 0.0
+    try:
+        await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+    except TimeoutError:
+        log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
+    return 1 if failed else 0
 
 
 async def run_unless(
