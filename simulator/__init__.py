@@ -6,12 +6,16 @@ Open first: world.py, which runs one schedule; then virtual_loop.py, on which ev
     world.py           runs a schedule
     lives.py           a component, over all its lives
     components.py      the components' mains, with the flags of a shape
+    supervision.py     the supervisors, and the processes that they start
     requests.py        a client's side of a request, compared with the reference
     faults.py          plays the faults
     checker.py         what must hold
     virtual_loop.py    the event loop: a clock that jumps, processes that can be killed and paused
+    call_retries.py    when gRPC sends a call again by itself
     network.py         gRPC's channels and servers over connections that can be cut and reset
     machine.py         the attach socket and the memory behind it
+    disks.py           disks that take time, stall, fill up and flip bits
+    sim_threads.py     threads of simulated processes
     step_driver.py     a worker's step thread as a task
     hash_model.py      a model whose tokens and KV are hashes of the history
     redis_model.py     RedisModel: Redis as Pillion uses it, with faults that can be switched

@@ -1,7 +1,8 @@
 """What must hold in a simulated cluster, looked at while it runs and when it has come to rest.
 
     each step        reads and writes what is its worker's, within its token budget (I4, I5)
-    every few events the ledgers add up (I4); the schedulers' books do; each state of the cluster is counted
+    every few events the ledgers add up (I4); the schedulers' books do; nobody computes for long what nobody waits for
+                     (I8), and nobody waits for longer than the named limits; each state of the cluster is counted
     at rest          no request, stream, ticket, pin, promise, wait, hold or share of a load is left anywhere (I7, I8)
 
 The model and the clients look at tokens and KV themselves (I1, I2, I3, I6).
@@ -12,13 +13,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pillion.engine.scheduling.sequence import SequenceState
 from pillion.errors import PillionError
 from pillion.gateway.request.request_machine import RequestState
+from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, OPEN_TICKET_TIMEOUT_S
 from pillion.simulator.lives import Life
 from pillion.simulator.virtual_loop import Process, ProcessState, VirtualLoop
 
 # Events between two looks.
 EVENTS_BETWEEN_LOOKS = 100
+# How long a sequence may run that nobody listens to: until the steps have landed that were under way, and the next one
+# was planned. This is added for messages.
+STEPS_OF_ORPHANS = 3
+ORPHAN_SLACK_S = 0.1
+# How long a call may wait for memory at a node: the caller's time, and the news of its end.
+LONGEST_TICKET_WAIT_S = OPEN_TICKET_TIMEOUT_S + CALL_TIMEOUT_S
 
 
 class Checker:
@@ -48,6 +57,8 @@ class Checker:
         self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
         self._next_look = 0
         self._turn = 0
+        # By worker: since when each sequence runs that nobody listens to, by process and seq_id.
+        self._orphans: dict[str, dict[tuple[int, int], float]] = {}
 
     def begin(self) -> None:
         """Looks from now on."""
@@ -68,18 +79,16 @@ class Checker:
             # Its node is gone, and the memory is nobody else's any more.
             return
         ledger = node.component.pool.ledger
-        own: set[int] = set()
-        for holder in ledger.holders.values():
-            if holder.name == life.name:
-                own.update(holder.leased)
-        foreign = writes - own
-        if foreign:
+        own = [holder.leased for holder in ledger.holders.values() if holder.name == life.name]
+        if foreign := writes.difference(*own):
             self._find(f"{life.name} writes to slots {sorted(foreign)}, which are not leased to it")
-        read = reads - own
-        if read:
-            read -= {block.slot for block in ledger.tree.by_hash.values() if block.holds}
-            if read:
-                self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
+        if read := reads.difference(*own):
+            for block in ledger.tree.by_hash.values():
+                if block.slot in read and block.holds:
+                    read.discard(block.slot)
+                    if not read:
+                        return
+            self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
 
     # -- every few events
 
@@ -91,9 +100,33 @@ class Checker:
         lives = list(self._lives.values())
         for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
             if life.runs:
-                for trouble in _books(life):
+                for trouble in (*_books(life), *self._waits(life)):
                     self._find(trouble)
         self.states.add(hash(self._state()))
+
+    def _waits(self, life: Life) -> Iterator[str]:
+        """What has been computed, or has waited, for too long."""
+        now = self._loop.time()
+        if life.role == "kvnode":
+            for waiter in life.component.pool.waiting._queue:
+                if now - waiter.asked_s > LONGEST_TICKET_WAIT_S:
+                    yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
+        elif life.is_worker and life.costs is not None and life.process is not None:
+            epoch = life.component.worker.epoch
+            # Of an epoch that is over no step begins any more.
+            running = () if epoch.over else epoch._steps.scheduler.sequences.items()
+            orphans = {
+                (life.process.number, seq_id)
+                for seq_id, sequence in running
+                if seq_id not in epoch.listeners and sequence.state is SequenceState.RUNNING
+            }
+            paused = life.process.state is ProcessState.PAUSED
+            known = self._orphans.setdefault(life.name, {})
+            self._orphans[life.name] = since_s = {key: now if paused else known.get(key, now) for key in orphans}
+            most_s = STEPS_OF_ORPHANS * life.costs.longest_s + ORPHAN_SLACK_S
+            for (_, seq_id), began_s in since_s.items():
+                if now - began_s > most_s:
+                    yield f"{life.name} has run sequence {seq_id} for {now - began_s:.2f} s, and nobody listens to it"
 
     def _state(self) -> tuple[Any, ...]:
         """What of the cluster's state makes a difference, without numbers that only grow."""

@@ -1,33 +1,28 @@
 """The mains of the simulated processes: the production components, started with flags of a schedule's shape.
 
-What a component's process does in production, :mod:`pillion.supervisor.component_process` has: start, wait for a
-failure or for the word to stop, drain, exit. Here an exit is a return value.
+How a process ends, :mod:`pillion.supervisor.component_process` has; here an exit is a return value.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
-from pillion.errors import ConfigError, PillionError
+from pillion.errors import ConfigError
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.gateway_server import GatewayServer, Ports
+from pillion.gateway.gateway_server import GatewayServer, Ports, serve_models
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
-from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_snapshot import parse_policy
-from pillion.gateway.request.job import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
 from pillion.gateway.tokens.detokenizer import Spellings
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
-from pillion.kvstore.index.index import Index
-from pillion.kvstore.index.registry import Registry
-from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.kvstore.node.kv_node import start_kvnode
+from pillion.kvstore.tiers.disk_files import PAGE_BYTES
 from pillion.net import rpc
 from pillion.net.in_process import SCHEME
 from pillion.prefill_service.prefill_server import start_prefill
@@ -36,11 +31,9 @@ from pillion.simulator.schedule import BLOCK_TOKENS, MAX_MODEL_LEN, ClusterShape
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.supervisor.restarts import EXIT_CONFIG
 from pillion.v1 import gateway_pb2_grpc
-from pillion.wire.registry import ComponentRecord
 
 REDIS_URL = "redis://simulated"
 STOP_GRACE_S = 1.0
-MAX_ATTEMPTS = 4
 
 
 def address_of(name: str) -> str:
@@ -48,8 +41,8 @@ def address_of(name: str) -> str:
     return f"{SCHEME}{name}"
 
 
-def node_flags(shape: ClusterShape, name: str) -> KVNodeFlags:
-    """The flags of a KV node."""
+def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
+    """The flags of a KV node; ``disk_path`` is empty where it has no disk."""
     return KVNodeFlags(
         node_id=name,
         node_listen=address_of(name),
@@ -62,6 +55,8 @@ def node_flags(shape: ClusterShape, name: str) -> KVNodeFlags:
         eviction_policy=shape.eviction,
         kv_transport="grpc",
         fetch_timeout_ms=1000,
+        disk_path=disk_path,
+        disk_bytes=shape.disk_blocks * PAGE_BYTES,
     )
 
 
@@ -81,11 +76,11 @@ def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
     }
 
 
-async def start_component(shape: ClusterShape, name: str, backend: Any) -> Any:
-    """Starts a component by its name; ``backend`` is a worker's. Raises ConfigError."""
+async def start_component(shape: ClusterShape, name: str, backend: Any, disk_path: str) -> Any:
+    """Starts a component by its name; ``backend`` is a worker's, ``disk_path`` a KV node's. Raises ConfigError."""
     role = name.rpartition("-")[0]
     if role == "kvnode":
-        return await start_kvnode(node_flags(shape, name))
+        return await start_kvnode(node_flags(shape, name, disk_path))
     if role == "gateway":
         return await start_simulated_gateway(shape, name)
     flags = worker_flags(shape, name)
@@ -122,17 +117,28 @@ class _NoHttp:
 class _NoTexts:
     """Stands for what a model needs to read texts: this world's prompts are ids."""
 
+    async def warm_up(self) -> None:
+        """Does nothing: there are no processes."""
+
     async def aclose(self) -> None:
         """Does nothing: there are no processes."""
 
 
-class _SerializedServicer(GatewayServicer):
-    """Gives the servicer its messages as bytes, as its server's interceptor does, and sends copies of what it writes
-    again and again into one message."""
+class _SerializedServicer:
+    """A servicer that is given its messages as bytes, as its server's interceptor does, and of whose answers copies are
+    sent: it writes again and again into one message."""
+
+    def __init__(self, servicer: GatewayServicer) -> None:
+        self._servicer = servicer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._servicer, name)
 
     async def Generate(self, request: Any, context: Any) -> Any:  # noqa: N802
-        async for response in super().Generate(request.SerializeToString(), context):
-            yield type(response).FromString(response.SerializeToString())
+        responses: Any = self._servicer.Generate(request.SerializeToString(), context)
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                yield type(response).FromString(response.SerializeToString())
 
 
 def _tokenizer() -> ModelTokenizer:
@@ -142,8 +148,24 @@ def _tokenizer() -> ModelTokenizer:
     return ModelTokenizer(codec, {}, "", None, False, False, Spellings(codec))
 
 
+def gateway_flags(shape: ClusterShape, name: str) -> GatewayFlags:
+    """The flags of a gateway."""
+    return GatewayFlags(
+        model=MODEL_NAME,
+        component_id=name,
+        redis_url=REDIS_URL,
+        heartbeat_ms=shape.heartbeat_ms,
+        heartbeat_timeout_ms=shape.timeout_ms,
+        block_size=BLOCK_TOKENS,
+        split_policy=shape.policy,
+        chunk_size=shape.chunk_tokens,
+        max_inflight_requests=64,
+        max_inflight_tokens=64 * MAX_MODEL_LEN,
+    )
+
+
 async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServer:
-    """A gateway with its gRPC port alone, put together as :func:`pillion.gateway.gateway_server.start_gateway` does."""
+    """A gateway that listens for gRPC alone."""
     nothing: Any = _NoTexts()
     entry = ModelEntry(
         limits=ModelLimits(MODEL_NAME, MAX_MODEL_LEN, VOCAB_SIZE),
@@ -153,37 +175,16 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
         template=nothing,
         grammars=nothing,
     )
-    registry = Registry(REDIS_URL, shape.timeout_ms)
-    cluster = Cluster(name, registry, Index(REDIS_URL), shape.timeout_ms / 1000, SharedLoads(REDIS_URL))
-    options = GatewayOptions(
-        policy=parse_policy(shape.policy),
-        chunk_tokens=shape.chunk_tokens,
-        max_attempts=MAX_ATTEMPTS,
-        max_inflight_requests=64,
-        max_inflight_tokens=64 * MAX_MODEL_LEN,
-        prefix_caching=True,
-    )
-    gateway = Gateway({MODEL_NAME: entry}, cluster, options)
-    await cluster.start()
-    servicer = _SerializedServicer(gateway)
-    server = await rpc.start_server(
-        address_of(name), [("", lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))]
-    )
-    http: Any = _NoHttp()
-    record = ComponentRecord(component_id=name, role="gateway", address=address_of(name), model=MODEL_NAME)
-    return GatewayServer(record, gateway, registry, servicer, Ports(server, http), shape.heartbeat_ms / 1000)
 
+    async def listen(gateway: Gateway, servicer: GatewayServicer, batches: object) -> Ports:
+        served: Any = _SerializedServicer(servicer)
+        server = await rpc.start_server(
+            address_of(name), [("", lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(served, s))]
+        )
+        http: Any = _NoHttp()
+        return Ports(server, http)
 
-async def run_component(component: Any, stop: asyncio.Event) -> int:
-    """Serves until the component fails or is told to stop; returns the exit status."""
-    failed, told = asyncio.ensure_future(component.wait_failed()), asyncio.ensure_future(stop.wait())
-    await asyncio.wait({failed, told}, return_when=asyncio.FIRST_COMPLETED)
-    grace_s = 0.0 if failed.done() else STOP_GRACE_S
-    try:
-        await asyncio.wait_for(component.stop(grace_s), grace_s + 2.0)
-    except (TimeoutError, PillionError):
-        return 1
-    return 1 if failed.done() else 0
+    return await serve_models(gateway_flags(shape, name), {MODEL_NAME: entry}, listen)
 
 
 def exit_status(error: Exception) -> int:

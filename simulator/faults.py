@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from random import Random
 
+from pillion.simulator.disks import SimDisk
 from pillion.simulator.lives import Life
 from pillion.simulator.network import Network
 from pillion.simulator.redis_client import WayToRedis
@@ -23,7 +25,9 @@ class FaultPlayer:
         redis: RedisModel,
         way: WayToRedis,
         lives: Mapping[str, Life],
-        kill: Callable[[str], bool],
+        disks: Mapping[str, SimDisk],
+        random: Random,
+        kill: Callable[[str], None],
         note: Callable[[str], None],
     ) -> None:
         self._loop = loop
@@ -31,6 +35,8 @@ class FaultPlayer:
         self._redis = redis
         self._way = way
         self._lives = lives
+        self._disks = disks
+        self._random = random
         self._kill = kill
         self._note = note
         self._undoing: list[asyncio.Task[None]] = []
@@ -54,6 +60,8 @@ class FaultPlayer:
     def _play(self, fault: SimFault) -> Callable[[], None] | None:
         """Does it; returns what takes it back."""
         kind = fault.kind
+        if kind in (FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP):
+            return self._play_on_disk(self._disks[fault.process], fault)
         if kind in (FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.STALL, FaultKind.EVICT):
             return self._play_on(self._lives[fault.process], fault)
         if kind is FaultKind.RESET:
@@ -94,6 +102,16 @@ class FaultPlayer:
             pool.ledger.evict_block(block)
         pool.changed()
 
+    def _play_on_disk(self, disk: SimDisk, fault: SimFault) -> Callable[[], None] | None:
+        if fault.kind is FaultKind.DISK_STALL:
+            disk.stalled_until_s = max(disk.stalled_until_s, self._loop.time() + fault.for_s)
+            return None
+        if fault.kind is FaultKind.DISK_FULL:
+            disk.full = True
+            return lambda: setattr(disk, "full", False)
+        self._note("a bit was flipped" if disk.flip(self._random) else "there is no block on this disk")
+        return None
+
     def _play_on_redis(self, kind: FaultKind) -> Callable[[], None] | None:
         way, redis = self._way, self._redis
         if kind is FaultKind.REDIS_GONE:
@@ -102,8 +120,11 @@ class FaultPlayer:
         if kind is FaultKind.REDIS_SILENT:
             way.silence()
             return way.go_on
-        if kind is FaultKind.REDIS_READ_ONLY:
-            redis.refusing = "replica"
+        if kind in (FaultKind.REDIS_READ_ONLY, FaultKind.REDIS_FULL):
+            redis.refusing = "replica" if kind is FaultKind.REDIS_READ_ONLY else "full"
             return lambda: setattr(redis, "refusing", "")
+        if kind is FaultKind.REDIS_FAIL_OVER:
+            redis.fail_over()
+            return None
         redis.empty()
         return None

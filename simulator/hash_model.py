@@ -5,7 +5,8 @@
 
 A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
 another prompt, a lost or a stale one, or one that somebody else writes shows at once, as does a token that is wrong,
-missing or repeated, in the step that meets it. The watch also knows the node's books: a step that reads or writes a
+missing or repeated, in the step that meets it. A whole block with the bytes, and behind the cell, that it had when it
+was last computed needs no second time. The watch also knows the node's books: a step that reads or writes a
 slot which is not the worker's to read or write is a finding even where the bytes happen to be right (I4).
 """
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from pillion.engine.adapters.adapter_forms import AdapterForm
 from pillion.engine.backends.backend import KVLayout, PackedAdapter
@@ -86,17 +87,37 @@ def loaded(max_model_len: int, backend: HashBackend) -> LoadedModel:
 
 
 class StepCosts:
-    """What a step takes: a fixed part and one for each token, in seconds. ``stalls``: extra time of the next steps."""
+    """What a step takes: a fixed part and one for each token, in seconds. ``stalls``: extra time of the next steps;
+    ``longest_s``: the longest one until now."""
 
     def __init__(self, step_s: float, token_s: float) -> None:
         self.step_s = step_s
         self.token_s = token_s
         self.stalls: list[float] = []
+        self.longest_s = step_s
 
     def of(self, batch: StepBatch) -> float:
         """Seconds of a step."""
         extra_s = self.stalls.pop() if self.stalls else 0.0
-        return self.step_s + self.token_s * batch.num_tokens + extra_s
+        took_s = self.step_s + self.token_s * batch.num_tokens + extra_s
+        self.longest_s = max(self.longest_s, took_s)
+        return took_s
+
+
+class HashPiece(NamedTuple):
+    """A row of a batch: ``tokens`` from position ``first`` of a context that then has ``length`` positions."""
+
+    table: list[int]
+    tokens: list[int]
+    first: int
+    length: int
+
+
+def _pieces_of(batch: StepBatch) -> Iterator[HashPiece]:
+    starts, tokens, tables = batch.query_starts.tolist(), batch.token_ids.tolist(), batch.block_tables.tolist()
+    for row, length in enumerate(batch.context_lens.tolist()):
+        own = tokens[starts[row] : starts[row + 1]]
+        yield HashPiece(tables[row], own, length - len(own), length)
 
 
 class HashStep:
@@ -109,6 +130,8 @@ class HashStep:
         self.copies = tuple(copies)
         self.rows = rows
         self.lands_s = 0.0
+        self.pieces = tuple(_pieces_of(batch))
+        self.slots = self._slots(backend.layout.block_size)
         self._backend = backend
 
     def choose(self, rows: SamplingRows) -> None:
@@ -116,6 +139,15 @@ class HashStep:
 
     def wait(self) -> Sampled:
         return self._backend.finish(self)
+
+    def _slots(self, size: int) -> tuple[set[int], set[int]]:
+        """The slots that it reads, and those that it writes."""
+        reads, writes = {source for source, _ in self.copies}, {target for _, target in self.copies}
+        for piece in self.pieces:
+            last = -(-piece.length // size)
+            writes.update(piece.table[piece.first // size : last])
+            reads.update(piece.table[:last])
+        return reads - writes, writes
 
 
 class HashBackend:
@@ -143,12 +175,15 @@ class HashBackend:
         self._watch = watch
         self._found = found
         self._cells: Any = None
+        self._bytes: Any = None
+        # By slot: the cell before its block, the block's bytes, and its last cell, as they were computed last.
+        self._computed: dict[int, tuple[int, bytes, int]] = {}
         self._last: tuple[int, ...] = ()
         self._free_s = 0.0
         self._under_way: list[HashStep] = []
 
     def bind_pool(self, memory: Any, num_slots: int) -> None:
-        self._cells = memory.cast("q")
+        self._cells, self._bytes = memory.cast("q"), memory.cast("B")
 
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         raise Internal("the hash model has no adapters")
@@ -170,7 +205,7 @@ class HashBackend:
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> HashStep:
         step = HashStep(self, batch, copies, rows)
-        self._watch(step.batch.num_tokens, *self._slots(step))
+        self._watch(step.batch.num_tokens, *step.slots)
         began_s = max(time.monotonic(), self._free_s)
         self._free_s = step.lands_s = began_s + self._costs.of(batch)
         self._under_way.append(step)
@@ -181,11 +216,12 @@ class HashBackend:
         for step in self._under_way:
             step.lands_s += seconds
         self._free_s += seconds
+        self._costs.longest_s += seconds
 
     def finish(self, step: HashStep) -> Sampled:
         """Does what a step does; its memory is looked at once more, for it is used until now."""
         self._under_way.remove(step)
-        self._watch(step.batch.num_tokens, *self._slots(step))
+        self._watch(step.batch.num_tokens, *step.slots)
         per_slot = self.layout.block_size * 2
         for source, target in step.copies:
             self._cells[target * per_slot : (target + 1) * per_slot] = self._cells[
@@ -195,29 +231,12 @@ class HashBackend:
         self._last = chosen
         return Sampled(chosen)
 
-    def _slots(self, step: HashStep) -> tuple[set[int], set[int]]:
-        """The slots that a step reads, and those that it writes."""
-        size, batch = self.layout.block_size, step.batch
-        reads, writes = {source for source, _ in step.copies}, {target for _, target in step.copies}
-        starts, tables = batch.query_starts.tolist(), batch.block_tables.tolist()
-        for row, length in enumerate(batch.context_lens.tolist()):
-            first = length - (starts[row + 1] - starts[row])
-            table = tables[row]
-            last = -(-length // size)
-            writes.update(table[first // size : last])
-            reads.update(table[:last])
-        return reads - writes, writes
-
     def _run(self, step: HashStep) -> tuple[int, ...]:
-        size, batch, cells = self.layout.block_size, step.batch, self._cells
-        starts, tokens = batch.query_starts.tolist(), batch.token_ids.tolist()
-        tables, lengths = batch.block_tables.tolist(), batch.context_lens.tolist()
+        size, cells = self.layout.block_size, self._cells
         behind: list[int] = []
-        for row, length in enumerate(lengths):
-            table, begin, end = tables[row], starts[row], starts[row + 1]
-            first = length - (end - begin)
+        for table, tokens, first, _ in step.pieces:
             cell = self._read(table, first)
-            for position, token in enumerate(tokens[begin:end], first):
+            for position, token in enumerate(tokens, first):
                 if token < 0:
                     token = self._last[-1 - token]
                 cell = mix(cell, token, position)
@@ -229,16 +248,35 @@ class HashBackend:
             return ()
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
-        sampled = batch.sample_rows.tolist()[: len(positions)]
+        sampled = step.batch.sample_rows.tolist()[: len(positions)]
         return tuple(token_behind(behind[row], seeds[n], positions[n], greedy[n]) for n, row in enumerate(sampled))
 
     def _read(self, table: list[int], length: int) -> int:
         """The last cell of the first ``length`` positions; each is computed anew from the one before."""
-        size, cells, cell = self.layout.block_size, self._cells, 0
-        for position in range(length):
-            place = (table[position // size] * size + position % size) * 2
+        size, block_bytes, cell = self.layout.block_size, self.layout.block_bytes, 0
+        for number in range(length // size):
+            slot = table[number]
+            seen = self._bytes[slot * block_bytes : (slot + 1) * block_bytes]
+            before = cell
+            known = self._computed.get(slot)
+            if known is not None and known[0] == before and seen == known[1]:
+                cell = known[2]
+                continue
+            cell, good = self._compute(slot, before, number * size, size)
+            if not good:
+                return cell
+            self._computed[slot] = before, bytes(seen), cell
+        first = length // size * size
+        return self._compute(table[first // size], cell, first, length - first)[0] if first < length else cell
+
+    def _compute(self, slot: int, cell: int, first: int, count: int) -> tuple[int, bool]:
+        """The last of ``count`` cells of a slot, whose first position is ``first``, and whether each is as it should be
+        behind ``cell``."""
+        cells, place = self._cells, slot * self.layout.block_size * 2
+        for position in range(first, first + count):
             cell = mix(cell, cells[place + 1], position)
             if cells[place] != cell:
-                self._found(f"the KV of position {position} in slot {table[position // size]} is of another history")
-                break
-        return cell
+                self._found(f"the KV of position {position} in slot {slot} is of another history")
+                return cell, False
+            place += 2
+        return cell, True

@@ -23,6 +23,8 @@ from pillion.kvstore.client.attachment import CONNECT_RETRY_S
 from pillion.kvstore.memory.domain import HostDomain
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
 from pillion.kvstore.memory.shards import Shards
+from pillion.simulator.disks import SimDisk
+from pillion.simulator.sim_threads import SimThread, SimThreadPool
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.wire.attach import AttachHello, AttachReply
 
@@ -68,7 +70,21 @@ class Machine:
         self.random = random
         self.points: dict[str, AttachPoint] = {}
         self.segments: dict[int, SimSegment] = {}
+        # By KV node.
+        self.disks: dict[str, SimDisk] = {}
+        self.threads: list[SimThread] = []
         self._numbers = itertools.count(100)
+
+    def close(self) -> None:
+        """Ends all threads and removes the disks."""
+        for thread in self.threads:
+            thread.kill()
+        for disk in self.disks.values():
+            disk.remove()
+
+    def thread_pool(self, workers: int, name: str = "") -> SimThreadPool:
+        """Stands for ThreadPoolExecutor."""
+        return SimThreadPool(self.loop, self.threads, workers)
 
     def segment(self, size_bytes: int) -> SimSegment:
         """Makes fresh memory."""

@@ -30,6 +30,7 @@ import grpc.aio
 
 from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from pillion.simulator.call_retries import RetryRules
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.wire.errors import as_pillion_error
 
@@ -53,7 +54,7 @@ class Network:
         self.servers: dict[str, SimServer] = {}
         self.connections: list[SimConnection] = []
         self.sent = 0
-        self._random = random
+        self.random = random
         self._usual_s = usual_s
         self._slow_s = slow_s
         # Directions (from, to), by name of the process, in which nothing comes through.
@@ -61,7 +62,7 @@ class Network:
 
     def delay_s(self) -> float:
         """The time that the next message takes."""
-        draw = self._random.random()
+        draw = self.random.random()
         return draw * self._slow_s if draw > 0.95 else draw * self._usual_s
 
     def is_cut(self, sender: Process, receiver: Process) -> bool:
@@ -200,12 +201,13 @@ class SimConnection:
 
 
 class SimChannel:
-    """A channel, for the process that opens it."""
+    """A channel, for the process that opens it. Of gRPC's ``options`` the service config counts."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, options: Sequence[tuple[str, object]] = ()) -> None:
         self._target = target
         self._process = PROCESS.get()
         self._network = current_network()
+        self._rules = RetryRules(options, self._network.random)
         self._connection: SimConnection | None = None
         self._calls: dict[SimCall, None] = {}
         self._closed = False
@@ -241,20 +243,37 @@ class SimChannel:
     def _begin(self, method: str, request: Any, timeout_s: float | None, metadata: Metadata) -> SimCall:
         if self._closed:
             raise grpc.aio.UsageError("Channel is closed.")
+        call = SimCall(self._process, self._calls, method, timeout_s, self._rules)
+        call.send = lambda: self._send(call, request, tuple(metadata or ()))
+        call.send()
+        return call
+
+    def _send(self, call: SimCall, request: Any, metadata: Metadata) -> None:
         if self._connection is None or not self._connection.alive:
             self._connection = self._network.connect(self._process, self._target)
-        call = SimCall(self._process, self._calls, method, timeout_s)
         if self._connection is None:
             self._network.loop.call_soon(call.break_off, f"failed to connect to {self._target}")
         else:
-            call.begin(self._connection, request, tuple(metadata or ()))
-        return call
+            call.begin(self._connection, request, metadata)
 
 
 class SimCall:
-    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds."""
+    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds. ``send`` sends it, at
+    first and whenever ``rules`` have it sent again."""
 
-    def __init__(self, process: Process, calls: dict[SimCall, None], method: str, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        process: Process,
+        calls: dict[SimCall, None],
+        method: str,
+        timeout_s: float | None,
+        rules: RetryRules,
+    ) -> None:
+        self.send: Callable[[], None] = lambda: None
+        self._rules = rules
+        self._policy = rules.of(method)
+        self._attempts = 0
+        self._answered = False
         self._process = process
         self._loop = current_network().loop
         self._calls = calls
@@ -271,7 +290,9 @@ class SimCall:
             self._timer = self._loop.call_later(max(0.0, timeout_s), self._expire, context=process.context)
 
     def begin(self, connection: SimConnection, request: Any, metadata: Metadata) -> None:
-        """Sends the call's headers and its request."""
+        """Sends the call's headers and its request, unless it has ended before."""
+        if self._done:
+            return
         self._connection = connection
         connection.calls[self] = None
         until_s = None if self._timer is None else self._timer.when()
@@ -354,18 +375,38 @@ class SimCall:
     def reply(self, message: Any) -> None:
         """A reply has come."""
         if not self._done:
+            self._answered = True
             self._connected.set()
             self._replies.add(message)
 
     def end(self, error: BaseException | None) -> None:
         """The server has ended the call."""
-        if not self._done:
+        if not self._done and not self._sent_again(error):
             self._finish(error)
 
     def break_off(self, reason: str) -> None:
         """The connection is over, or never was."""
+        self.end(connection_error(reason))
+
+    def _sent_again(self, error: BaseException | None) -> bool:
+        """Whether the call is sent once more instead of ending."""
+        if error is None:
+            self._rules.succeeded()
+        if self._policy is None or self._answered or not isinstance(error, grpc.aio.AioRpcError):
+            return False
+        self._attempts += 1
+        pause_s = self._rules.pause_s(self._policy, self._attempts, error)
+        if pause_s is None:
+            return False
+        if self._connection is not None:
+            self._connection.calls.pop(self, None)
+        self._connection = self._served = None
+        self._loop.call_later(pause_s, self._send_again, context=self._process.context)
+        return True
+
+    def _send_again(self) -> None:
         if not self._done:
-            self._finish(connection_error(reason))
+            self.send()
 
     def _expire(self) -> None:
         if not self._done:

@@ -19,27 +19,23 @@ from pillion.simulator.redis_keyspace import RedisRefusalError, RedisReply, Simp
 ScriptCommand = Callable[[bytes, list[bytes]], RedisReply]
 
 
-class LuaScripts:
-    """A server's interpreter, and the scripts that it has been sent. ``command`` runs what a script calls."""
+class LuaInterpreter:
+    """Lua, and the scripts that it has compiled: one for all servers of this process. ``command`` runs what the script
+    calls that runs now; each run sets it."""
 
-    def __init__(self, command: ScriptCommand) -> None:
-        self._command = command
+    def __init__(self) -> None:
+        self.command: ScriptCommand | None = None
         self._functions: dict[bytes, Any] = {}
         self._lua = lua51.LuaRuntime(
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
         )
-        names = self._lua.globals()
-        names[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._pcall})
-        names[b"struct"] = self._lua.table_from({b"pack": _pack, b"unpack": _unpack})
-
-    def forget(self) -> None:
-        """Drops all scripts, as SCRIPT FLUSH does."""
-        self._functions.clear()
+        self._names = self._lua.globals()
+        self._names[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._pcall})
+        self._names[b"struct"] = self._lua.table_from({b"pack": _pack, b"unpack": _unpack})
 
     def run(self, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
         """Runs a script. Raises RedisRefusalError for what a command in it refused, and for an error of the script."""
-        names = self._lua.globals()
-        names[b"KEYS"], names[b"ARGV"] = self._lua.table_from(keys), self._lua.table_from(arguments)
+        self._names[b"KEYS"], self._names[b"ARGV"] = self._lua.table_from(keys), self._lua.table_from(arguments)
         try:
             function = self._functions.get(text)
             if function is None:
@@ -49,7 +45,11 @@ class LuaScripts:
             raise RedisRefusalError(f"ERR {error}") from None
 
     def _call(self, name: bytes, *words: Any) -> Any:
-        return self._to_lua(self._command(name, [_word(word) for word in words]))
+        assert self.command is not None
+        arguments = [word if type(word) is bytes else _word(word) for word in words]
+        reply = self.command(name, arguments)
+        kind = type(reply)
+        return reply if kind is bytes or kind is int else self._to_lua(reply)
 
     def _pcall(self, name: bytes, *words: Any) -> Any:
         try:
@@ -65,6 +65,19 @@ class LuaScripts:
         if isinstance(reply, list):
             return self._lua.table_from([self._to_lua(one) for one in reply])
         return reply
+
+
+_interpreter: LuaInterpreter | None = None
+
+
+def run_script(command: ScriptCommand, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
+    """Runs a script, whose commands ``command`` runs. Raises RedisRefusalError for what one of them refused, and for an
+    error of the script."""
+    global _interpreter
+    if _interpreter is None:
+        _interpreter = LuaInterpreter()
+    _interpreter.command = command
+    return _interpreter.run(text, keys, arguments)
 
 
 def _word(word: Any) -> bytes:

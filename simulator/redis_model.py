@@ -1,7 +1,7 @@
 """A Redis as Pillion uses it, on a clock that is handed in. Sans-IO: it answers in the moment in which it is asked.
 
     execute(words) --a command------------------------------> RedisKeyspace
-                   '-EVAL, EVALSHA--> LuaScripts --commands---^    |
+                   '-EVAL, EVALSHA--> Lua --commands----------^    |
                                                                    '--writes, lag_s later--> the replica's RedisKeyspace
 
     well --refusing = "replica", "full", "unsaved"--> answers questions, refuses writes --refusing = ""--> well
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pillion.simulator.redis_keyspace import RedisKeyspace, RedisRefusalError, RedisReply, RedisValue, SimpleStatus
-from pillion.simulator.redis_lua import LuaScripts
+from pillion.simulator.redis_lua import run_script
 
 # The time of day at 0 of the simulated clock. Pillion's scripts compare times as texts of 13 digits.
 BEGIN_US: Final = 1_700_000_000_000_000
@@ -51,7 +51,6 @@ class RedisModel:
         self.refusing = ""
         self._now_s = now_s
         self._keys = RedisKeyspace(self._now_us)
-        self._scripts = LuaScripts(self._command)
         # By the name under which EVALSHA asks for it.
         self._texts: dict[bytes, bytes] = {}
         # Whether the script that runs has changed anything: memory is short for a script's first write only.
@@ -126,7 +125,7 @@ class RedisModel:
         if sha not in self._texts:
             raise RedisRefusalError(NO_SCRIPT)
         try:
-            return self._scripts.run(self._texts[sha], words[: int(count)], words[int(count) :])
+            return run_script(self._command, self._texts[sha], words[: int(count)], words[int(count) :])
         except RedisRefusalError as refusal:
             where = f"Error running script (call to f_{sha.decode()}): @user_script: -"
             raise RedisRefusalError(f"ERR {where}{refusal.message}") from None
@@ -135,7 +134,6 @@ class RedisModel:
         if [word.upper() for word in arguments] != [b"FLUSH"]:
             raise RedisRefusalError("ERR the model knows SCRIPT FLUSH only")
         self._texts.clear()
-        self._scripts.forget()
         return SimpleStatus(b"OK")
 
     def _command(self, name: bytes, arguments: list[bytes]) -> RedisReply:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pillion.client.async_client import AsyncClient
-from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S
 from pillion.errors import DeadlineExceeded, Overloaded, PillionError, Unavailable
 from pillion.gateway.request.validation import answer_seed
 from pillion.simulator.hash_model import reference
@@ -65,19 +64,6 @@ class RequestRun:
         self._note(f"request {self.request.number} ends: {self.ending}, {self.tokens} tokens")
 
     async def _ask(self, client: AsyncClient) -> None:
-        """As gRPC does by the client's service config, a call of which nothing has come is sent again."""
-        pause_s = RETRY_FIRST_BACKOFF_S
-        for left in reversed(range(RETRY_ATTEMPTS)):
-            try:
-                return await self._read(client)
-            except Unavailable as error:
-                if self.tokens or not left or error.retry_after_ms or "failed to connect" not in error.message:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s *= 3
-        return None
-
-    async def _read(self, client: AsyncClient) -> None:
         request = self.request
         sampling = SamplingParams(
             temperature=0.0 if request.greedy else 1.0,

@@ -32,7 +32,12 @@ class FaultKind(Enum):
     REDIS_SILENT = "redis silent"
     REDIS_EMPTY = "redis empty"
     REDIS_READ_ONLY = "redis read-only"
+    REDIS_FULL = "redis full"
+    REDIS_FAIL_OVER = "redis fails over"
     EVICT = "evict"
+    DISK_STALL = "disk stalls"
+    DISK_FULL = "disk full"
+    DISK_FLIP = "disk flips a bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class ClusterShape:
     heartbeat_ms: int = 500
     timeout_ms: int = 2000
     eviction: str = "lru"
+    disk_blocks: int = 0
 
     def processes(self) -> tuple[str, ...]:
         """The names of all components that can die."""
@@ -155,6 +161,7 @@ def _shape(random: Random) -> ClusterShape:
         heartbeat_ms=heartbeat_ms,
         timeout_ms=timeout_ms,
         eviction=random.choice(("lru", "lru", "lfu")),
+        disk_blocks=random.choice((0, 0, 0, 0, 10, 60)),
     )
 
 
@@ -211,6 +218,9 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
         FaultKind.REDIS_SILENT,
         FaultKind.REDIS_EMPTY,
         FaultKind.REDIS_READ_ONLY,
+        FaultKind.REDIS_FULL,
+        FaultKind.REDIS_FAIL_OVER,
+        *((FaultKind.DISK_STALL, FaultKind.DISK_FULL, *(FaultKind.DISK_FLIP,) * 2) if shape.disk_blocks else ()),
     )
     kind = random.choice(kinds)
     timeout_s = shape.timeout_ms / 1000
@@ -224,12 +234,15 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
         return SimFault(at_s, kind, random.choice((*workers, *names)), for_s=for_s)
     if kind is FaultKind.STALL:
         return SimFault(at_s, kind, random.choice(workers), for_s=for_s)
-    if kind is FaultKind.EVICT:
+    if kind in (FaultKind.EVICT, FaultKind.DISK_FLIP):
         return SimFault(at_s, kind, random.choice(shape.node_names()))
+    if kind in (FaultKind.DISK_STALL, FaultKind.DISK_FULL):
+        return SimFault(at_s, kind, random.choice(shape.node_names()), for_s=for_s)
     if kind in (FaultKind.RESET, FaultKind.CUT, FaultKind.HALF_CUT):
         one, other = _pair(random, shape)
         return SimFault(at_s, kind, one, other, 0.0 if kind is FaultKind.RESET else for_s)
-    return SimFault(at_s, kind, "redis", for_s=0.0 if kind is FaultKind.REDIS_EMPTY else for_s)
+    at_once = kind in (FaultKind.REDIS_EMPTY, FaultKind.REDIS_FAIL_OVER)
+    return SimFault(at_s, kind, "redis", for_s=0.0 if at_once else for_s)
 
 
 def _pair(random: Random, shape: ClusterShape) -> tuple[str, str]:

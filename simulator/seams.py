@@ -4,8 +4,10 @@
     chance               secrets and random are seeded
     calls                in-process addresses lead over the simulated network
     memory, attach       the simulated machine's
+    disks                calls of ``os`` take time and fail; the threads that make them are simulated
     the step thread      a task (:mod:`pillion.simulator.step_driver`)
     Redis                redis-py's client is the model's
+    processes            those that the supervisor starts are simulated
 
 Everything else of a component is production code as it is. The names are replaced in this process for the time of one
 world, so worlds run one after another, and nothing else may run beside them.
@@ -19,7 +21,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 from pillion.client.connection import GatewayConnection
 from pillion.engine.worker import worker, worker_epoch
@@ -28,20 +29,25 @@ from pillion.gateway.request.runner import Generation
 from pillion.kvstore.index import redis_link
 from pillion.kvstore.memory import node_memory
 from pillion.kvstore.node import kv_node
+from pillion.kvstore.tiers import disk, disk_files
 from pillion.net import in_process
+from pillion.simulator.disks import DiskCalls
 from pillion.simulator.machine import AttachPoint, Machine
 from pillion.simulator.network import Network, SimChannel, SimServer, use_network
 from pillion.simulator.redis_model import BEGIN_US
 from pillion.simulator.step_driver import VirtualStepLoop
 from pillion.simulator.virtual_loop import PROCESS
+from pillion.supervisor import supervisor
 
 
 @contextlib.contextmanager
-def installed(machine: Machine, network: Network, redis: Any, generations: list[Any], seed: int) -> Iterator[None]:
+def installed(
+    machine: Machine, network: Network, redis: Any, children: Any, generations: list[Any], seed: int
+) -> Iterator[None]:
     """Runs the block with the simulation in the place of the machine.
 
-    ``redis`` makes a client; every request that a gateway starts is added to ``generations``, with its process as
-    ``owner``.
+    ``redis`` makes a client, ``children`` the processes of supervisors; every request that a gateway starts is added to
+    ``generations``, with its process as ``owner``.
     """
     loop, chance = machine.loop, random.Random(seed)
 
@@ -60,6 +66,7 @@ def installed(machine: Machine, network: Network, redis: Any, generations: list[
     replaced: list[tuple[Any, str, Any]] = [
         (time, "monotonic", loop.time),
         (time, "time", lambda: BEGIN_US / 1e6 + loop.time()),
+        (time, "time_ns", lambda: BEGIN_US * 1000 + round(loop.time() * 1e9)),
         (secrets, "randbits", chance.getrandbits),
         (secrets, "randbelow", chance.randrange),
         (secrets, "token_bytes", lambda size=32: chance.randbytes(size)),
@@ -71,16 +78,23 @@ def installed(machine: Machine, network: Network, redis: Any, generations: list[
         (in_process, "InProcessServer", SimServer),
         (node_memory, "open_domain", machine.open_domain),
         (kv_node, "AttachServer", attach_server),
+        (disk, "ThreadPoolExecutor", machine.thread_pool),
+        (disk_files, "os", DiskCalls(machine.disks.values(), chance)),
         (worker, "attach", machine.attach),
         (worker_epoch, "StepLoop", VirtualStepLoop),
         (redis_link, "connect", lambda place: redis()),
         (gateway, "Generation", generation),
-        (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
+        (supervisor, "ChildProcess", children),
+        (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number], self._options())),
         (GatewayConnection, "explained_async", explained),
     ]
-    with contextlib.ExitStack() as stack:
+    before = [getattr(place, name) for place, name, _ in replaced]
+    use_network(network)
+    try:
         for place, name, stand_in in replaced:
-            stack.enter_context(mock.patch.object(place, name, stand_in))
-        use_network(network)
-        stack.callback(use_network, None)
+            setattr(place, name, stand_in)
         yield
+    finally:
+        for (place, name, _), own in zip(replaced, before, strict=True):
+            setattr(place, name, own)
+        use_network(None)

@@ -14,6 +14,7 @@ What runs in a task belongs to the process in whose context the task was made, h
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import heapq
@@ -71,6 +72,14 @@ class Process:
 
 
 PROCESS: ContextVar[Process] = ContextVar("process")
+
+
+class SimExecutor:
+    """Threads of the simulation's own (:mod:`pillion.simulator.sim_threads`)."""
+
+    def submit(self, job: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        """Runs ``job(*args)``."""
+        raise NotImplementedError
 
 
 class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
@@ -207,7 +216,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Context | None = None) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
-        process = (context or copy_context()).get(PROCESS, self.outside)
+        process = PROCESS.get(self.outside) if context is None else context.get(PROCESS, self.outside)
         tasks = process.tasks
         tasks.append(task)
         if not len(tasks) % TASKS_BEFORE_SWEEP:
@@ -215,8 +224,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Runs ``func`` a moment later, between two events. One that returns a coroutine is one that waits: that is
-        awaited."""
+        """Runs ``func`` a moment later, between two events, or on the simulation's threads. One that returns a
+        coroutine is one that waits: that is awaited."""
+        if isinstance(executor, SimExecutor):
+            return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         done = self.create_future()
 
         def work() -> None:

@@ -4,8 +4,8 @@
        --every request has ended, every fault is over--> quiet: everything comes back within QUIET_S
        --> the books are closed (:mod:`pillion.simulator.checker`)
 
-A component is a process of the loop; :mod:`pillion.simulator.components` has its main. The supervisor is the production
-restart policy and fence watch, over the simulated processes.
+A component is a process of the loop; :mod:`pillion.simulator.components` has its main. The production supervisor keeps
+it alive (:mod:`pillion.simulator.supervision`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import gc
 import logging
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 from pillion.client.async_client import AsyncClient
 from pillion.errors import PillionError
 from pillion.simulator.checker import Checker
-from pillion.simulator.components import address_of, exit_status, run_component, start_component
+from pillion.simulator.components import STOP_GRACE_S, address_of, exit_status, start_component
+from pillion.simulator.disks import SimDisk
 from pillion.simulator.faults import FaultPlayer
 from pillion.simulator.hash_model import HashBackend, StepCosts
 from pillion.simulator.lives import Life
@@ -31,19 +32,30 @@ from pillion.simulator.network import Network
 from pillion.simulator.redis_client import RedisModelClient, WayToRedis
 from pillion.simulator.redis_model import RedisModel
 from pillion.simulator.requests import RequestRun
-from pillion.simulator.schedule import BLOCK_TOKENS, SimSchedule
+from pillion.simulator.schedule import BLOCK_TOKENS, FaultKind, SimSchedule
 from pillion.simulator.seams import installed
+from pillion.simulator.supervision import Supervision
 from pillion.simulator.virtual_loop import PROCESS, Process, Stuck, VirtualLoop
-from pillion.supervisor.fence_watch import watch_fences
-from pillion.supervisor.restarts import GiveUp, RestartPolicy
+from pillion.supervisor.component_process import run_to_end
 
 # Until when the components of a world have to serve, and a request to end, on the virtual clock.
 SET_UP_S = 120.0
 LONGEST_REQUEST_S = 240.0
 # What everything that was held may take to come back when nothing goes wrong any more.
 QUIET_S = 8.0
-FENCE_KILL_S = 5.0
 READY_LOOK_S, QUIET_LOOK_S = 0.05, 0.2
+# How far a replica of Redis is behind.
+REPLICA_LAG_S = 0.5
+
+
+# What may make a component need longer to stop than it has: itself, or one that it says good-bye to, stands still.
+SLOW_STOP_FAULTS = {
+    FaultKind.PAUSE,
+    FaultKind.STALL,
+    FaultKind.CUT,
+    FaultKind.HALF_CUT,
+    FaultKind.DISK_STALL,
+}
 
 
 @dataclass
@@ -69,7 +81,8 @@ class World:
         self.loop = VirtualLoop(self.random)  # type: ignore[abstract]
         self.network = Network(self.loop, self.random)
         self.machine = Machine(self.loop, self.random)
-        self.redis = RedisModel(self.loop.time)
+        fails_over = any(fault.kind is FaultKind.REDIS_FAIL_OVER for fault in schedule.faults)
+        self.redis = RedisModel(self.loop.time, REPLICA_LAG_S if fails_over else None)
         self.way = WayToRedis(0.0003, 0.0003)
         self.lives = {name: Life(name) for name in self.shape.processes()}
         self.findings: list[str] = []
@@ -87,10 +100,11 @@ class World:
             self.shape.step_tokens,
             careful=careful,
         )
-        self.policy = RestartPolicy()
+        self.supervision = Supervision(self.loop, self.shape, self.lives, self.begin, self.note, self.find)
         self.began_s = 0.0
         self._failures: list[dict[str, Any]] = []
-        self._player = FaultPlayer(self.loop, self.network, self.redis, self.way, self.lives, self.kill, self.note)
+        of_machine = (self.redis, self.way, self.lives, self.machine.disks, self.random)
+        self._player = FaultPlayer(self.loop, self.network, *of_machine, self.kill, self.note)
         self._log = _LogReader(self)
 
     # -- what happened
@@ -121,8 +135,11 @@ class World:
         gc.disable()
         # What was imported stays: only what this world makes is looked through in the end.
         gc.freeze()
+        if self.shape.disk_blocks:
+            self.machine.disks.update((name, SimDisk()) for name in self.shape.node_names())
         try:
-            with installed(self.machine, self.network, self._redis_client, self.generations, self.schedule.seed):
+            stand_ins = (self.machine, self.network, self._redis_client, self.supervision, self.generations)
+            with installed(*stand_ins, self.schedule.seed):
                 main = self.loop.spawn(self.loop.outside, self._main(), "world")
                 try:
                     self.loop.run(main)
@@ -135,6 +152,7 @@ class World:
                     logging.disable(logging.CRITICAL)
                     self._failures = list(self.loop.failures)
                     sys.unraisablehook = lambda _: None
+                    self.machine.close()
                     self.loop.close()
         finally:
             logger.removeHandler(self._log)
@@ -164,10 +182,7 @@ class World:
         )
 
     async def _main(self) -> None:
-        for name in self.shape.processes():
-            self.start(name)
-        for node in self.shape.node_names():
-            self._watch_fences(node)
+        self.supervision.run()
         if not await self._until_ready():
             self.find("the cluster was not ready")
             return
@@ -207,7 +222,7 @@ class World:
         return True
 
     def _ready(self, life: Life) -> bool:
-        if life.over or life.component is None:
+        if life.component is None:
             return False
         if life.role == "gateway":
             known = life.component.cluster.view.records()
@@ -218,32 +233,31 @@ class World:
 
     # -- processes
 
-    def start(self, name: str) -> None:
-        """Starts a life of a component."""
+    def begin(self, name: str) -> Process:
+        """Begins a life of a component."""
         life = self.lives[name]
         life.component, life.stop = None, None
         life.process = process = self.loop.process(name)
-        process.on_death.append(lambda: self._died(process))
+        process.on_death.append(lambda: self.network.died(process))
         self.loop.spawn(process, self._live(life, process), name)
+        return process
 
-    def kill(self, name: str, status: int = -9) -> bool:
-        """SIGKILL; whether there was anything to kill."""
-        process = self.lives[name].process
-        if process is None or not process.alive:
-            return False
-        self.note(f"{name} is killed")
-        self.loop.kill(process)
-        self.loop.post(self.loop.outside, self._exited, self.lives[name], process, status)
-        return True
+    def kill(self, name: str) -> None:
+        """Sends SIGKILL to a component, if it runs."""
+        child = self.lives[name].child
+        if child is not None:
+            self.note(f"{name} is killed")
+            child.kill()
 
     async def _live(self, life: Life, process: Process) -> None:
         status = 1
         try:
             if life.is_worker:
-                await self._until_node(life.name)
                 life.costs = StepCosts(self.shape.step_s, self.shape.token_s)
                 life.backend = self._backend(life, process)
-            component = await start_component(self.shape, life.name, life.backend)
+            disk = self.machine.disks.get(life.name)
+            disk_path = str(disk.folder) if disk is not None else ""
+            component = await start_component(self.shape, life.name, life.backend, disk_path)
         except PillionError as error:
             self.note(f"{life.name} cannot start: {error.message}")
             status = exit_status(error)
@@ -251,15 +265,15 @@ class World:
             life.stop = asyncio.Event()
             life.component = component
             self.note(f"{life.name} serves")
-            status = await run_component(component, life.stop)
+            status = await run_to_end(life.name, _WatchedStop(component, self._hangs), life.stop, STOP_GRACE_S)
         self.note(f"{life.name} exits with {status}")
-        self.loop.post(self.loop.outside, self._exited, life, process, status)
+        assert life.child is not None
+        self.loop.post(self.loop.outside, life.child.exited, status)
 
-    async def _until_node(self, worker: str) -> None:
-        """A supervisor starts a worker when its node serves."""
-        node = self.lives[self.shape.node_of(worker)]
-        while node.component is None or node.process is None or not node.process.alive:  # noqa: ASYNC110
-            await asyncio.sleep(READY_LOOK_S)
+    def _hangs(self, name: str) -> None:
+        """A component did not stop in the time that it has for that."""
+        excuses = {fault.kind for fault in self.schedule.faults} & SLOW_STOP_FAULTS
+        (self.note if excuses else self.find)(f"{name} hangs while it stops")
 
     def _backend(self, life: Life, process: Process) -> HashBackend:
         assert life.costs is not None
@@ -271,40 +285,26 @@ class World:
             found=lambda what: self.find(f"{life.name}: {what}"),
         )
 
-    def _died(self, process: Process) -> None:
-        self.network.died(process)
-
-    def _exited(self, life: Life, process: Process, status: int) -> None:
-        """The supervisor's word: starts it again, or gives up."""
-        if life.process is not process or life.over:
-            return
-        if process.alive:
-            self.loop.kill(process)
-        life.process = life.component = None
-        decision = self.policy.died(life.name, status, time.monotonic())
-        if isinstance(decision, GiveUp):
-            life.over = True
-            self.find(f"the supervisor gives up: {decision.reason}")
-            return
-        self.loop.call_later(decision.delay_s, self.start, life.name, context=self.loop.outside.context)
-
-    def _watch_fences(self, node: str) -> None:
-        supervisor = self.loop.process(f"supervisor-{node}")
-        notices: Any = _Notices(self)
-        self.loop.spawn(supervisor, watch_fences(address_of(node), FENCE_KILL_S, self.kill, notices))
-
     def _redis_client(self) -> Any:
         return RedisModelClient(self.redis, self.way)
 
 
-class _Notices:
-    """What the supervisor says, for the history."""
+class _WatchedStop:
+    """A component of whose stop it is told when that was cut short. ``hangs`` is called with its name."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, component: Any, hangs: Callable[[str], None]) -> None:
+        self._component = component
+        self._hangs = hangs
 
-    def say(self, text: str, *_: object) -> None:
-        self._world.note(text)
+    async def wait_failed(self) -> Any:
+        return await self._component.wait_failed()
+
+    async def stop(self, grace_s: float) -> None:
+        try:
+            await self._component.stop(grace_s)
+        except asyncio.CancelledError:
+            self._hangs(PROCESS.get().name)
+            raise
 
 
 class _LogReader(logging.Handler):
@@ -316,6 +316,9 @@ class _LogReader(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
+        for node, disk in self._world.machine.disks.items():
+            # The folder has another name each time.
+            text = text.replace(str(disk.folder), f"disk of {node}")
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and not isinstance(error, PillionError):
             self._world.find(f"a defect was logged: {text}: {error!r}")

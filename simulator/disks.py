@@ -1,0 +1,114 @@
+"""The disks of simulated machines: real files, behind calls that take time, stall, and fail where a schedule says so.
+
+    well --stalled until a time--> each call waits until then --> well
+    well --full--> writes raise ENOSPC --> well            flip: one bit of a block's file is another one from now on
+
+:class:`DiskCalls` stands for the module ``os`` in :mod:`pillion.kvstore.tiers.disk_files`. What a process had open is
+closed when it dies, and what it was writing stays as it was then.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+from pillion.kvstore.tiers.disk_files import HEADER_BYTES, SUFFIX
+from pillion.simulator.sim_threads import park
+from pillion.simulator.virtual_loop import PROCESS
+
+# Time that a call takes at most while its disk is well.
+MAX_CALL_S = 0.002
+# Files in memory are as good, and faster.
+PLACES = ("/dev/shm",)  # noqa: S108
+
+
+class SimDisk:
+    """The disk of one machine. ``stalled_until_s``: no call ends before; ``full``: nothing more can be written."""
+
+    def __init__(self) -> None:
+        place = next((place for place in PLACES if os.path.isdir(place)), None)
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="pillion-simulator-", dir=place))
+        self.stalled_until_s = 0.0
+        self.full = False
+
+    def flip(self, random: Random) -> bool:
+        """Flips a bit of the payload of a block's file; whether there was one."""
+        files = sorted(self.folder.rglob(f"*{SUFFIX}"))
+        if not files:
+            return False
+        path = random.choice(files)
+        data = bytearray(path.read_bytes())
+        stamps = path.stat()
+        data[random.randrange(min(HEADER_BYTES, len(data) - 1), len(data))] ^= 1 << random.randrange(8)
+        path.write_bytes(data)
+        os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+        return True
+
+    def remove(self) -> None:
+        """Removes the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class DiskCalls:
+    """The calls of ``os`` that reach a disk; all others are those of ``os``."""
+
+    def __init__(self, disks: Iterable[SimDisk], random: Random) -> None:
+        self._disks = list(disks)
+        self._random = random
+        self._paths: dict[int, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Any, *args: Any) -> int:
+        """Opens a file for the process that runs."""
+        fd = os.open(path, *args)
+        self._paths[fd] = str(path)
+        PROCESS.get().on_death.append(lambda: self._close_of_dead(fd, str(path)))
+        return fd
+
+    def close(self, fd: int) -> None:
+        """Closes a file, unless its process is dead, when it has been closed."""
+        if self._paths.pop(fd, None) is not None:
+            os.close(fd)
+
+    def writev(self, fd: int, pieces: list[memoryview]) -> int:
+        """Writes, or raises OSError where the disk is full."""
+        self._take_time(self._paths[fd])
+        if self._disk_of(self._paths[fd]).full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.writev(fd, pieces)
+
+    def readv(self, fd: int, pieces: list[memoryview]) -> int:
+        """Reads."""
+        self._take_time(self._paths[fd])
+        return os.readv(fd, pieces)
+
+    def read(self, fd: int, size: int) -> bytes:
+        """Reads."""
+        self._take_time(self._paths[fd])
+        return os.read(fd, size)
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames."""
+        self._take_time(new)
+        os.rename(old, new)
+
+    def _take_time(self, path: str) -> None:
+        park(self._random.random() * MAX_CALL_S)
+        while (left_s := self._disk_of(path).stalled_until_s - time.monotonic()) > 0:
+            park(left_s)
+
+    def _disk_of(self, path: str) -> SimDisk:
+        return next(disk for disk in self._disks if path.startswith(str(disk.folder)))
+
+    def _close_of_dead(self, fd: int, path: str) -> None:
+        if self._paths.get(fd) == path:
+            self.close(fd)

@@ -1,0 +1,127 @@
+"""The supervisors of a simulated cluster, one for each KV node and its workers: the production class, and what stands
+for the operating system below it. The first one keeps the gateways too.
+
+    Supervisor --ChildProcess.start--> SimChild --begin--> a process of the loop, with the component's main
+               <--its exit status, or SIGKILL's-------'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pillion.errors import Unavailable
+from pillion.simulator.components import address_of
+from pillion.simulator.lives import Life
+from pillion.simulator.schedule import ClusterShape
+from pillion.simulator.virtual_loop import Process, VirtualLoop
+from pillion.supervisor.fence_watch import watch_fences
+from pillion.supervisor.supervisor import ProcessSpec, Supervisor
+
+FENCE_KILL_S = 5.0
+NODE_LEVEL, WORKER_LEVEL, GATEWAY_LEVEL = range(3)
+
+
+class SimChild:
+    """A process, with what a supervisor uses of :class:`pillion.supervisor.child_process.ChildProcess`."""
+
+    def __init__(self, loop: VirtualLoop, life: Life, process: Process) -> None:
+        self.pid = process.number
+        self._loop = loop
+        self._life = life
+        self._process = process
+        self._ended: asyncio.Future[int] = loop.create_future()
+
+    async def wait(self) -> int:
+        """Returns the exit status when the process has ended."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Sends SIGKILL; a process that has ended takes none."""
+        if self._process.alive:
+            self._loop.kill(self._process)
+            self.exited(-signal.SIGKILL)
+
+    def exited(self, status: int) -> None:
+        """The process has ended, by itself or not."""
+        if self._process.alive:
+            self._loop.kill(self._process)
+        if self._life.process is self._process:
+            self._life.process = self._life.component = self._life.child = None
+        if not self._ended.done():
+            self._ended.set_result(status)
+
+
+class Supervision:
+    """All supervisors. ``begin`` starts the process of a component by its name."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        shape: ClusterShape,
+        lives: Mapping[str, Life],
+        begin: Callable[[str], Process],
+        note: Callable[[str], None],
+        find: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._shape = shape
+        self._lives = lives
+        self._begin = begin
+        self._note = note
+        self._find = find
+
+    def run(self) -> None:
+        """Starts the supervisors, and they everything else."""
+        for number, node in enumerate(self._shape.node_names()):
+            process = self._loop.process(f"supervisor-{number}")
+            self._loop.spawn(process, self._keep(node, with_gateways=number == 0))
+
+    async def start(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> SimChild:
+        """Stands for ChildProcess.start: starts the component of this name."""
+        life = self._lives[argv[0]]
+        child = life.child = SimChild(self._loop, life, self._begin(life.name))
+        return child
+
+    async def _keep(self, node: str, *, with_gateways: bool) -> None:
+        notices: Any = _NotedNotices(self._note)
+        supervisor = Supervisor(self._specs(node, with_gateways=with_gateways), notices)
+        try:
+            await supervisor.start()
+        except Unavailable as error:
+            self._find(f"the cluster does not start: {error.message}")
+            return
+        fences = asyncio.create_task(watch_fences(address_of(node), FENCE_KILL_S, supervisor.kill_component, notices))
+        reason = await supervisor.failed()
+        fences.cancel()
+        self._find(f"the supervisor gives up: {reason}")
+
+    def _specs(self, node: str, *, with_gateways: bool) -> list[ProcessSpec]:
+        workers = [name for name in self._shape.worker_names() if self._shape.node_of(name) == node]
+        gateways = self._shape.gateway_names() if with_gateways else ()
+        return [
+            self._spec(node, NODE_LEVEL),
+            *(self._spec(name, WORKER_LEVEL, needs=(node,)) for name in workers),
+            *(self._spec(name, GATEWAY_LEVEL) for name in gateways),
+        ]
+
+    def _spec(self, name: str, level: int, needs: tuple[str, ...] = ()) -> ProcessSpec:
+        async def probe() -> bool:
+            return self._lives[name].runs
+
+        return ProcessSpec(component_id=name, level=level, argv=(name,), environ={}, probe=probe, needs=needs)
+
+
+class _NotedNotices:
+    """What a supervisor says, for the history."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def say(self, text: str, *_: object) -> None:
+        self._note(text)
+
+    def component(self, component_id: str, line: str) -> None:
+        self._note(f"{component_id}: {line}")
