@@ -15,7 +15,7 @@ from pillion.client.async_client import AsyncClient
 from pillion.errors import DeadlineExceeded, Overloaded, PillionError, Unavailable
 from pillion.gateway.request.validation import answer_seed
 from pillion.simulator.hash_model import reference
-from pillion.simulator.schedule import SimRequest
+from pillion.simulator.schedule import FaultKind, SimRequest
 from pillion.types import Delta, FinishReason, SamplingParams
 
 
@@ -23,18 +23,35 @@ class WrongToken(Exception):  # noqa: N818  (a finding, which is noted)
     """The rest of an answer says nothing any more."""
 
 
+# Faults that may take so many workers, gateways or ways to them away that a request runs out of attempts. All others
+# cost time at most: a step that takes long, blocks that vanish, whatever becomes of Redis or of a disk.
+EXCUSES = {
+    FaultKind.KILL,
+    FaultKind.PAUSE,
+    FaultKind.DRAIN,
+    FaultKind.RESET,
+    FaultKind.CUT,
+    FaultKind.HALF_CUT,
+}
+
+
 class RequestRun:
-    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``calm``: nothing goes wrong in
-    this world, so no error is allowed."""
+    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``faults`` are the kinds of those
+    in this world."""
 
     def __init__(
-        self, request: SimRequest, note: Callable[[str], None], find: Callable[[str], None], *, calm: bool
+        self,
+        request: SimRequest,
+        note: Callable[[str], None],
+        find: Callable[[str], None],
+        faults: frozenset[FaultKind],
     ) -> None:
         self.request = request
         self.ending = "not sent"
         self._note = note
         self._find = find
-        self._calm = calm
+        self._calm = not faults
+        self._excused = bool(faults & EXCUSES)
         stop_ids = frozenset(request.stop_ids)
         self._wanted = [
             reference(request.prompt, request.max_tokens, answer_seed(request.seed, index), request.greedy, stop_ids)
@@ -136,5 +153,5 @@ class RequestRun:
         if isinstance(error, Overloaded) and timeout_s is not None:
             # What waits for longer than its time is refused.
             return
-        if self._calm or not isinstance(error, Unavailable | Overloaded):
+        if not self._excused or not isinstance(error, Unavailable):
             self._find(f"request {number}: {type(error).__name__}: {error.message}")

@@ -81,15 +81,15 @@ class World:
         self.loop = VirtualLoop(self.random)  # type: ignore[abstract]
         self.network = Network(self.loop, self.random)
         self.machine = Machine(self.loop, self.random)
-        fails_over = any(fault.kind is FaultKind.REDIS_FAIL_OVER for fault in schedule.faults)
+        fails_over = FaultKind.REDIS_FAIL_OVER in {fault.kind for fault in schedule.faults}
         self.redis = RedisModel(self.loop.time, REPLICA_LAG_S if fails_over else None)
         self.way = WayToRedis(0.0003, 0.0003)
         self.lives = {name: Life(name) for name in self.shape.processes()}
         self.findings: list[str] = []
         self.history: list[str] = []
         self.told = told
-        calm = not schedule.faults
-        self.runs = [RequestRun(request, self.note, self.find, calm=calm) for request in schedule.requests]
+        kinds = frozenset(fault.kind for fault in schedule.faults)
+        self.runs = [RequestRun(request, self.note, self.find, kinds) for request in schedule.requests]
         self.generations: list[Any] = []
         self.checker = Checker(
             self.loop,
