@@ -36,8 +36,8 @@ EXCUSES = {
 
 
 class RequestRun:
-    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``faults`` are the kinds of those
-    in this world."""
+    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``faults`` are the kinds of
+    those in this world."""
 
     def __init__(
         self,

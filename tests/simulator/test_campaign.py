@@ -96,3 +96,37 @@ def test_the_reference_stops_at_a_stop_id() -> None:
     whole = reference((1, 2, 3), 20, 0, True, frozenset())
     assert len(whole) == 20
     assert reference((1, 2, 3), 20, 0, True, frozenset({whole[4]})) == whole[: whole.index(whole[4]) + 1]
+
+
+def test_workers_end_with_their_node() -> None:
+    """As the production supervisor has it: no death of theirs counts, and each request goes on."""
+    shape = ClusterShape(decodes=1, prefills=1, policy="colocated", step_s=0.05)
+    request = SimRequest(0, 0.0, tuple(range(20)), 30, seed=5, greedy=True, stop_ids=())
+    result = run_schedule(SimSchedule(3, shape, (request,), (SimFault(0.5, FaultKind.KILL, "kvnode-0"),)), told=True)
+    assert result.findings == []
+    assert result.endings == ["whole"]
+    ended = [line for line in result.history if "starting it again behind kvnode-0" in line]
+    assert {name for name in ("decode-0", "prefill-0") if any(name in line for line in ended)} == {
+        "decode-0",
+        "prefill-0",
+    }
+
+
+@pytest.mark.parametrize("kind", [FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP])
+def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
+    """Prompts fill a small pool and come back, so that blocks leave for the disk and are wanted from it."""
+    shape = ClusterShape(decodes=1, prefills=0, policy="colocated", slots=24, disk_blocks=60, step_s=0.005)
+    requests = tuple(
+        SimRequest(number, 0.15 * number, tuple(range(n, n + 40)), 4, seed=1, greedy=True, stop_ids=())
+        for number, n in enumerate((0, 50, 100, 150) * 3)
+    )
+    faults = tuple(SimFault(0.2 * number, kind, "kvnode-0", for_s=0.1) for number in range(1, 9))
+    result = run_schedule(SimSchedule(4, shape, requests, faults), told=True)
+    assert result.findings == []
+    assert result.endings == ["whole"] * len(requests)
+    signs = {
+        FaultKind.DISK_STALL: "disk stalls",
+        FaultKind.DISK_FULL: "cannot write blocks to disk",
+        FaultKind.DISK_FLIP: "is lost and will be computed again: it does not fit",
+    }
+    assert any(signs[kind] in line for line in result.history)
