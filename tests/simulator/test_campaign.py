@@ -120,7 +120,7 @@ def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
         SimRequest(number, 0.15 * number, tuple(range(n, n + 40)), 4, seed=1, greedy=True, stop_ids=())
         for number, n in enumerate((0, 50, 100, 150) * 3)
     )
-    faults = tuple(SimFault(0.2 * number, kind, "kvnode-0", for_s=0.1) for number in range(1, 9))
+    faults = tuple(SimFault(0.04 * number, kind, "kvnode-0", for_s=0.03) for number in range(1, 45))
     result = run_schedule(SimSchedule(4, shape, requests, faults), told=True)
     assert result.findings == []
     assert result.endings == ["whole"] * len(requests)
