@@ -12,11 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-import grpc
-import grpc.aio
-
-from pillion.wire.errors import PUSHBACK
-
 # The share of a pause by which it is longer or shorter at random.
 JITTER = 0.2
 
@@ -56,13 +51,13 @@ class RetryRules:
         """A call has ended well."""
         self._tokens = min(self._most_tokens, self._tokens + self._ratio)
 
-    def pause_s(self, policy: RetryPolicy, attempts: int, error: grpc.aio.AioRpcError) -> float | None:
-        """How long to wait before the next attempt; None where there is to be none. ``attempts`` were made; nothing of
-        an answer has come."""
-        if error.code().name not in policy.codes:
+    def pause_s(self, policy: RetryPolicy, attempts: int, code: str, pushback: str = "") -> float | None:
+        """How long to wait before the next attempt; None where there is to be none. ``attempts`` were made. The last
+        one ended with this status before anything of an answer had come; ``pushback`` is the server's word on when to
+        come again, the value of grpc-retry-pushback-ms."""
+        if code not in policy.codes:
             return None
         self._tokens = max(0.0, self._tokens - 1)
-        pushback = next((str(value) for key, value in error.trailing_metadata() or () if key == PUSHBACK), "")
         if attempts >= policy.attempts or self._tokens <= self._most_tokens / 2 or pushback.startswith("-"):
             return None
         if pushback:

@@ -1,7 +1,7 @@
 """The disks of simulated machines: real files, behind calls that take time, stall, and fail where a schedule says so.
 
     well --stalled until a time--> each call waits until then --> well
-    well --full--> writes raise ENOSPC --> well            flip: one bit of a block's file is another one from now on
+    well --full--> writes raise ENOSPC --> well            flip: a bit of every second block's file is another one
 
 :class:`DiskCalls` stands for the module ``os`` in :mod:`pillion.kvstore.tiers.disk_files`. What a process had open is
 closed when it dies, and what it was writing stays as it was then.
@@ -38,18 +38,15 @@ class SimDisk:
         self.stalled_until_s = 0.0
         self.full = False
 
-    def flip(self, random: Random) -> bool:
-        """Flips a bit of the payload of a block's file; whether there was one."""
-        files = sorted(self.folder.rglob(f"*{SUFFIX}"))
-        if not files:
-            return False
-        path = random.choice(files)
-        data = bytearray(path.read_bytes())
-        stamps = path.stat()
-        data[random.randrange(min(HEADER_BYTES, len(data) - 1), len(data))] ^= 1 << random.randrange(8)
-        path.write_bytes(data)
-        os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
-        return True
+    def flip(self, random: Random) -> int:
+        """Flips a bit of the payload of every second block's file; returns of how many."""
+        files = [path for path in sorted(self.folder.rglob(f"*{SUFFIX}")) if random.random() < 0.5]
+        for path in files:
+            data, stamps = bytearray(path.read_bytes()), path.stat()
+            data[random.randrange(min(HEADER_BYTES, len(data) - 1), len(data))] ^= 1 << random.randrange(8)
+            path.write_bytes(data)
+            os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+        return len(files)
 
     def remove(self) -> None:
         """Removes the files."""

@@ -109,7 +109,7 @@ class FaultPlayer:
         if fault.kind is FaultKind.DISK_FULL:
             disk.full = True
             return lambda: setattr(disk, "full", False)
-        self._note("a bit was flipped" if disk.flip(self._random) else "there is no block on this disk")
+        self._note(f"a bit of {disk.flip(self._random)} blocks was flipped")
         return None
 
     def _play_on_redis(self, kind: FaultKind) -> Callable[[], None] | None:

@@ -3,6 +3,9 @@
     cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: it names the whole history
     token behind p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
 
+Where it ``repeats``, three tokens of four are the next one of a short cycle, so that guesses by looking back in the
+text are often right, and often wrong.
+
 A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
 another prompt, a lost or a stale one, or one that somebody else writes shows at once, as does a token that is wrong,
 missing or repeated, in the step that meets it. A whole block with the bytes, and behind the cell, that it had when it
@@ -26,6 +29,8 @@ from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, Samp
 from pillion.errors import Internal
 
 VOCAB_SIZE = 251
+# The cycle of a model that repeats.
+CYCLE_TOKENS = 6
 CELL_BYTES = 16
 MODEL_NAME = "hash"
 FINGERPRINT = "5e" * 32
@@ -39,21 +44,26 @@ def mix(before: int, token: int, position: int) -> int:
     return (((before ^ (token + 1) * _FINISHER) * _MULTIPLIER + position) & _MASK) | 1
 
 
-def token_behind(cell: int, seed: int, position: int, greedy: bool) -> int:
-    """The token that follows a position."""
+def token_behind(cell: int, last: int, seed: int, position: int, greedy: bool, repeats: bool) -> int:
+    """The token that follows a position, whose own one is ``last``."""
     value = cell if greedy else mix(cell, seed & 0xFFFF_FFFF, position)
-    return ((value * _FINISHER & _MASK) >> 40) % VOCAB_SIZE
+    chosen = (value * _FINISHER & _MASK) >> 40
+    if repeats and chosen % 4:
+        return (last + 1) % CYCLE_TOKENS
+    return chosen // 4 % VOCAB_SIZE
 
 
-def reference(prompt: Sequence[int], count: int, seed: int, greedy: bool, stop_ids: frozenset[int]) -> list[int]:
+def reference(
+    prompt: Sequence[int], count: int, seed: int, greedy: bool, stop_ids: frozenset[int], repeats: bool
+) -> list[int]:
     """The tokens that must follow ``prompt``: ``count`` of them, or up to the first stop id."""
     cell = 0
     for position, token in enumerate(prompt):
         cell = mix(cell, token, position)
     answer: list[int] = []
-    position = len(prompt) - 1
+    position, token = len(prompt) - 1, prompt[-1]
     while len(answer) < count:
-        token = token_behind(cell, seed, position + 1, greedy)
+        token = token_behind(cell, token, seed, position + 1, greedy, repeats)
         answer.append(token)
         if token in stop_ids:
             break
@@ -165,12 +175,14 @@ class HashBackend:
         costs: StepCosts,
         *,
         runs_ahead: bool,
+        repeats: bool,
         watch: Callable[[int, set[int], set[int]], None],
         found: Callable[[str], None],
     ) -> None:
         self.layout = layout_of(block_size)
         self.vocab_size = VOCAB_SIZE
         self.runs_ahead = runs_ahead
+        self._repeats = repeats
         self._costs = costs
         self._watch = watch
         self._found = found
@@ -233,7 +245,7 @@ class HashBackend:
 
     def _run(self, step: HashStep) -> tuple[int, ...]:
         size, cells = self.layout.block_size, self._cells
-        behind: list[int] = []
+        behind: list[tuple[int, int]] = []
         for table, tokens, first, _ in step.pieces:
             cell = self._read(table, first)
             for position, token in enumerate(tokens, first):
@@ -242,14 +254,18 @@ class HashBackend:
                 cell = mix(cell, token, position)
                 place = (table[position // size] * size + position % size) * 2
                 cells[place], cells[place + 1] = cell, token
-                behind.append(cell)
+                behind.append((cell, token))
         rows = step.rows
         if rows is None:
             return ()
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
         sampled = step.batch.sample_rows.tolist()[: len(positions)]
-        return tuple(token_behind(behind[row], seeds[n], positions[n], greedy[n]) for n, row in enumerate(sampled))
+        chosen: list[int] = []
+        for row, seed, position, plain in zip(sampled, seeds, positions, greedy, strict=True):
+            cell, last = behind[row]
+            chosen.append(token_behind(cell, last, seed, position, plain, self._repeats))
+        return tuple(chosen)
 
     def _read(self, table: list[int], length: int) -> int:
         """The last cell of the first ``length`` positions; each is computed anew from the one before."""

@@ -6,6 +6,7 @@ A check that misses one of these would miss a real one like it. The names say wh
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.gateway.admission.admission import Admission
+from pillion.gateway.gateway_server import GatewayServer
 from pillion.gateway.links.decode_link import DecodeLink
 from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.gateway.links.node_link import NodeLink
@@ -29,6 +31,8 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.tiers.disk_files import BlockFiles
+from pillion.kvstore.tiers.tiers import Corrupt
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.simulator.step_driver import VirtualStepLoop
@@ -218,6 +222,21 @@ def _stop_without_landing(_: Any) -> Any:
     return mutant
 
 
+def _read_unverified(read: Any) -> Any:
+    def mutant(self: Any, *args: Any) -> None:
+        with contextlib.suppress(Corrupt):
+            read(self, *args)
+
+    return mutant
+
+
+def _waits_for_ever(_: Any) -> Any:
+    async def mutant(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    return mutant
+
+
 MUTATIONS: dict[str, Mutation] = {
     "a fence frees what the worker may still write to": _instead(Pool, "fence", _fence_frees),
     "a fence lets go of what the worker still reads": _instead(Ledger, "fence", _fence_unpins),
@@ -249,4 +268,6 @@ MUTATIONS: dict[str, Mutation] = {
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
     "salts do not keep caches apart": _salt_ignored,
     "slots are not given back": _instead(NodeClient, "give_back", _async_nothing),
+    "a block from disk is not verified": _instead(BlockFiles, "read", _read_unverified),
+    "a gateway that stops waits for its streams for ever": _instead(GatewayServer, "_drained", _waits_for_ever),
 }

@@ -32,7 +32,7 @@ from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
 from pillion.simulator.call_retries import RetryRules
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
-from pillion.wire.errors import as_pillion_error
+from pillion.wire.errors import PUSHBACK, as_pillion_error
 
 # How long both sides of a connection that is cut believe in it.
 KEEPALIVE_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
@@ -395,7 +395,8 @@ class SimCall:
         if self._policy is None or self._answered or not isinstance(error, grpc.aio.AioRpcError):
             return False
         self._attempts += 1
-        pause_s = self._rules.pause_s(self._policy, self._attempts, error)
+        pushback = next((str(value) for key, value in error.trailing_metadata() or () if key == PUSHBACK), "")
+        pause_s = self._rules.pause_s(self._policy, self._attempts, error.code().name, pushback)
         if pause_s is None:
             return False
         if self._connection is not None:

@@ -37,7 +37,7 @@ EXCUSES = {
 
 class RequestRun:
     """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``faults`` are the kinds of
-    those in this world."""
+    those in this world, and ``repeats`` is as its model has it."""
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class RequestRun:
         note: Callable[[str], None],
         find: Callable[[str], None],
         faults: frozenset[FaultKind],
+        *,
+        repeats: bool = False,
     ) -> None:
         self.request = request
         self.ending = "not sent"
@@ -54,7 +56,9 @@ class RequestRun:
         self._excused = bool(faults & EXCUSES)
         stop_ids = frozenset(request.stop_ids)
         self._wanted = [
-            reference(request.prompt, request.max_tokens, answer_seed(request.seed, index), request.greedy, stop_ids)
+            reference(
+                request.prompt, request.max_tokens, answer_seed(request.seed, index), request.greedy, stop_ids, repeats
+            )
             for index in range(request.answers)
         ]
         self._got: list[list[int]] = [[] for _ in self._wanted]

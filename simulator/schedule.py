@@ -37,7 +37,7 @@ class FaultKind(Enum):
     EVICT = "evict"
     DISK_STALL = "disk stalls"
     DISK_FULL = "disk full"
-    DISK_FLIP = "disk flips a bit"
+    DISK_FLIP = "disk flips bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,11 @@ class ClusterShape:
     timeout_ms: int = 2000
     eviction: str = "lru"
     disk_blocks: int = 0
+
+    @property
+    def repeats(self) -> bool:
+        """Whether answers repeat themselves, which gives guesses something to be right about."""
+        return bool(self.drafter)
 
     def processes(self) -> tuple[str, ...]:
         """The names of all components that can die."""

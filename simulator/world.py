@@ -89,7 +89,10 @@ class World:
         self.history: list[str] = []
         self.told = told
         kinds = frozenset(fault.kind for fault in schedule.faults)
-        self.runs = [RequestRun(request, self.note, self.find, kinds) for request in schedule.requests]
+        self.runs = [
+            RequestRun(request, self.note, self.find, kinds, repeats=self.shape.repeats)
+            for request in schedule.requests
+        ]
         self.generations: list[Any] = []
         self.checker = Checker(
             self.loop,
@@ -281,6 +284,7 @@ class World:
             BLOCK_TOKENS,
             life.costs,
             runs_ahead=self.shape.runs_ahead,
+            repeats=self.shape.repeats,
             watch=lambda tokens, reads, writes: self.checker.watch_step(life, process, tokens, reads, writes),
             found=lambda what: self.find(f"{life.name}: {what}"),
         )

@@ -93,9 +93,9 @@ def test_a_failing_schedule_shrinks_to_what_matters() -> None:
 
 
 def test_the_reference_stops_at_a_stop_id() -> None:
-    whole = reference((1, 2, 3), 20, 0, True, frozenset())
+    whole = reference((1, 2, 3), 20, 0, True, frozenset(), False)
     assert len(whole) == 20
-    assert reference((1, 2, 3), 20, 0, True, frozenset({whole[4]})) == whole[: whole.index(whole[4]) + 1]
+    assert reference((1, 2, 3), 20, 0, True, frozenset({whole[4]}), False) == whole[: whole.index(whole[4]) + 1]
 
 
 def test_workers_end_with_their_node() -> None:

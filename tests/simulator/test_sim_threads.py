@@ -11,7 +11,7 @@ from pillion.simulator.sim_threads import SimThread, SimThreadPool, park
 from pillion.simulator.virtual_loop import Process, VirtualLoop
 
 
-class Line:
+class BlockingProcess:
     """A pool of two threads in a process, and what its jobs say."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Line:
 
 
 def test_threads_wait_on_the_virtual_clock_and_take_turns() -> None:
-    line = Line()
+    line = BlockingProcess()
     jobs = line.submit("a", "b", "c")
     line.run(1.5)
     assert [job.done() for job in jobs] == [True, True, False]
@@ -50,7 +50,7 @@ def test_threads_wait_on_the_virtual_clock_and_take_turns() -> None:
 
 
 def test_a_paused_process_threads_wait_and_a_killed_one_unwind() -> None:
-    line = Line()
+    line = BlockingProcess()
     jobs = line.submit("a")
     line.run(0.5)
     line.loop.pause(line.process)
@@ -67,7 +67,7 @@ def test_a_paused_process_threads_wait_and_a_killed_one_unwind() -> None:
 
 
 def test_the_loop_runs_jobs_of_the_pool() -> None:
-    line = Line()
+    line = BlockingProcess()
 
     async def ask() -> str:
         return await asyncio.get_running_loop().run_in_executor(line.pool, line.work, "d")
