@@ -28,6 +28,7 @@ from pillion.kvstore.tiers.object_store import ObjectStore
 from pillion.kvstore.tiers.object_tier import ObjectTier
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
+from pillion.kvstore.tiers.write_through import WriteThrough
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
@@ -94,6 +95,7 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
+        self._write_through = WriteThrough(pool.ledger, memory, self._far, self._blocks_lost)
         self.fetcher = Fetcher(
             pool.ledger,
             memory,
@@ -129,6 +131,7 @@ class Storage:
             self._far.append(far)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._spiller.run())
+            group.create_task(self._write_through.run())
             group.create_task(self._look_around())
 
     def _add(self, tier: Tier) -> None:
@@ -152,6 +155,7 @@ class Storage:
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
         """Returns the pool's events without blocks that only moved to a lower tier. Called after every change."""
         self._spiller.poke()
+        self._write_through.committed(events)
         return without_moved(events, self._spiller.keeps)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:

@@ -2,6 +2,7 @@
 
     tiers.py         Tier, BufferTier, FarTier: the contract; load_into: from a tier into slots. Start here.
     spill.py         Spiller: evicts ahead of need, between two watermarks, and copies victims to the tiers.
+    write_through.py WriteThrough: copies blocks to a bucket while they are still in the pool.
     host_tier.py     HostTier: pinned host memory beside a pool on a GPU.
     disk.py          DiskTier: files, bounded, found again after a restart.
     object_tier.py   ObjectTier: objects in a bucket, which outlive the node; other clusters' too.

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pillion.kvstore.tiers import write_through
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from testbed.redis import RedisServer
 from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
@@ -28,23 +29,35 @@ def written(status: NodeStatus) -> bool:
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.object_blocks == status.spilled_blocks > 0
 
 
-async def test_what_a_dead_node_wrote_serves_another(short_folder: str, redis: RedisServer, service: S3Service) -> None:
-    shared = {"object_url": service.url(), **EAGER}
-    async with hosts(short_folder, redis, "a", "b", **shared) as (a, b):
+async def test_what_a_dead_node_wrote_serves_another(
+    short_folder: str, redis: RedisServer, service: S3Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_through, "COPY_DELAY_S", 0.01)
+    async with hosts(short_folder, redis, "a", "b", object_url=service.url()) as (a, b):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(lambda status: status.object_blocks == 30)
+        assert (await a.client.status()).spilled_blocks == 0, "they are in the pool as before"
+        await a.stop()
+        # The index knows of nothing, and no node of it is named: the bucket is asked.
+        assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 30
+        assert await b.client.find_blocks(hashes, 12, timeout_s=60) == 18
+        assert await b.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=30)
+        await b.idle()
+        await b.check()
+
+
+async def test_evicted_blocks_come_back_from_the_bucket(
+    short_folder: str, redis: RedisServer, service: S3Service
+) -> None:
+    async with hosts(short_folder, redis, "a", object_url=service.url(), **EAGER) as (a,):
         hashes = prompt(*range(30))
         await a.serve(hashes)
         await a.until(written)
-        kept = (await a.client.status()).object_blocks
-        await a.stop()
-        # The index knows of nothing, and no node of it is named: the bucket is asked.
-        assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 0, "the head stayed in the pool that died"
-        tail = 30 - kept
-        assert await b.client.find_blocks(hashes, tail, timeout_s=60) == kept
-        # A head that is computed again, and the bucket's blocks behind it.
-        await b.serve(prompt(*range(tail)))
-        assert await b.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=kept)
-        await b.idle()
-        await b.check()
+        spilled = (await a.client.status()).spilled_blocks
+        assert await a.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=spilled)
+        await a.idle()
+        await a.check()
 
 
 async def test_a_bucket_in_trouble_only_brings_less(short_folder: str, redis: RedisServer, service: S3Service) -> None:
