@@ -398,6 +398,12 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         most=90,
     )
     high_watermark_percent: int = flag(5, "Free share of the pool at which that eviction ends.", least=0, most=90)
+    keeper_socket: str = flag(
+        "",
+        "Unix socket of the process that keeps this node's pool over its death (pillion keeper). Empty: the pool goes"
+        " with the node.",
+        placement=True,
+    )
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
@@ -531,6 +537,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
         0, "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.", least=0, most=MAX_RANKS
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
+    keep_pool: bool = flag(
+        True, "Keep the KV pool in memory when the KV node dies: the next one takes over its blocks. CPU alone."
+    )
     standby: bool = flag(
         True, "Keep a started process beside each worker and KV node, which takes over at once when it dies."
     )

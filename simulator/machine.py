@@ -223,6 +223,8 @@ class SimAttachment:
     """The mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
 
     device_memory = None
+    pool_id = ""
+    node_gone = False
 
     def __init__(self, reply: AttachReply, link: Link, memory: bytearray, block_bytes: int) -> None:
         self.epoch = reply.epoch

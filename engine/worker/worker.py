@@ -6,6 +6,7 @@
     fenced:  the WorkerEpoch ends: no emission, no commit, every listener gets Unavailable, new work is refused
                -> its last step has ended -> "drained" to the node, which frees what the epoch held -> new epoch
                -> a fresh WorkerEpoch over the same pool, model and attachment -> back in the registry: live
+    its node is gone, and the pool outlives it: the same, with the node's next life instead of "drained"
     end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
 
 A worker that was only paused (SIGSTOP, then SIGCONT) goes through *fenced* and loads nothing again (I4). A worker that
@@ -120,6 +121,7 @@ class Worker:
         self._start_s = 0.0
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._returning: asyncio.Task[None] | None = None
+        self._node_gone = asyncio.Event()
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
         self.adapters = self._make_loader() if flags.enable_lora else None
@@ -236,7 +238,7 @@ class Worker:
             self._make_scheduler(),
             describe=self.describe,
             on_lost=self._epoch_lost,
-            on_fail=self.fail,
+            on_fail=self._epoch_failed,
             meter=self._meter,
             adapters=self.adapters,
         )
@@ -308,6 +310,14 @@ class Worker:
 
     # Fenced, and back.
 
+    def _epoch_failed(self, reason: str) -> None:
+        """The epoch cannot go on, and neither can the worker, unless its node is gone and will come back."""
+        (self._epoch_lost if self._may_follow() and self.attachment.node_gone else self.fail)(reason)
+
+    def _may_follow(self) -> bool:
+        """Whether this worker can go on with its node's next life. Other ranks would stand for the old connection."""
+        return bool(self.attachment.pool_id) and self.model.ranks is None
+
     def _epoch_lost(self, reason: str) -> None:
         if self.epoch.over:
             return
@@ -321,7 +331,7 @@ class Worker:
         try:
             await old.heartbeats.leave(self.component_id)
             await old.close()
-            fresh = self._make_epoch(await new_epoch(self.node, old.number))
+            fresh = self._make_epoch(await self._next_number(old.number))
         except Exception as error:  # noqa: BLE001  (a defect must end the process, too)
             self._returning = None
             self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
@@ -331,6 +341,38 @@ class Worker:
         if self._address and not self.draining:
             fresh.heartbeats.announce()
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
+
+    async def _next_number(self, old: int) -> int:
+        """A new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
+        if not self._node_gone.is_set():
+            asking = asyncio.create_task(new_epoch(self.node, old))
+            gone = asyncio.create_task(self._node_gone.wait())
+            try:
+                await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if asking.done() and not (asking.exception() is not None and self._follows_node()):
+                    return asking.result()
+            finally:
+                asking.cancel()
+                gone.cancel()
+                await asyncio.wait({asking, gone})
+        await asyncio.to_thread(
+            self.attachment.renew,
+            self.flags.attach_socket,
+            self.component_id,
+            self.role,
+            self.model.namespace().hex(),
+            ATTACH_TIMEOUT_S,
+        )
+        self._node_gone.clear()
+        asyncio.get_running_loop().add_reader(self.attachment.fileno(), self._on_node_gone)
+        await self.node.reopen(self.attachment.node_address)
+        return self.attachment.epoch
+
+    def _follows_node(self) -> bool:
+        """Whether the node's end can be seen, so that its next life is to be asked."""
+        if not self._node_gone.is_set() and self._may_follow() and self.attachment.node_gone:
+            self._on_node_gone()
+        return self._node_gone.is_set()
 
     # Life and death.
 
@@ -390,7 +432,11 @@ class Worker:
 
     def _on_node_gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.attachment.fileno())
-        self.fail("the KV node went away")
+        if self._may_follow():
+            self._node_gone.set()
+            self._epoch_lost("the KV node went away")
+        else:
+            self.fail("the KV node went away")
 
 
 def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:

@@ -1,6 +1,9 @@
 """A worker's side of the attach socket: the mapped pool of a KV node, and memory regions that processes share.
 
 kvstore/node/attach_server.py is the other side and draws the protocol.
+
+    attach --> mapped, at work --the node is gone--> every step ends --renew, the same pool--> at work
+                                                                         '--another pool--> the worker exits
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
 from pillion.kvstore.memory.memory import HOST, address_of
-from pillion.kvstore.memory.segment import map_shared
+from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
 from pillion.kvstore.memory.shards import MAX_SHARDS
+from pillion.net.private_socket import close_all, receive_line
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -93,26 +97,66 @@ class Attachment(SharedMemory):
     Attributes:
         epoch: names the worker at the node; void once either side ends.
         node_id, node_address: the node, and the address of its gRPC service.
+        pool_id: names a pool that outlives its node; empty for another one.
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
     """
 
-    def __init__(self, sock: socket.socket, memory_fds: Sequence[int], reply: AttachReply, block_bytes: int) -> None:
-        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them. Raises
-        ConfigError."""
+    def __init__(
+        self, sock: socket.socket, memory_fds: Sequence[int], reply: AttachReply, block_bytes: int, place: int = 0
+    ) -> None:
+        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them; with ``place``,
+        of a file that is opened anew and locked there. Raises ConfigError."""
         if len(memory_fds) != max(1, len(reply.shards)):
             raise ConfigError("the KV node answered without its memory")
-        self._memory_fds = [os.dup(fd) for fd in memory_fds]
+        self._memory_fds = [_own_place(memory_fds[0], place)] if place else [os.dup(fd) for fd in memory_fds]
         try:
             super().__init__(sock, _map_pool(self._memory_fds, reply, reply.num_slots * block_bytes))
         except BaseException:
             self._close_memory()
             raise
-        self._reply = reply
+        self._reply, self._place = reply, place
         self.epoch = reply.epoch
         self.node_id = reply.node_id
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
+        self.pool_id = reply.pool_id
+
+    @property
+    def node_gone(self) -> bool:
+        """Whether the node's end can be seen by now."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def renew(self, socket_path: str, component_id: str, role: str, namespace: str, timeout_s: float) -> None:
+        """Attaches to the next life of the node, whose end was seen, over the pool that is mapped; blocks for up to
+        ``timeout_s`` and waits for that node. Nothing of this worker uses the pool meanwhile. Afterwards ``epoch``,
+        ``node_address`` and the connection are new.
+
+        Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer.
+        """
+        hello = AttachHello(
+            component_id=component_id,
+            role=role,
+            block_bytes=self.block_bytes,
+            namespace=namespace,
+            takes_place=True,
+            pool_id=self.pool_id,
+            place=self._place,
+        )
+        failure = f"cannot attach again to the KV node at --attach-socket {socket_path}"
+        with _asked(failure, socket_path, hello, timeout_s) as (sock, line, _):
+            reply = attach_reply_from_line(line)
+            if reply.error or reply.pool_id != self.pool_id:
+                raise ConfigError(f"the KV node refused {component_id}: {reply.error or 'its pool is another one'}")
+        sock.setblocking(False)
+        self._sock.close()
+        self._sock, self._reply = sock, reply
+        self.epoch, self.node_address = reply.epoch, reply.node_address
 
     def fileno(self) -> int:
         """Returns a descriptor that becomes readable when the node is gone; for ``loop.add_reader``."""
@@ -192,6 +236,7 @@ def attach(
         namespace=namespace,
         kv_rows=kv_rows,
         kv_heads=kv_heads,
+        takes_place=True,
     )
     with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
         sock,
@@ -201,9 +246,24 @@ def attach(
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
-        attachment = Attachment(sock, fds, reply, block_bytes)
+        attachment = Attachment(sock, fds, reply, block_bytes, reply.epoch if reply.pool_id else 0)
     sock.setblocking(False)
     return attachment
+
+
+def _own_place(descriptor: int, place: int) -> int:
+    """Opens a pool's file anew and locks a place of it, by which the node's next life knows that this process uses it.
+    Raises ConfigError."""
+    try:
+        own = reopened(descriptor)
+    except OSError as error:
+        raise ConfigError(f"cannot open the KV pool: {error.strerror}") from None
+    try:
+        lock_place(own, place)
+    except OSError as error:
+        os.close(own)
+        raise ConfigError(f"cannot lock a place of the KV pool: {error.strerror}") from None
+    return own
 
 
 @contextlib.contextmanager
@@ -222,7 +282,7 @@ def _asked(
         sock.settimeout(timeout_s)
         _connect(sock, socket_path, time.monotonic() + timeout_s)
         sock.sendall(line_to_bytes(hello))
-        line, fds = _receive_line(sock)
+        line, fds = receive_line(sock, MAX_LINE_BYTES, MAX_SHARDS)
         yield sock, line, fds
     except OSError as error:
         sock.close()
@@ -234,8 +294,7 @@ def _asked(
             raise ConfigError(error.message) from None
         raise
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.mmap | DeviceMapping | PoolShards:
@@ -270,20 +329,6 @@ def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
             if time.monotonic() >= give_up_s:
                 raise
         time.sleep(CONNECT_RETRY_S)
-
-
-def _receive_line(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Returns one line and the descriptors that came with it, the caller's to close. Raises Unavailable, OSError."""
-    line, fds = b"", []
-    while not line.endswith(b"\n"):
-        chunk, received, _, _ = socket.recv_fds(sock, MAX_LINE_BYTES - len(line), MAX_SHARDS)
-        fds += received
-        if not chunk or len(line) + len(chunk) >= MAX_LINE_BYTES:
-            for fd in fds:
-                os.close(fd)
-            raise Unavailable("the KV node ended the connection without an answer")
-        line += chunk
-    return line, fds
 
 
 class Region(SharedMemory):

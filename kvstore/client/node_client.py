@@ -77,6 +77,13 @@ class NodeClient:
         self._stub: Any = kvnode_pb2_grpc.KVNodeStub(self.channel)
         self._abandoning: dict[asyncio.Task[None], None] = {}
 
+    async def reopen(self, address: str) -> None:
+        """Connects anew, to the node's next life: at once, and not when the old connection would be tried again."""
+        old = self.channel
+        await old.close()
+        self.channel = open_channel(address)
+        self._stub = kvnode_pb2_grpc.KVNodeStub(self.channel)
+
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
         """Opens a session with a new epoch; with ``wait_for_node``, of a node that does not listen yet, too. Raises
         Unavailable if the node does not answer."""

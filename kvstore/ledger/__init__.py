@@ -4,6 +4,8 @@
     tree.py           BlockTree: committed blocks by hash and parent, protected by pins on tails.
     eviction.py       EvictionPolicy and its implementations LRU and LFU: which block leaves first.
     waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
+    slot_table.py     SlotTable: committed blocks in memory that outlives the node's process, torn writes noticed.
+    kept_blocks.py    KeptBlocks: writes that table, and takes over what an earlier life of the node has left in it.
     integrity.py      check_integrity: the proof that everything adds up (I4).
     records.py        Block, Holder, TicketState, IndexEvent, PoolShape: plain data.
 

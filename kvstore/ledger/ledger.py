@@ -31,6 +31,7 @@ from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.records import (
     FETCH,
+    KEPT,
     LOST_RACE,
     NO_TICKET,
     PREFILL,
@@ -330,6 +331,36 @@ class Ledger:
         """Frees the slot of an unprotected block without children, ahead of need. Raises Internal for another block."""
         self.tree.drop(block)
         self.free.append(self._evicted(block))
+
+    # -- blocks of the node's earlier life (:mod:`pillion.kvstore.ledger.kept_blocks`)
+
+    def claim(self, slots: Iterable[int]) -> int:
+        """Leases these slots to a holder of the node's own and returns its epoch. Raises Internal if one is not
+        free. O(slots of the pool)."""
+        wanted = dict.fromkeys(slots, NO_TICKET)
+        if not wanted.keys() <= set(self.free):
+            raise Internal("slots that hold kept blocks were given away")
+        epoch = self.attach("kept blocks", KEPT)
+        self.free = [slot for slot in self.free if slot not in wanted]
+        self.holders[epoch].leased.update(wanted)
+        return epoch
+
+    def restore(self, epoch: int, parent: Block | None, run: Sequence[tuple[int, bytes]]) -> list[Block]:
+        """Seals leased slots that hold the blocks of these hashes already, a chain behind ``parent``; returns them. No
+        block of them is committed, and nothing pins them."""
+        holder = self.active(epoch)
+        tail = parent
+        if tail is not None:
+            self.tree.pin(tail)
+        blocks = []
+        for slot, block_hash in run:
+            del holder.leased[slot]
+            tail = self.tree.add(slot, block_hash, tail)
+            self._events.append(IndexEvent(block_hash, here=True, segment=tail.segment))
+            blocks.append(tail)
+        if tail is not None:
+            self.tree.unpin(tail)
+        return blocks
 
     # -- inside
 

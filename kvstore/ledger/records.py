@@ -17,6 +17,8 @@ SESSION = "gateway"
 PREFILL = "prefill"
 # One fetch of this node's own, while it lasts.
 FETCH = "fetch"
+# Blocks of the node's earlier life, until they are looked at.
+KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Block:
 
 @dataclass(slots=True)
 class Holder:
-    """One epoch: a worker, a gateway's session or a fetch.
+    """One epoch: a worker, a gateway's session, a fetch, or what is kept of the node's earlier life.
 
     Attributes:
         leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.

@@ -63,7 +63,8 @@ class HostDomain:
     def memory(self, segments: Sequence[AnySegment], num_slots: int, shards: Shards) -> PoolMemory:
         """Makes a pool over a segment of each shard."""
         (segment,) = segments
-        mapped: mmap.mmap = map_shared(segment.fileno(), num_slots * shards.block_bytes)
+        assert isinstance(segment, Segment)
+        mapped: mmap.mmap = map_shared(segment.to_map, num_slots * shards.block_bytes)
         return HostMemory(mapped, num_slots, shards.block_bytes)
 
     def pinned(self, size_bytes: int) -> PinnedMemory:

@@ -1,19 +1,25 @@
 """A KV node's share of its memory domain: the pool's segments and those of shared regions, made one at a time.
 
 open --> domain (a pool in host memory has its segment at once) --shape: first worker--> the pool's memory is mapped
-                                                                    +-- it is refused --> freed again
+             '-- with a keeper, maybe an earlier life's pool        +-- it is refused --> freed again
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from pillion.config import KVNodeFlags
-from pillion.errors import Conflict, InvalidRequest
-from pillion.kvstore.ledger.records import slots_of
+from pillion.errors import Conflict, InvalidRequest, PillionError
+from pillion.kvstore.ledger.records import PoolShape, slots_of
+from pillion.kvstore.memory.cuda_segment import DeviceSegment
 from pillion.kvstore.memory.domain import AnySegment, Domain, open_domain
+from pillion.kvstore.memory.keeper import PoolKeeper
+from pillion.kvstore.memory.kept_pool import KeptPool, open_keeper
 from pillion.kvstore.memory.memory import HOST, PoolMemory, until_over
 from pillion.kvstore.memory.shards import Shards
+
+log = logging.getLogger("pillion.kvnode")
 
 
 class NodeMemory:
@@ -23,6 +29,9 @@ class NodeMemory:
         pool, shards: set by :meth:`shape`: the pool's memory, and how its blocks are divided over the domain.
         pool_bytes: of whole blocks; on GPUs it is set by :meth:`shape`, too.
         segments: the memory of each shard; of a pool on GPUs, none before :meth:`shape`.
+        keeper: holds the pool while no node does; None without ``--keeper-socket``, and for a pool on GPUs.
+        kept: set by :meth:`shape`: the pool as the keeper has it; None where it goes with this node.
+        drained: places of workers of this node's earlier life whose last step has ended; the node adds them.
     """
 
     def __init__(self, flags: KVNodeFlags) -> None:
@@ -32,6 +41,10 @@ class NodeMemory:
         self.pool: PoolMemory | None = None
         self.shards: Shards | None = None
         self.pool_bytes = 0
+        self.keeper: PoolKeeper | None = None
+        self.kept: KeptPool | None = None
+        self.drained: set[int] = set()
+        self._found: KeptPool | None = None
         # The memory that is left is measured and taken under this lock.
         self._taking = asyncio.Lock()
 
@@ -47,15 +60,24 @@ class NodeMemory:
         self._opened = await until_over(asyncio.to_thread(open_domain, self._flags))
         if self._opened.kind == HOST:
             self.pool_bytes = self._opened.pool_bytes(Shards.whole(1))
-            self.segments.append(self._opened.segment(self.pool_bytes))
+            if self._flags.keeper_socket:
+                self.keeper = open_keeper(self._flags.keeper_socket)
+                await until_over(asyncio.to_thread(self._find, self.keeper))
+            if self._found is None:
+                self.segments.append(self._opened.segment(self.pool_bytes))
+        elif self._flags.keeper_socket:
+            log.info("--keeper-socket is for a pool in host memory: one on a GPU goes with its node")
 
     @property
     def divided(self) -> bool:
         """Whether the pool has several shards."""
         return len(self.domain.device_uuids) > 1
 
-    async def shape(self, block_bytes: int, kv_rows: int = 0, kv_heads: int = 0) -> None:
+    async def shape(self, block_bytes: int, kv_rows: int = 0, kv_heads: int = 0, namespace: str = "") -> None:
         """Makes the pool's memory for blocks of that size, once; nothing happens if not even one block fits.
+
+        Where an earlier life of this node has left a pool of this shape and ``namespace``, it is taken over, once the
+        processes that use it have :attr:`drained` or ended.
 
         On a GPU the pool gets its size here, because the worker that attaches has its weights there already. Over
         several GPUs, blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces are divided by
@@ -66,6 +88,8 @@ class NodeMemory:
             shards = self._divided(block_bytes, kv_rows, kv_heads)
         async with self._taking:
             if self.pool is None:
+                if self.keeper is not None:
+                    await self._choose(PoolShape(slots_of(self.pool_bytes, block_bytes), block_bytes, namespace))
                 self.pool = await until_over(asyncio.to_thread(self._make, self.domain, shards))
                 self.shards = None if self.pool is None else shards
 
@@ -75,6 +99,11 @@ class NodeMemory:
         if pool is not None:
             pool.close()
         self.shards = None
+        kept, self.kept = self.kept, None
+        if kept is not None and kept.entries:
+            self._found, self.segments = kept, []
+        elif kept is not None:
+            kept.close()
         if self._opened is not None and self._opened.kind != HOST:
             self._close_segments()
 
@@ -105,6 +134,9 @@ class NodeMemory:
     def close(self) -> None:
         """Gives up the node's hold on everything; workers keep the memory that they map. Idempotent."""
         self.unshape()
+        self._leave_found()
+        if self.keeper is not None:
+            self.keeper.close()
         self._close_segments()
         if self._opened is not None:
             self._opened.close()
@@ -113,6 +145,40 @@ class NodeMemory:
     def _close_segments(self) -> None:
         while self.segments:
             self.segments.pop().close()
+
+    def _find(self, keeper: PoolKeeper) -> None:
+        """Finds what an earlier life of this node has left; in a thread."""
+        try:
+            segments = keeper.take(self._flags.node_id)
+        except PillionError as error:
+            log.warning("%s", error.message)
+            return
+        self._found = KeptPool.found(segments, self.pool_bytes) if segments else None
+
+    async def _choose(self, shape: PoolShape) -> None:
+        """Takes over the pool that was found, or leaves it for a fresh one."""
+        found = self._found
+        if found is not None and found.table.shape == shape and await found.freed(self.drained):
+            await found.read()
+            self._found, self.kept = None, found
+            self.segments.append(found.segment)
+            return
+        if found is not None and found.table.shape != shape:
+            log.warning("the pool of this node's earlier life has another shape or is of another model: it is left")
+        if not shape.num_slots:
+            return
+        self._leave_found()
+        if not self.segments:
+            self.segments.append(await until_over(asyncio.to_thread(self.domain.segment, self.pool_bytes)))
+        (segment,) = self.segments
+        assert not isinstance(segment, DeviceSegment)
+        self.kept = KeptPool.make(segment, shape)
+
+    def _leave_found(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            found.close()
+            found.segment.close()
 
     def _divided(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
         count = len(self.domain.device_uuids)

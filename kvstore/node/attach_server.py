@@ -9,7 +9,8 @@
       | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
                                                  only its processes' exit is proof (PeerProcess), and until then the
                                                  epoch is fenced
-      | <============= the end ============== |  the node is gone, and so is every block: the worker exits
+      | <============= the end ============== |  the node is gone: the worker exits; or, with a pool that outlives it,
+                                                 ends its last step and connects to the node's next life
 
 A connection that begins with RegionHello instead gets a shared region (:mod:`pillion.kvstore.node.region_server`).
 kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
@@ -25,12 +26,11 @@ import contextlib
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
-from pillion.errors import ConfigError, Overloaded, PillionError
+from pillion.errors import Overloaded, PillionError
+from pillion.net.private_socket import listen_private
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -92,7 +92,8 @@ class AttachServer:
 
     def start(self) -> None:
         """Listens and accepts connections. Raises ConfigError if the path cannot be used."""
-        self._server = _listen(self._path)
+        self._server = listen_private(self._path, LISTEN_BACKLOG, "listen for workers")
+        self._server.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(self._server), name="attach-accept")
 
     async def stop(self) -> None:
@@ -291,38 +292,3 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
                 found.append(_UNSEEN)
             last = (last + chunk)[-len(DETACHED) :]
     return last == DETACHED and len(found) <= most and _UNSEEN not in found
-
-
-def _listen(path: str) -> socket.socket:
-    folder = Path(path).parent
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _clear_stale(path)
-        sock.bind(path)
-        # No peer can connect before listen(), so there is no moment with wider permissions.
-        os.chmod(path, 0o600)
-        sock.listen(LISTEN_BACKLOG)
-    except (ConfigError, OSError) as error:
-        sock.close()
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"cannot listen for workers on {path}: {error.strerror or error}") from None
-    sock.setblocking(False)
-    return sock
-
-
-def _clear_stale(path: str) -> None:
-    """Removes the socket of a node that died without cleaning up; refuses to take a living one's place."""
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigError(f"{path} is there and is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(HELLO_TIMEOUT_S)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-    raise ConfigError(f"another KV node serves {path}")

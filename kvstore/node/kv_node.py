@@ -26,6 +26,7 @@ from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.adapter_files import NodeAdapters
 from pillion.kvstore.node.attach_server import AttachServer
+from pillion.kvstore.node.keeping import Keeping
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.region_server import RegionServer
@@ -220,17 +221,26 @@ class KVNode:
     # -- inside
 
     async def _admit(self, hello: AttachHello) -> AttachReply:
+        memory = self._memory
+        if hello.place and not self.pool.shaped:
+            # Before the lock: another worker may wait for this one there.
+            memory.drained.add(hello.place)
         async with self._shaping:
             try:
                 if not self.pool.shaped and hello.block_bytes > 0:
-                    await self._memory.shape(hello.block_bytes, hello.kv_rows, hello.kv_heads)
-                    self.pool.pool_bytes = self._memory.pool_bytes
+                    await memory.shape(hello.block_bytes, hello.kv_rows, hello.kv_heads, hello.namespace)
+                    self.pool.pool_bytes = memory.pool_bytes
+                if hello.pool_id and hello.pool_id != self._pool_id:
+                    raise Conflict("the pool that this worker has mapped is gone: start it again")
                 epoch, num_slots = self.pool.attach(hello)
             finally:
                 if not self.pool.shaped:
-                    self._memory.unshape()
+                    memory.unshape()
         log.info("%s (%s) attached", hello.component_id, hello.role)
-        domain = self._memory.domain
+        if memory.kept is not None and not hello.takes_place:
+            log.warning("%s is of an older version: this pool will not outlive the node", hello.component_id)
+            memory.kept.forsake()
+        domain = memory.domain
         return AttachReply(
             node_id=self._flags.node_id,
             node_address=self.address,
@@ -241,7 +251,13 @@ class KVNode:
             device_index=domain.device_indexes[0],
             mapped_bytes=self._memory.segments[0].size_bytes,
             shards=self._attached_shards(),
+            pool_id=self._pool_id if hello.takes_place else "",
         )
+
+    @property
+    def _pool_id(self) -> str:
+        """Names a pool that outlives this node; empty for another one."""
+        return self._memory.kept.pool_id if self._memory.kept is not None else ""
 
     def _attached_shards(self) -> tuple[AttachedShard, ...]:
         """What a worker has to know of each shard of a pool that is divided."""
@@ -275,6 +291,11 @@ class KVNode:
         )
         self.pool.fetcher = self._storage.fetcher
         self._spawn(self._storage.run(), "storage")
+        kept, keeper = self._memory.kept, self._memory.keeper
+        if kept is not None and keeper is not None:
+            memory, ledger = self._memory.pool, self.pool.ledger
+            self.pool.keeping = Keeping(self._flags.node_id, keeper, kept, ledger, memory, self.pool.changed)
+            self._spawn(self.pool.keeping.run(), "keeping")
 
     def _source(self) -> Storage:
         if self._storage is None:
@@ -360,7 +381,7 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_FENCED, (), len(status.fenced_components)
     yield names.KV_COMMITTED, (), status.committed_blocks_ever
     yield names.KV_EVICTED, (), status.evicted_blocks
-    for direction in ("fetched", "served", "restored", "spilled"):
+    for direction in ("fetched", "served", "restored", "spilled", "taken_over"):
         yield names.KV_MOVED, (direction,), getattr(status, f"{direction}_blocks")
     yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
     yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes

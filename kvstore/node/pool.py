@@ -18,8 +18,9 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import FETCH, SESSION, Block, IndexEvent, PoolShape, slots_of
+from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
+from pillion.kvstore.node.keeping import Keeping
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -63,6 +64,7 @@ class Pool:
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
+        keeping: set with the pool's shape, where the pool outlives the node.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
         chain_waits: calls that wait for a ticket's chain to grow.
@@ -80,6 +82,7 @@ class Pool:
         shaped: Callable[[PoolShape], None] = lambda shape: None,
     ) -> None:
         self.fetcher: Fetcher | None = None
+        self.keeping: Keeping | None = None
         self.meters = Meters()
         self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
         self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
@@ -135,6 +138,8 @@ class Pool:
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
             self.ledger.shape(num_slots)
+            if self.keeping is not None:
+                self.keeping.begin()
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
@@ -162,7 +167,7 @@ class Pool:
         old = self.ledger.holders.get(epoch)
         if old is None:
             raise NotFound("the epoch is void: attach again")
-        if old.role in (SESSION, FETCH):
+        if old.role in (SESSION, FETCH, KEPT):
             raise Conflict("only a worker takes a new epoch")
         if not old.fenced:
             self.fence(epoch)
@@ -222,6 +227,7 @@ class Pool:
         now = time.monotonic()
         self.ledger.seen(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
+        await self._bring_kept(hashes)
         # A caller that names no nonce still needs a place in the queue that is its own.
         nonce = request.nonce or _new_id()
         if not request.total_blocks:
@@ -251,6 +257,7 @@ class Pool:
         epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
         self.ledger.seen(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
+        await self._bring_kept(hashes)
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
@@ -278,6 +285,7 @@ class Pool:
         there is no such block, or the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
+        await self._bring_kept(hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
@@ -357,11 +365,16 @@ class Pool:
         status.block_bytes = self._block_bytes
         status.waiting_tickets = len(self.waiting)
         status.served_blocks = self.served_blocks
+        if self.keeping is not None:
+            status.taken_over_blocks = self.keeping.blocks.taken_over
+            status.kept_blocks = len(self.keeping.blocks.pending)
         return status
 
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict) with what does not add up."""
         check_integrity(self.ledger)
+        if self.keeping is not None:
+            self.keeping.blocks.check_integrity()
         if len(self._waiting) != len(self.waiting):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
         waits = sum(map(len, self._chain_waits.values()))
@@ -427,7 +440,7 @@ class Pool:
     def _worker(self, epoch: int) -> None:
         """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
         Hashes are no secret, and a caller that never wrote a slot must not name what is in it."""
-        if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH):
+        if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
@@ -439,7 +452,15 @@ class Pool:
                 self.ledger.release(grant.key[0], [grant.ticket_id])
             else:
                 future.set_result(grant)
-        self._announce(self.ledger.drain_events())
+        events = self.ledger.drain_events()
+        if self.keeping is not None:
+            # Before anybody hears of a slot that has been freed.
+            self.keeping.note(events)
+        self._announce(events)
+
+    async def _bring_kept(self, hashes: Sequence[bytes]) -> None:
+        if self.keeping is not None and self.keeping.blocks.pending:
+            await self.keeping.bring(hashes)
 
     def _dismiss(self, epoch: int, reason: str) -> None:
         for key in self.waiting.withdraw_epoch(epoch):

@@ -137,6 +137,18 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 
 
 @cli.command()
+@click.argument("socket")
+def keeper(socket: str) -> None:
+    """Keep the pools of this host's KV nodes at the Unix socket SOCKET, so that a node's death costs no KV.
+
+    The nodes name it with --keeper-socket. It does nothing but hold the pools' memory, and ends by a signal.
+    """
+    from pillion.kvstore.memory.keeper_process import run_keeper
+
+    run_keeper(socket)
+
+
+@cli.command()
 @takes_model
 @flag_options(PrepareFlags)
 @click.option(

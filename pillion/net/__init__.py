@@ -3,6 +3,7 @@
 - `rpc`: starts gRPC servers, opens channels, turns errors into statuses. Open it first.
 - `in_process`: the same calls without sockets, for components in one process. `addresses`: which addresses are local.
 - `listener`: what listens at an address. `advice`: what to do about a connection that failed, by what listens there.
+- `private_socket`: Unix sockets of one user, and lines beside which descriptors travel.
 - `tls`: certificates at the edge and between components. `watched`: files that may be replaced while a process runs.
 
 No service's logic comes in here: messages are in `pillion.wire`, servicers with their services.

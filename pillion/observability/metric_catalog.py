@@ -193,7 +193,10 @@ KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Workers that are f
 KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Blocks that were sealed.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
 KV_MOVED = _counter(
-    "pillion.kv.moved_blocks", "{block}", "Blocks fetched from nodes, served to nodes, restored, spilled.", "way"
+    "pillion.kv.moved_blocks",
+    "{block}",
+    "Blocks fetched from nodes, served to nodes, restored, spilled, taken over.",
+    "way",
 )
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")

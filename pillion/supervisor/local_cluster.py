@@ -38,6 +38,7 @@ from pillion.supervisor.supervisor import FAILED, ProcessSpec, Supervisor
 
 PREPARE_STOP_GRACE_S = 2.0
 NODE_SOCKET = "kvnode-0.sock"
+KEEPER_SOCKET = "keeper.sock"
 # Polls of a waiting OpenMP thread before it sleeps. With two workers of two threads on two cores, the same GEMMs take,
 # in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
 GOMP_SPIN_COUNT = 1000
@@ -158,7 +159,14 @@ def process_specs(
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(ranks_of(flags).values()))
+    kept = flags.keep_pool and pool == "cpu" and sys.platform == "linux"
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
+    if kept:
+        keeper = folder / KEEPER_SOCKET
+        place["keeper_socket"] = str(keeper)
+        argv = (sys.executable, "-m", "pillion", "keeper", str(keeper))
+        probe = partial(probes.accepts, keeper)
+        specs.append(ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe))
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
     standby = {"standby": flags.standby}
     specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ, **standby))
@@ -173,9 +181,11 @@ def process_specs(
             share |= {"core_board": board.path if board else "", "metrics_port": next(pages)}
             share |= {"tensor_parallel_size": ranks_of(flags)[role]}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
-            # A worker without a node ends at once; the gateway waits for both by itself.
+            # A worker without a node ends at once, unless the pool is kept; the gateway waits for both by itself.
             needs = (node.node_id,)
-            more = {"environ": compute, "needs": needs, **standby}
+            # Those of several ranks end with their node in any case.
+            survives = kept and ranks_of(flags)[role] == 1
+            more = {"environ": compute, "needs": needs, "survives": survives, **standby}
             specs.append(component_spec(role, component_id, worker, listen, level=2, **more))
     return specs + gateway_specs(flags, folder, environ, level=3)
 

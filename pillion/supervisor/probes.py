@@ -1,6 +1,9 @@
-"""Asks over gRPC whether a component is ready or alive; every call returns within a second."""
+"""Asks, over gRPC or at a Unix socket, whether a process is ready or alive; every call returns within a second."""
 
 from __future__ import annotations
+
+import asyncio
+from pathlib import Path
 
 PROBE_TIMEOUT_S = 1.0
 
@@ -25,6 +28,17 @@ async def is_serving(target: str, ca: str | None = None) -> bool:
 async def answers(target: str) -> bool:
     """Whether the component at ``target`` answers about its health at all, SERVING or not."""
     return await _health(target) is not None
+
+
+async def accepts(path: Path) -> bool:
+    """Whether a process takes connections at the Unix socket ``path``."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.close()
+            return True
+    except (OSError, TimeoutError):
+        return False
 
 
 async def _health(target: str, ca: str | None = None) -> bool | None:

@@ -55,6 +55,7 @@ class ProcessSpec:
         environ: the child's whole environment.
         needs: components that must be ready before this one is started again, and with whose death it is killed; the
             first start waits for all lower levels.
+        survives: whether it goes on when one of them dies, with the next process of that one.
         probe: whether the component is ready; called again and again until it is, must not raise.
         quiet: the output is kept back and shown only where the component dies by itself.
         drain_s: time to stop beside the usual grace, for the requests that are under way.
@@ -68,6 +69,7 @@ class ProcessSpec:
     environ: Mapping[str, str]
     probe: Callable[[], Awaitable[bool]]
     needs: tuple[str, ...] = ()
+    survives: bool = False
     quiet: bool = False
     drain_s: float = 0.0
     alive: Callable[[], Awaitable[bool]] | None = None
@@ -211,7 +213,7 @@ class Supervisor:
         """Kills what needs a component that has just died: it would end by itself, but later, and its next process can
         only begin then."""
         for other in self._components:
-            if name in other.spec.needs and other.child is not None:
+            if name in other.spec.needs and other.child is not None and not other.spec.survives:
                 # Its end may be noticed only when the other one is ready again.
                 other.ended_behind = name
                 other.child.kill()

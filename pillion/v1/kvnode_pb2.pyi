@@ -840,6 +840,8 @@ class NodeStatus(_message.Message):
     LATE_BLOCKS_FIELD_NUMBER: _builtins.int
     OBJECT_BLOCKS_FIELD_NUMBER: _builtins.int
     OBJECT_PAUSED_FIELD_NUMBER: _builtins.int
+    TAKEN_OVER_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -882,6 +884,11 @@ class NodeStatus(_message.Message):
     object_blocks: _builtins.int
     """Blocks that this node knows to be in its bucket, and whether the bucket's service is paused, because it failed."""
     object_paused: _builtins.bool
+    taken_over_blocks: _builtins.int
+    """Blocks of this node's earlier life, with a pool that outlived it: those that were taken over, and those, among the
+    leased ones, that are yet to be looked at.
+    """
+    kept_blocks: _builtins.int
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -919,10 +926,12 @@ class NodeStatus(_message.Message):
         late_blocks: _builtins.int = ...,
         object_blocks: _builtins.int = ...,
         object_paused: _builtins.bool = ...,
+        taken_over_blocks: _builtins.int = ...,
+        kept_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,9 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         namespace: base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
         kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
+        takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
+        pool_id, place: of a worker that comes back: the pool that it has mapped, and the place that it has locked. Its
+            last step has ended, and it uses nothing of that pool before the node has answered.
     """
 
     component_id: str
@@ -44,6 +47,9 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     kv_rows: int = 0
     kv_heads: int = 0
+    takes_place: bool = False
+    pool_id: str = ""
+    place: Annotated[int, Meta(ge=0)] = 0
     protocol: int = PROTOCOL
     version: str = VERSION
 
@@ -71,6 +77,7 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
         device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it; of a divided pool, the first.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
         shards: where the pool is divided, its shards, for each of which a descriptor comes; else none.
+        pool_id: names a pool that outlives its node, whose user locks the place ``epoch`` of it; "" for another one.
     """
 
     node_id: str = ""
@@ -82,6 +89,7 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     device_index: int = 0
     mapped_bytes: MappedBytes = 0
     shards: tuple[AttachedShard, ...] = ()
+    pool_id: str = ""
     protocol: int = PROTOCOL
     version: str = VERSION
     error: str = ""

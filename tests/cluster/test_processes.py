@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import pathlib
@@ -26,6 +27,7 @@ from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.types import TokenLogprob
+from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import ServedCluster, alive, served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import byte_prompt, save_model
@@ -225,6 +227,62 @@ def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:
         assert got == expected
         wait_for("the component to return", lambda: (p := cluster.component("prefill")) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
+    wait_for("all slots back", cluster.idle)
+
+
+def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
+    """First under eight streams, of which none is lost, and then with nothing under way: what was committed is hit, and
+    no worker has to be started again."""
+    prompts, salt, most = [byte_prompt(400 + seed, 300) for seed in range(8)], "kept", 700
+    begun = threading.Semaphore(0)
+
+    def read(client: Client, ids: list[int]) -> tuple[tuple[int, ...], int]:
+        got: list[int] = []
+        for delta in client.generate(ids, temperature=0.0, max_tokens=most, ignore_eos=True, cache_salt=salt):
+            if not got:
+                begun.release()
+            got += delta.token_ids
+        assert delta.timings is not None
+        return tuple(got), delta.timings.replays
+
+    def killed() -> None:
+        """Its next life has all that was committed."""
+        before = cluster.node_status()
+        cluster.kill("kvnode")
+
+        def back() -> NodeStatus | None:
+            with contextlib.suppress(AssertionError):
+                status = cluster.node_status()
+                return status if status.boot_epoch != before.boot_epoch and status.total_blocks else None
+            return None
+
+        wait_for("the node to return", back)
+        wait_for(
+            "its workers and all blocks to be back", lambda: cluster.serving() and not cluster.node_status().kept_blocks
+        )
+        assert cluster.node_status().taken_over_blocks >= 0.95 * before.committed_blocks > 0
+
+    with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        expected = list(threads.map(lambda ids: answer(client, ids, most, "before"), prompts))
+        wait_for("all slots back", cluster.idle)
+        workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
+        streams = [threads.submit(read, client, ids) for ids in prompts]
+        for _ in prompts:
+            assert begun.acquire(timeout=WITHIN_S)
+        killed()
+        got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
+        assert list(got) == expected
+        assert sum(replays) > 0
+        wait_for("all slots back", cluster.idle)
+        killed()
+        hits = 0
+        for ids, tokens in zip(prompts, expected, strict=True):
+            *_, last = client.generate([*ids, *tokens], temperature=0.0, max_tokens=1, cache_salt=salt)
+            assert last.usage is not None
+            hits += last.usage.cached_tokens
+        # All that a request has written but its last token, in blocks of 16.
+        assert hits >= 0.95 * sum((len(ids) + most - 1) // 16 * 16 for ids in prompts)
+        assert {process.pid for role in ("decode", "prefill") for process in cluster.components(role)} == workers
     wait_for("all slots back", cluster.idle)
 
 

@@ -272,7 +272,7 @@ def speak(path: str, line: bytes) -> bytes:
 async def test_the_socket_is_private_and_not_taken_over(node: AttachNode) -> None:
     assert stat.S_IMODE(os.stat(node.path).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(pathlib.Path(node.path).parent).st_mode) == 0o700
-    with pytest.raises(ConfigError, match="another KV node"):
+    with pytest.raises(ConfigError, match="another process serves"):
         AttachServer(node.path, list, node.admit, nothing, nothing, no_regions).start()
 
 

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPa
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
     flags = resolved(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
-    assert "--kv-device=cpu" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    assert "--kv-device=cpu" in process_specs(replace(flags, keep_pool=False), pathlib.Path("/run/x"), None)[0].argv
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,16 @@ def test_the_components_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = process_specs(flags, folder, pathlib.Path("/bin/redis-server"))
     assert [(s.component_id, s.level) for s in specs] == [
         ("redis", 0),
+        ("keeper", 0),
         ("kvnode-0", 1),
         ("prefill-0", 2),
         ("prefill-1", 2),
         ("decode-0", 2),
         ("gateway-0", 3),
     ]
-    decode, gateway = specs[4], specs[5]
+    node, decode, gateway = specs[2], specs[5], specs[6]
+    assert specs[1].argv[1:] == ("-m", "pillion", "keeper", "/run/x/keeper.sock")
+    assert "--keeper-socket=/run/x/keeper.sock" in node.argv
     assert decode.argv[1:5] == ("-m", "pillion", "decode", "--component-id=decode-0")
     assert {"--max-num-seqs=7", "--listen=unix:/run/x/decode-0.sock", "--cpu-threads=2"} <= set(decode.argv)
     assert decode.environ["OMP_NUM_THREADS"] == "2"

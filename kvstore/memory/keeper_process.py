@@ -1,0 +1,124 @@
+"""The keeper of KV pools: a process that does nothing but hold descriptors, so that a pool outlives its KV node.
+
+    node --"keep", descriptors--> kept under the node's name --"take"--> the node's next life, as often as it asks
+                                       '-- the node keeps others --> closed        '-- the keeper ends --> closed
+
+It never maps what it keeps, and never looks at it. The kernel frees a pool with its last descriptor and mapping, so
+nothing is left where the keeper ends with the cluster, however that ends. Its socket is 0600 in a folder of 0700: who
+may connect may read all KV, as at the attach socket. (systemd has the same for its services, FileDescriptorStoreMax=.)
+
+One connection is served after the other, each within REQUEST_TIMEOUT_S; that of the last "keep" under a name stays
+open, which is how a node notices the keeper's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import dataclass, field
+
+from pillion.errors import InvalidRequest, Overloaded, PillionError
+from pillion.net.private_socket import close_all, listen_private, receive_line
+from pillion.wire.keeper import (
+    KEPT_DESCRIPTORS,
+    MAX_KEEPER_LINE_BYTES,
+    KeeperHello,
+    KeeperReply,
+    keeper_hello_from_line,
+    keeper_line,
+)
+
+log = logging.getLogger("pillion.keeper")
+
+REQUEST_TIMEOUT_S = 1.0
+KEEPER_BACKLOG = 16
+# Names under which something may be kept at once.
+MAX_KEPT = 64
+
+
+@dataclass
+class _Kept:
+    """``node`` is the connection of the node that gave the descriptors."""
+
+    descriptors: list[int]
+    node: socket.socket
+
+
+@dataclass
+class KeeperServer:
+    """What is kept, by name."""
+
+    kept: dict[str, _Kept] = field(default_factory=dict)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Serves one connection; it is closed, or stays with what it gave to be kept."""
+        descriptors: list[int] = []
+        stays = False
+        try:
+            sock.settimeout(REQUEST_TIMEOUT_S)
+            line, descriptors = receive_line(sock, MAX_KEEPER_LINE_BYTES, KEPT_DESCRIPTORS)
+            hello = keeper_hello_from_line(line)
+            if hello.action == "take":
+                self._give(sock, hello.name)
+            else:
+                self._keep(sock, hello, descriptors)
+                descriptors, stays = [], True
+        except PillionError as error:
+            _answer(sock, KeeperReply(error=error.message))
+        except OSError as error:
+            # Somebody who only looked whether there is a keeper, say.
+            log.debug("a connection failed: %s", error)
+        finally:
+            close_all(descriptors)
+            if not stays:
+                sock.close()
+
+    def close(self) -> None:
+        """Gives up everything. Idempotent."""
+        while self.kept:
+            self._drop(self.kept.popitem()[1])
+
+    def _keep(self, sock: socket.socket, hello: KeeperHello, descriptors: list[int]) -> None:
+        if len(descriptors) != KEPT_DESCRIPTORS:
+            raise InvalidRequest(f"{len(descriptors)} descriptors came, {KEPT_DESCRIPTORS} are a pool")
+        if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
+            raise Overloaded(f"{MAX_KEPT} pools are kept already")
+        before = self.kept.pop(hello.name, None)
+        self.kept[hello.name] = _Kept(descriptors, sock)
+        if before is not None:
+            self._drop(before)
+        log.info("keeps the pool of %s", hello.name)
+        _answer(sock, KeeperReply(kept=True))
+
+    def _give(self, sock: socket.socket, name: str) -> None:
+        kept = self.kept.get(name)
+        _answer(sock, KeeperReply(kept=kept is not None), kept.descriptors if kept else ())
+
+    @staticmethod
+    def _drop(kept: _Kept) -> None:
+        kept.node.close()
+        close_all(kept.descriptors)
+
+
+def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tuple[()] = ()) -> None:
+    """Sends one small line into an empty buffer: it goes at once, or the peer is gone."""
+    try:
+        socket.send_fds(sock, [keeper_line(reply)], list(descriptors))
+    except OSError as error:
+        log.debug("an answer could not be sent: %s", error)
+
+
+def run_keeper(path: str) -> None:
+    """Keeps pools at the Unix socket ``path`` until the process ends. Raises ConfigError for a path that cannot be
+    used."""
+    server, keeper = listen_private(path, KEEPER_BACKLOG, "keep pools"), KeeperServer()
+    try:
+        while True:
+            sock, _ = server.accept()
+            os.set_inheritable(sock.fileno(), False)
+            keeper.serve(sock)
+    finally:
+        keeper.close()
+        server.close()
+        os.unlink(path)

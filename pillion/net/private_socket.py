@@ -1,0 +1,76 @@
+"""Unix sockets that only processes of one user reach (0600 in a folder of 0700), and lines that bring descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+from pillion.errors import ConfigError
+
+# How long a process that may listen at the path already has to take a connection.
+PROBE_TIMEOUT_S = 5.0
+
+
+def listen_private(path: str, backlog: int, what: str) -> socket.socket:
+    """Returns a listening socket at ``path``. ``what`` the process does with it is said in errors.
+
+    A socket file that a dead process left there is replaced. Raises ConfigError for a path that cannot be used, or at
+    which another process listens.
+    """
+    folder = Path(path).parent
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _clear_stale(path)
+        sock.bind(path)
+        # No peer can connect before listen(), so there is no moment with wider permissions.
+        os.chmod(path, 0o600)
+        sock.listen(backlog)
+    except (ConfigError, OSError) as error:
+        sock.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot {what} on {path}: {error.strerror or error}") from None
+    return sock
+
+
+def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
+    """Returns one line, and the descriptors that came with it, which are the caller's to close. It blocks as long as
+    the socket's timeout allows. Raises ConnectionError where the connection ends before the line does, or the line is
+    too long; OSError."""
+    line, descriptors = b"", []
+    try:
+        while not line.endswith(b"\n"):
+            chunk, received, _, _ = socket.recv_fds(sock, max_line_bytes - len(line), max_descriptors)
+            descriptors += received
+            if not chunk or len(line) + len(chunk) >= max_line_bytes:
+                raise ConnectionError("the connection ended without an answer")
+            line += chunk
+    except BaseException:
+        close_all(descriptors)
+        raise
+    return line, descriptors
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes descriptors and empties the list."""
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _clear_stale(path: str) -> None:
+    """Removes the socket of a process that died without cleaning up; refuses to take a living one's place."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ConfigError(f"{path} is there and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+    raise ConfigError(f"another process serves {path}")

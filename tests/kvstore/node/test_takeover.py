@@ -1,0 +1,402 @@
+"""A KV node that begins again over the pool of its earlier life: real nodes, a real keeper, and workers whose processes
+are real where the kernel has to prove their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.client.attachment import Attachment, attach
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
+from pillion.kvstore.memory import kept_pool
+from pillion.kvstore.memory.keeper import PoolKeeper
+from pillion.kvstore.memory.segment import OWNER, Segment, lock_place, locked_places, map_shared, reopened
+from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.v1.kvnode_pb2 import CommitRun
+from pillion.wire.attach import AttachHello, attach_reply_from_line, line_to_bytes
+from testbed.conditions import WITHIN_S, until, wait_for
+from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, NUM_SLOTS, ROOT, content
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
+
+CHAIN = chain_hashes(ROOT, range(6), 1)
+# A worker that does not notice its node's end: it holds the pool until it is killed.
+DEAF_WORKER = """
+import sys
+from pillion.kvstore.client.attachment import attach
+a = attach(sys.argv[1], component_id="deaf", role="decode", block_bytes=8192, timeout_s=60, namespace="ab" * 32)
+print(a.pool_id, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def running_keeper(path: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "pillion", "keeper", path])
+    try:
+
+        def listens() -> bool:
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+                probe.connect(path)
+                return True
+            return False
+
+        wait_for("the keeper to listen", listens)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def keeper_socket() -> Iterator[str]:
+    """A keeper for all nodes here: each test's has a name of its own."""
+    with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
+        yield f"{folder}/keeper.sock"
+
+
+@contextlib.contextmanager
+def deaf_worker(attach_socket: str) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", DEAF_WORKER, attach_socket], stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Lives:
+    """A node's lives, one after the other, with a worker and a gateway's session of each."""
+
+    def __init__(self, folder: str, keeper_socket: str) -> None:
+        self.flags = KVNodeFlags(
+            node_id=f"kv-{folder}",
+            node_listen=f"unix:{folder}/node.sock",
+            attach_socket=f"{folder}/attach.sock",
+            keeper_socket=keeper_socket,
+            kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
+            heartbeat_timeout_ms=600_000,
+        )
+        self.node: KVNode | None = None
+        self.workers: list[Attachment] = []
+
+    async def begin(self, **flags: Any) -> KVNode:
+        await self.end()
+        self.node = await start_kvnode(replace(self.flags, **flags))
+        return self.node
+
+    async def end(self) -> None:
+        node, self.node = self.node, None
+        if node is not None:
+            await node.stop(0.0)
+
+    async def worker(self, namespace: str = NAMESPACE) -> Attachment:
+        made = await asyncio.to_thread(
+            attach,
+            self.flags.attach_socket,
+            component_id="worker",
+            role="decode",
+            block_bytes=BLOCK_BYTES,
+            timeout_s=WITHIN_S,
+            namespace=namespace,
+        )
+        self.workers.append(made)
+        return made
+
+    async def renew(self, worker: Attachment) -> None:
+        await asyncio.to_thread(worker.renew, self.flags.attach_socket, "worker", "decode", NAMESPACE, WITHIN_S)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, hashes: bytes) -> AsyncIterator[tuple[NodeClient, int, int]]:
+        """A gateway's ticket: a client, the ticket, and how many blocks of the chain it pins."""
+        client = NodeClient(self.flags.node_listen, "gateway")
+        session = await client.open_session(WITHIN_S, wait_for_node=True)
+        total = len(hashes) // HASH_BYTES + 1
+        ticket = await client.open_ticket(session.epoch, hashes, total, timeout_s=WITHIN_S)
+        try:
+            yield client, ticket.ticket_id, ticket.pinned_blocks
+        finally:
+            await client.release(session.epoch, [ticket.ticket_id])
+            await session.aclose()
+            await client.aclose()
+
+    async def hits(self, worker: Attachment, hashes: bytes) -> int:
+        """How much of a chain is there; each block holds what its hash says."""
+        async with self.opened(hashes) as (client, ticket_id, pinned):
+            chain = (await client.adopt(worker.epoch, ticket_id, 0)).chain_slots
+            assert len(chain) == pinned
+            for slot, block_hash in zip(chain, split_hashes(hashes), strict=False):
+                assert bytes(worker.memory[slot * BLOCK_BYTES :][:BLOCK_BYTES]) == content(block_hash)
+            await client.release(worker.epoch, [ticket_id])
+        return pinned
+
+    async def commit(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
+        """Computes a chain, and waits until it would outlive the node; returns its slots."""
+        names = split_hashes(hashes)
+        async with self.opened(hashes) as (client, ticket_id, pinned):
+            slots = tuple((await client.adopt(worker.epoch, ticket_id, len(names) - pinned)).leased_slots)
+            for slot, block_hash in zip(slots, names[pinned:], strict=True):
+                worker.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = content(block_hash)
+            run = CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=b"".join(names[pinned:]))
+            (result,) = await client.commit(worker.epoch, [run])
+            assert not result.refusal
+            await client.release(worker.epoch, [ticket_id])
+        assert self.node is not None
+        keeping = self.node.pool.keeping
+        assert keeping is not None
+        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
+        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
+        return slots
+
+
+@pytest.fixture
+async def lives(short_folder: str, keeper_socket: str) -> AsyncIterator[Lives]:
+    async with ended(Lives(short_folder, keeper_socket)) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def ended(made: Lives) -> AsyncIterator[Lives]:
+    try:
+        yield made
+        if made.node is not None:
+            made.node.check_integrity()
+    finally:
+        for worker in made.workers:
+            worker.close()
+        await made.end()
+
+
+async def test_blocks_and_mappings_outlive_a_node_again_and_again(lives: Lives) -> None:
+    await lives.begin()
+    worker = await lives.worker()
+    pool_id, memory = worker.pool_id, worker.memory
+    assert pool_id
+    await lives.commit(worker, CHAIN)
+    for life in range(1, 4):
+        node = await lives.begin()
+        assert worker.node_gone
+        await lives.renew(worker)
+        assert (worker.pool_id, worker.memory) == (pool_id, memory)
+        assert not worker.node_gone
+        # A chain of which the node has only a part: the rest is computed, and outlives the next death with it.
+        longer = chain_hashes(ROOT, range(6 + 2 * life), 1)
+        assert await lives.hits(worker, longer) == 4 + 2 * life
+        await lives.commit(worker, longer)
+        status = node.status()
+        assert (status.taken_over_blocks, status.committed_blocks_ever, status.kept_blocks) == (4 + 2 * life, 2, 0)
+        node.check_integrity()
+    assert node.status().free_blocks + node.status().committed_blocks == NUM_SLOTS
+
+
+async def test_a_new_worker_finds_what_others_have_committed(lives: Lives) -> None:
+    await lives.begin()
+    first = await lives.worker()
+    await lives.commit(first, CHAIN)
+    first.close()
+    await lives.begin()
+    assert await lives.hits(await lives.worker(), CHAIN) == 6
+
+
+async def test_nobody_gets_a_slot_before_the_last_worker_has_drained(lives: Lives) -> None:
+    await lives.begin()
+    quick, slow = await lives.worker(), await lives.worker()
+    await lives.commit(quick, CHAIN)
+    node = await lives.begin()
+    coming = asyncio.create_task(lives.renew(quick))
+    await until("the node to know that it has drained", lambda: node._memory.drained)
+    assert not node.pool.shaped
+    await lives.renew(slow)
+    await coming
+    assert await lives.hits(slow, CHAIN) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_that_has_not_noticed_keeps_its_pool_to_itself(
+    lives: Lives, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is proof; while it only sleeps it may write when it wakes, and so the pool is left to it."""
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(kept_pool, "PATIENCE_S", 0.0)
+    await lives.begin()
+    with deaf_worker(lives.flags.attach_socket) as deaf:
+        assert deaf.stdout is not None
+        worker = await lives.worker()
+        said = (await asyncio.to_thread(deaf.stdout.readline)).strip()
+        assert said == worker.pool_id
+        await lives.commit(worker, CHAIN)
+        deaf.send_signal(number)
+        await lives.begin()
+        if number == signal.SIGKILL:
+            await lives.renew(worker)
+            assert await lives.hits(worker, CHAIN) == 6
+        else:
+            with pytest.raises(ConfigError, match="is gone"):
+                await lives.renew(worker)
+            fresh = await lives.worker()
+            assert fresh.pool_id != said
+            assert await lives.hits(fresh, CHAIN) == 0
+
+
+async def another_model(lives: Lives) -> Attachment:
+    await lives.begin()
+    return await lives.worker("cd" * HASH_BYTES)
+
+
+async def another_size(lives: Lives) -> Attachment:
+    await lives.begin(kv_pool_bytes=(NUM_SLOTS + 1) * BLOCK_BYTES)
+    return await lives.worker()
+
+
+async def another_name(lives: Lives) -> Attachment:
+    await lives.begin(node_id="kv-b")
+    return await lives.worker()
+
+
+@pytest.mark.parametrize("again", [another_model, another_size, another_name])
+async def test_another_pool_is_a_fresh_one(lives: Lives, again: Callable[[Lives], Any]) -> None:
+    await lives.begin()
+    old = await lives.worker()
+    await lives.commit(old, CHAIN)
+    old.close()
+    worker = await again(lives)
+    assert worker.pool_id not in ("", old.pool_id)
+    assert lives.node is not None
+    assert lives.node.status().committed_blocks == 0
+    await lives.commit(worker, CHAIN)
+
+
+async def test_a_block_that_changed_is_computed_again(lives: Lives) -> None:
+    await lives.begin()
+    worker = await lives.worker()
+    slots = await lives.commit(worker, CHAIN)
+    worker.memory[slots[3] * BLOCK_BYTES] ^= 1
+    node = await lives.begin()
+    await lives.renew(worker)
+    assert await lives.hits(worker, CHAIN) == 3
+    await until("all to be looked at", lambda: not node.status().kept_blocks)
+    assert node.status().free_blocks == NUM_SLOTS - 3
+    await lives.commit(worker, CHAIN)
+
+
+async def test_a_worker_of_an_older_version_ends_the_keeping(lives: Lives) -> None:
+    """It takes no place, so nobody could tell whether it still writes."""
+    await lives.begin()
+    worker = await lives.worker()
+    await lives.commit(worker, CHAIN)
+    with socket.socket(socket.AF_UNIX) as old:
+        old.settimeout(WITHIN_S)
+        old.connect(lives.flags.attach_socket)
+        hello = AttachHello(component_id="old", role="decode", block_bytes=BLOCK_BYTES, namespace=NAMESPACE)
+        old.sendall(line_to_bytes(hello))
+        line = await asyncio.to_thread(old.recv, 4096)
+        assert not attach_reply_from_line(line).pool_id
+        worker.close()
+        await lives.begin()
+        assert await lives.hits(await lives.worker(), CHAIN) == 0
+
+
+async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) -> None:
+    """While there is none, the node serves, and its pool would go with it."""
+    async with ended(Lives(short_folder, f"{short_folder}/keeper.sock")) as lives:
+        await lives.begin()
+        worker = await lives.worker()
+        await lives.begin()
+        with pytest.raises(ConfigError, match="is gone"):
+            await lives.renew(worker)
+        worker = await lives.worker()
+        with running_keeper(lives.flags.keeper_socket):
+            await lives.commit(worker, CHAIN)
+        assert lives.node is not None
+        keeping = lives.node.pool.keeping
+        assert keeping is not None
+        await until("the node to miss the keeper", keeping._keeper.lost)
+        with running_keeper(lives.flags.keeper_socket):
+            await until("the new keeper to have the pool", lambda: not keeping._keeper.lost())
+            await lives.begin()
+            await lives.renew(worker)
+            assert await lives.hits(worker, CHAIN) == 6
+
+
+def test_memory_goes_with_its_last_user(short_folder: str) -> None:
+    """No file has a name, and the keeper's end leaves nothing; what it had is to be had as long as it lives."""
+    with running_keeper(f"{short_folder}/keeper.sock") as keeper:
+        check_kept_memory(PoolKeeper(f"{short_folder}/keeper.sock"), keeper)
+
+
+def check_kept_memory(client: PoolKeeper, keeper: subprocess.Popen[bytes]) -> None:
+    segments = [Segment(1 << 20), Segment(4096)]
+    client.keep("kv-a", segments)
+    with map_shared(segments[0].fileno(), 5) as mapped:
+        mapped[:5] = b"hello"
+    for segment in segments:
+        segment.close()
+    kept = client.take("kv-a")
+    assert [segment.size_bytes for segment in kept] == [1 << 20, 4096]
+    with map_shared(kept[0].fileno(), 5) as mapped:
+        assert mapped[:] == b"hello"
+    assert client.take("kv-b") == []
+    client.keep("kv-a", [Segment(8192), Segment(4096)])
+    assert [segment.size_bytes for segment in client.take("kv-a")] == [8192, 4096]
+    # Two descriptors for each name, the listening socket and a connection: what was replaced is closed.
+    held = [os.readlink(f"/proc/{keeper.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper.pid}/fd")]
+    assert len([name for name in held if "memfd" in name]) == 2
+    keeper.kill()
+    keeper.wait()
+    assert client.lost()
+    with pytest.raises(Unavailable):
+        client.take("kv-a")
+
+
+def test_a_place_is_held_as_long_as_the_memory_is_mapped() -> None:
+    segment = Segment(8192)
+    assert segment.own()
+    worker = reopened(segment.fileno())
+    lock_place(worker, 2**62)
+    assert segment.users() == {2**62}
+    with map_shared(worker, 8192):
+        os.close(worker)
+        assert segment.users() == {2**62}, "it may still write"
+        other = Segment.kept(os.dup(segment.fileno()))
+        assert not other.own(), "one node at a time"
+        assert locked_places(other.fileno()) == {2**62}
+        other.close()
+    assert segment.users() == set()
+    assert OWNER not in segment.users()
+    segment.close()
+
+
+def test_every_place_is_found_in_whatever_order_it_was_taken() -> None:
+    segment, chance = Segment(4096), random.Random(5)
+    assert segment.own()
+    places = {1, 2, 2**62, *(chance.randrange(3, 2**62) for _ in range(40))}
+    with contextlib.ExitStack() as stack:
+        for place in chance.sample(sorted(places), len(places)):
+            lock_place(stack.enter_context(os.fdopen(reopened(segment.fileno()))).fileno(), place)
+        assert segment.users() == places
+    segment.close()
+
+
+def test_what_no_node_has_made_is_not_taken(short_folder: str) -> None:
+    descriptor = os.open(f"{short_folder}/file", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(ConfigError, match="none that a KV node has made"):
+        Segment.kept(descriptor)
+    plain = os.memfd_create("plain")
+    with pytest.raises(ConfigError, match="none that a KV node has made"):
+        Segment.kept(plain)
