@@ -17,6 +17,7 @@ from pillion._version import PROTOCOL, VERSION
 from pillion.cli.bench_command import bench
 from pillion.cli.console import fail
 from pillion.cli.flags import CA, CERT, KEY, CommandGroup, flag_option, flag_options, option, option_name, options
+from pillion.cli.simulate_command import simulate
 from pillion.config import CommonFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
 
@@ -64,6 +65,7 @@ def cli() -> None:
 
 
 cli.add_command(bench)
+cli.add_command(simulate)
 
 
 def takes_model(function: F) -> F:

@@ -230,11 +230,13 @@ def check_variables(environ: Mapping[str, str]) -> None:
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(links):
             # What all names begin with says nothing about which of them is meant.
-            hint = _did_you_mean(name, known, len(ENV_PREFIX))
+            hint = did_you_mean(name, known, len(ENV_PREFIX))
             raise ConfigError(f"unknown environment variable {name}{hint}")
 
 
-def _did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
+def did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
+    """What an error says of a name that is nearly one of those known; empty where none is near. The first ``skip``
+    letters, which all begin with, are not compared."""
     close = difflib.get_close_matches(name[skip:], [one[skip:] for one in known], 1)
     return f"; did you mean {name[:skip]}{close[0]}?" if close else ""
 
@@ -255,7 +257,7 @@ def read_config(path: str) -> dict[str, Any]:
         name = key.replace("-", "_")
         name = spelled.get(name, name)
         if name not in known:
-            hint = _did_you_mean(key, [one.replace("_", "-") for one in known])
+            hint = did_you_mean(key, [one.replace("_", "-") for one in known])
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} is there twice")

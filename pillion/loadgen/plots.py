@@ -33,7 +33,8 @@ def check_plot(path: Path) -> None:
         raise ConfigError("pictures need matplotlib: pip install 'pillion[bench]'") from None
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
@@ -42,14 +43,15 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure; its folder is made. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objective], title: str) -> None:
     """Distributions of the latencies, and gaps between tokens over time above the prompts that arrived."""
-    figure = _figure(10, 6.4)
+    figure = new_figure(10, 6.4)
     figure.suptitle(title, fontsize=10)
     grid = figure.add_gridspec(3, 2, height_ratios=(3, 2.6, 1.3))
     answered = [record for record in records if record.ok]
@@ -68,7 +70,7 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
                 axes.axvline(bounds[name].fixed_s * 1000, color=GREY, lw=1, ls=":", label=f"objective {name}")
         axes.set(xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
         axes.set_xscale("log")
-        _plain_numbers(axes.xaxis)
+        plain_numbers(axes.xaxis)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     between = [gap for record in answered for gap in record.itl_s]
@@ -76,10 +78,10 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
         # Messages that were read together have gaps of nothing; on a logarithmic axis they would take most of it.
         gaps.set_xlim(left=max(percentile(between, 2) * 1000, LEAST_MS) / 2)
     _timeline(figure.add_subplot(grid[1, :]), figure.add_subplot(grid[2, :]), records)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _plain_numbers(axis: Axis) -> None:
+def plain_numbers(axis: Axis) -> None:
     """Labels a logarithmic axis with plain numbers (50, not 5 x 10^1), few enough to read."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -107,7 +109,7 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     gaps.set(ylabel="ITL, ms", yscale="log")
     if dots:
         gaps.set_ylim(bottom=percentile([gap for _, gap in dots], 2) / 2)
-    _plain_numbers(gaps.yaxis)
+    plain_numbers(gaps.yaxis)
     gaps.set_title("gaps between tokens, and tokens to compute of the prompts that were sent", fontsize=10)
     gaps.grid(alpha=0.3)
     gaps.sharex(prompts)
@@ -128,7 +130,7 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
 
 def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, title: str) -> None:
     """Goodput and the share that met the objectives, over the rate. ``rows``: ``rate`` and a run's result each."""
-    figure = _figure(7, 4.2)
+    figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     rows = sorted(rows, key=lambda row: float(row["rate"]))
     rates = [row["rate"] for row in rows]
@@ -145,4 +147,4 @@ def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, ti
     share.set(ylabel="share that met all objectives", ylim=(0, 1.05))
     lines = [*axes.get_lines(), share.get_lines()[0]]
     axes.legend(lines, [str(line.get_label()) for line in lines], fontsize=8, loc="lower left")
-    _save(figure, path)
+    save_figure(figure, path)

@@ -1,5 +1,9 @@
 """A fleet of up to thousands of workers in simulated time: which requests would see what. Open world.py first.
 
+    studies.py        what a change of a flag costs, and how many workers it takes
+    figures.py        what clients saw, in numbers
+    pictures.py       the same drawn
+    measured.py       costs of steps, from the registry of a running cluster
     world.py          FleetWorld: gateways, workers and nodes, which may come and go; runs a load
     traffic.py        requests, and how their clients saw them
     sim_gateway.py    a gateway: production admission, candidates and planner

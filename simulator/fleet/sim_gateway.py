@@ -29,10 +29,12 @@ from pillion.priority import rank
 from pillion.simulator.fleet.fleet_request import FleetRequest
 from pillion.simulator.fleet.sim_worker import SimWorker, WorkerJob
 from pillion.simulator.fleet.site import FleetSite
-from pillion.simulator.fleet.traffic import Request
+from pillion.simulator.fleet.traffic import ClientRecord, Request
 from pillion.wire.registry import ComponentRecord
 
 MODEL = "m"
+# A request without a first token counts as one that waited so long for it.
+PATIENCE_S = 120.0
 Loads = tuple[Mapping[str, int], Mapping[str, int]]
 
 
@@ -50,15 +52,16 @@ class GatewaySettings:
 
 
 class SimGateway:
-    """One of ``gateways`` gateways, the one of that ``number``. Attributes are for reading: ``flows``, all requests
-    that it has taken; ``refused``; ``plan_s``, the real seconds of each plan. ``on_end`` is told of each end."""
+    """One of ``gateways`` gateways, the one of that ``number``. Attributes are for reading: ``open``,
+    requests that it has taken on; ``records``, those that are over; ``plan_s``, the real seconds of each plan.
+    ``on_end`` is told of each end."""
 
     def __init__(self, site: FleetSite, settings: GatewaySettings, number: int, gateways: int) -> None:
         self.site = site
         self.fetch_pace = FetchPace()
         self.load = OwnLoad()
-        self.flows: list[FleetRequest] = []
-        self.refused: list[tuple[Request, Overloaded]] = []
+        self.open: dict[FleetRequest, AdmissionPermit] = {}
+        self.records: list[ClientRecord] = []
         self.plan_s: list[float] = []
         self.on_end: Callable[[Request], None] = lambda request: None
         self.number = number
@@ -72,7 +75,6 @@ class SimGateway:
         self._admission = Admission(settings.max_inflight_requests, settings.max_inflight_tokens)
         self._turns = ModelTurns(self._slots)
         self._slots_of: tuple[float, int] = (-1.0, 0)
-        self._permits: dict[FleetRequest, AdmissionPermit] = {}
         self._waiting: dict[int, FleetRequest] = {}
         self._changed: set[str] = set()
         self._report_due = False
@@ -96,8 +98,7 @@ class SimGateway:
             self._refuse(request, error)
             return
         flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
-        self.flows.append(flow)
-        self._permits[flow] = permit
+        self.open[flow] = permit
         waiting = self._turns.wait(permit, rank(0, now), now, None)
         self._waiting[waiting.number] = flow
         self._grant()
@@ -112,7 +113,8 @@ class SimGateway:
 
     def ended(self, flow: FleetRequest) -> None:
         """The request is over."""
-        self._admission.leave(self._permits.pop(flow), len(flow.machine.emitted))
+        self._admission.leave(self.open.pop(flow), len(flow.machine.emitted))
+        self.records.append(flow.record(PATIENCE_S))
         self.site.running[self.number] = self._admission.requests
         self.on_end(flow.request)
 
@@ -122,7 +124,7 @@ class SimGateway:
             self._waiting.pop(number).start()
 
     def _refuse(self, request: Request, error: Overloaded) -> None:
-        self.refused.append((request, error))
+        self.records.append(ClientRecord(request, PATIENCE_S, (), error.message, failed=True))
         self.on_end(request)
 
     def _slots(self) -> int:

@@ -23,7 +23,7 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
 from pillion.simulator.fleet.prefix_store import NodeStore
-from pillion.simulator.fleet.sim_gateway import MODEL, GatewaySettings, SimGateway
+from pillion.simulator.fleet.sim_gateway import MODEL, PATIENCE_S, GatewaySettings, SimGateway
 from pillion.simulator.fleet.sim_worker import SimWorker, WorkerSettings
 from pillion.simulator.fleet.site import FleetSite
 from pillion.simulator.fleet.traffic import ClientRecord, Request
@@ -36,8 +36,6 @@ NOISE = 0.03
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
 WARM_UP_ANSWER_TOKENS = 16
 WARM_UP_S = 60.0
-# A request without a first token this long after the last arrival counts as never answered.
-PATIENCE_S = 120.0
 PREFILL, DECODE = "prefill", "decode"
 MAX_SPANS = 256
 # The step of a simulation that waits for an end it does not know.
@@ -233,12 +231,8 @@ class FleetWorld:
 
     def records(self) -> list[ClientRecord]:
         """What clients have seen, in the order of the requests' numbers; the warm-up is left out."""
-        found = [flow.record(PATIENCE_S) for gateway in self.gateways for flow in gateway.flows]
-        found += [
-            ClientRecord(request, PATIENCE_S, (), error.message, failed=True)
-            for gateway in self.gateways
-            for request, error in gateway.refused
-        ]
+        found = [record for gateway in self.gateways for record in gateway.records]
+        found += [flow.record(PATIENCE_S) for gateway in self.gateways for flow in gateway.open]
         kept = (record for record in found if record.request.number >= 0)
         return sorted(kept, key=lambda record: record.request.number)
 

@@ -1,0 +1,52 @@
+"""What the workers of a running cluster have measured, read from its registry: the machine that a fleet is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.errors import ConfigError
+from pillion.kvstore.index.registry import Registry
+from pillion.wire.registry import ComponentRecord
+
+REGISTRY_TIMEOUT_MS = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """The cost of steps of either kind of worker (StepCost.weights_s), empty where no such worker has served, and bytes
+    of a KV block."""
+
+    prefill_cost_s: tuple[float, ...]
+    decode_cost_s: tuple[float, ...]
+    block_bytes: int
+
+
+def costs_of(records: Sequence[ComponentRecord]) -> MeasuredCosts:
+    """The costs that workers report: of several of a kind, those of the one in the middle by a step's cost. A kind that
+    has not served takes the other's."""
+
+    def middle(role: str) -> tuple[float, ...]:
+        fits = sorted(one.step_cost_s for one in records if one.role == role and one.step_cost_s)
+        return fits[len(fits) // 2] if fits else ()
+
+    prefill, decode = middle("prefill"), middle("decode")
+    return MeasuredCosts(prefill or decode, decode or prefill, max((one.block_bytes for one in records), default=0))
+
+
+def measured_costs(redis_url: str) -> MeasuredCosts:
+    """The costs that the workers of a cluster report. Raises ConfigError where there are none, and for a bad URL;
+    Unavailable where Redis does not answer."""
+
+    async def read() -> list[ComponentRecord]:
+        registry = Registry(redis_url, REGISTRY_TIMEOUT_MS)
+        try:
+            return list(await registry.components())
+        finally:
+            await registry.aclose()
+
+    found = costs_of(asyncio.run(read()))
+    if not found.decode_cost_s:
+        raise ConfigError(f"--redis-url {redis_url}: no worker there has served a request yet")
+    return found
