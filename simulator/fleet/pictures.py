@@ -59,5 +59,5 @@ def plot_capacity(path: Path, found: Capacity, objectives: Objectives, title: st
     plain_numbers(axes.xaxis)
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     save_figure(figure, path)
