@@ -62,7 +62,7 @@ ROLES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MeasuredCluster:
     """What was measured of a cluster: seconds of steps by role, of a request outside of steps, of a token beside its
     step, and the relative standard deviation of a step's time."""
 
@@ -142,9 +142,9 @@ async def replay(
     return run.records, sampler.mean()
 
 
-def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[float, ...]]) -> Machine:
+def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[float, ...]]) -> MeasuredCluster:
     """What lone requests show: they are simulated too, and the difference is what happens outside of steps."""
-    machine = Machine(cost_s, 0.0, 0.0, 0.01)
+    machine = MeasuredCluster(cost_s, 0.0, 0.0, 0.01)
     requests = [Request(n, 0.0, one.prompt_tokens, one.asked_tokens) for n, one in enumerate(records)]
     alone, _ = simulate_closed(machine.fleet(name), requests, 1)
     gaps = [gap for record in records for gap in record.itl_s]
@@ -156,7 +156,7 @@ def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[floa
     return replace(machine, edge_s=edge_s)
 
 
-def simulated(machine: Machine, name: str, path: pathlib.Path) -> list[Record]:
+def simulated(machine: MeasuredCluster, name: str, path: pathlib.Path) -> list[Record]:
     """Replay a trace on the fleet that stands for a cluster."""
     records, _ = simulate(machine.fleet(name), requests_of(read_trace(path)))
     return [replace(one, ttft_s=one.ttft_s + machine.edge_s).bench_record() for one in records]

@@ -18,7 +18,7 @@ from pillion.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pillion.simulator.fleet.figures import FleetFigures, Objectives
+    from pillion.simulator.fleet.figures import FleetFigures, GoodBounds
     from pillion.simulator.fleet.studies import CapacityPoint, FleetVariant
     from pillion.simulator.fleet.traffic import Request
     from pillion.simulator.fleet.world import FleetConfig
@@ -78,9 +78,9 @@ def simulate(**values: Any) -> int:
     The gateways' decisions and the workers' schedulers are those of `pillion serve`; time alone is simulated. Pools are
     endless unless --flag kv-pool-bytes=SIZE says otherwise. The exit status is 1 where no number of workers is enough.
     """
-    from pillion.simulator.fleet.figures import Objectives
+    from pillion.simulator.fleet.figures import GoodBounds
 
-    objectives = Objectives(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
+    objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
     changes = parse_changes(values["flags"])
     if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
         raise ConfigError("--capacity needs an objective: --ttft-ms, --itl-ms or both")
@@ -174,7 +174,7 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
 def run_comparison(
     config: FleetConfig,
     requests: list[Request],
-    objectives: Objectives,
+    objectives: GoodBounds,
     changes: Mapping[str, list[tuple[str, Any]]],
     values: dict[str, Any],
     title: str,
@@ -197,7 +197,7 @@ def run_comparison(
 def run_capacity(
     config: FleetConfig,
     requests: list[Request],
-    objectives: Objectives,
+    objectives: GoodBounds,
     changes: Mapping[str, list[tuple[str, Any]]],
     values: dict[str, Any],
     title: str,

@@ -21,7 +21,7 @@ CURVE_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class GoodBounds:
     """Bounds in seconds; 0: none. ``attainment``: the share of requests that has to be good."""
 
     ttft_s: float = 0.0
@@ -56,7 +56,7 @@ class FleetFigures:
 
 
 def figures_of(
-    records: Sequence[ClientRecord], objectives: Objectives, first: Sequence[ClientRecord] = ()
+    records: Sequence[ClientRecord], objectives: GoodBounds, first: Sequence[ClientRecord] = ()
 ) -> FleetFigures:
     """The figures of one load. ``first``: the same requests in the first fleet of a comparison."""
     ttft_s = np.array([record.ttft_s for record in records])
@@ -81,7 +81,7 @@ def figures_of(
     )
 
 
-def is_good(record: ClientRecord, objectives: Objectives) -> bool:
+def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
     """Whether a request was answered within the objectives."""
     if record.failed or (objectives.ttft_s and record.ttft_s > objectives.ttft_s):
         return False

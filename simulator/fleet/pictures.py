@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pillion.loadgen.plots import BLUE, GREEN, GREY, LEAST_MS, ORANGE, new_figure, plain_numbers, save_figure
-from pillion.simulator.fleet.figures import Objectives, all_gaps_s, curve_ms
+from pillion.simulator.fleet.figures import GoodBounds, all_gaps_s, curve_ms
 from pillion.simulator.fleet.studies import Capacity, FleetVariant
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell the lines apart once more.
@@ -17,7 +17,7 @@ COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", "-.", ":")
 
 
-def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: Objectives, title: str) -> None:
+def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: GoodBounds, title: str) -> None:
     """Distributions of the time to the first token and of the gaps between tokens, a line for each fleet. Raises
     OSError."""
     figure = new_figure(10, 4.2)
@@ -38,7 +38,7 @@ def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: Ob
     save_figure(figure, path)
 
 
-def plot_capacity(path: Path, found: Capacity, objectives: Objectives, title: str) -> None:
+def plot_capacity(path: Path, found: Capacity, objectives: GoodBounds, title: str) -> None:
     """The share of good requests over the number of workers: a mark for each fleet that was tried, by the share of its
     prefill workers. Raises OSError."""
     figure = new_figure(7, 4.2)

@@ -17,7 +17,7 @@ from typing import Any
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.gateway.planning.plan_cost import StepModel
-from pillion.simulator.fleet.figures import FleetFigures, Objectives, figures_of
+from pillion.simulator.fleet.figures import FleetFigures, GoodBounds, figures_of
 from pillion.simulator.fleet.traffic import ClientRecord, Request
 from pillion.simulator.fleet.world import FleetConfig, simulate
 
@@ -91,7 +91,7 @@ def compare(
     config: FleetConfig,
     requests: Sequence[Request],
     changes: Mapping[str, Sequence[tuple[str, Any]]],
-    objectives: Objectives,
+    objectives: GoodBounds,
     told: Callable[[FleetVariant], None] = lambda variant: None,
 ) -> list[FleetVariant]:
     """Simulates the requests with each combination of flags; ``changes`` has the values of each, as text and parsed.
@@ -127,7 +127,7 @@ def fitting(requests: Sequence[Request], max_model_len: int) -> Sequence[Request
 def capacity(
     config: FleetConfig,
     requests: Sequence[Request],
-    objectives: Objectives,
+    objectives: GoodBounds,
     told: Callable[[CapacityPoint], None] = lambda point: None,
     shares: Sequence[float] = PREFILL_SHARES,
 ) -> Capacity:
