@@ -75,10 +75,9 @@ class MeasuredCluster:
         """The fleet that stands for a configuration."""
         _, (prefills, decodes, cores), policy = CONFIGURATIONS[name]
         decode = self.cost_s["decode"]
-        decode = (decode[0] + self.token_s, *decode[1:])
         prefill = self.cost_s.get("prefill") or decode
         fleet = lab_fleet(prefills, decodes, prefill, decode, AUTO, split_policy=policy, shared_cores=cores)
-        return replace(fleet, noise=self.noise)
+        return replace(fleet, noise=self.noise, extra_s=self.token_s)
 
 
 class CostSampler:

@@ -69,6 +69,8 @@ class FleetRequest:
         # Closes what a span on another node holds there.
         self._close_remote: Callable[[], None] = lambda: None
         self._span: tuple[SimWorker, WorkerJob] | None = None
+        # Whether a span was begun, and is neither over nor lost.
+        self._span_open = False
         self._stream: tuple[SimWorker, WorkerJob] | None = None
         # A stream begins when its submit has arrived and the blocks that it awaits are there.
         self._submitted: ev.SubmitDecode | None = None
@@ -205,7 +207,7 @@ class FleetRequest:
 
     def _run_span(self, action: ev.RunSpan) -> None:
         plan, worker = action.plan, self._worker(action.plan.prefill.component_id if action.plan.prefill else "")
-        self._blocks_here = plan.cached_blocks
+        self._blocks_here, self._span_open = plan.cached_blocks, True
         if worker is None:
             self._span_lost(action.attempt)
         elif plan.remote:
@@ -238,7 +240,7 @@ class FleetRequest:
         self._commit(chunk.end_tokens)
         self._blocks_here = chunk.end_tokens // plan.block_size
         if last:
-            self._span = None
+            self._span, self._span_open = None, False
         if not self._begun:
             self._load.assign_plan(plan, chunk.end_tokens)
         ack: Any = chunk
@@ -248,7 +250,7 @@ class FleetRequest:
         self._begin_stream()
 
     def _span_lost(self, attempt: int) -> None:
-        self._span = None
+        self._span, self._span_open = None, False
         self._post(ev.SpanLost(attempt, Unavailable(GONE), retryable=True))
 
     def _open_remote(self, action: ev.RunSpan, worker: SimWorker) -> None:
@@ -293,6 +295,7 @@ class FleetRequest:
 
     def _stop_work(self) -> None:
         self._work += 1
+        self._span_open = False
         if self._span is not None:
             worker, job = self._span
             self._span = None
@@ -362,9 +365,11 @@ class FleetRequest:
 
     def _stream_lost(self, attempt: int) -> None:
         self._stream = self._submitted = None
-        self._work += 1
-        self._close_ticket()
-        self._load.assign({})
+        if not self._span_open:
+            # A span goes on without its stream, under the same ticket.
+            self._work += 1
+            self._close_ticket()
+            self._load.assign({})
         self._post(ev.DecodeLost(attempt, Unavailable(GONE), retryable=True))
 
     def _cancel_stream(self) -> None:

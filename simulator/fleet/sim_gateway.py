@@ -256,6 +256,7 @@ class SimGateway:
                 policy=self._policy,
                 block_size=size,
                 chunk_tokens=self._settings.chunk_size,
+                answered_tokens=tokens - flow.request.prompt_tokens,
                 sent_load=loads[0],
                 sent_tokens=loads[1],
                 fetch_block_s=self.fetch_pace.block_s,

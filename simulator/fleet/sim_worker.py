@@ -63,6 +63,7 @@ class WorkerSettings:
     Attributes:
         cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
         noise: relative standard deviation of a step's time.
+        extra_s: seconds between two steps, which no other core makes shorter.
         call_s: seconds of a call to the KV node.
         known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
         macro_steps: see the module; needs ``known_cost`` and cores of its own.
@@ -74,6 +75,7 @@ class WorkerSettings:
     noise: float
     heartbeat_s: float
     call_s: float
+    extra_s: float = 0.0
     known_cost: bool = False
     macro_steps: bool = False
 
@@ -284,7 +286,7 @@ class SimWorker:
         count, found = self._plain_steps(plan), features(plan.pieces).tolist()
         if count < 2:
             noise = self._noise()
-            self._cores.run(self._number, self._cost_s(found) * noise, lambda borrowed: self._done(plan, borrowed))
+            self._cores.run(self._number, self._cost_s(found) * noise, lambda borrowed: self._landed(plan, borrowed))
             return
         now, streams = self._clock.now, len(plan.pieces)
         run = StepRun(plan, [], [])
@@ -294,6 +296,7 @@ class SimWorker:
         for _ in range(count):
             noise = self._noise()
             now += self._cost_s(found) * noise
+            now += self._settings.extra_s
             run.ends_s.append(now)
             run.noises.append(noise)
             found[3] += more_reads
@@ -366,6 +369,9 @@ class SimWorker:
         self.steps += count
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
         self._hear(outcome, ends_s, gaps)
+
+    def _landed(self, plan: StepPlan, borrowed_s: float) -> None:
+        self._clock.after(self._settings.extra_s, lambda: self._done(plan, borrowed_s))
 
     def _done(self, plan: StepPlan, borrowed_s: float) -> None:
         self._busy = False
