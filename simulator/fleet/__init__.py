@@ -1,5 +1,6 @@
 """A fleet of up to thousands of workers in simulated time: which requests would see what. Open world.py first.
 
+    command.py        `pillion simulate`: options to studies, tables and files
     studies.py        what a change of a flag costs, and how many workers it takes
     figures.py        what clients saw, in numbers
     pictures.py       the same drawn

@@ -1,0 +1,214 @@
+"""What `pillion simulate` does with its options: the study that they ask for, as tables, JSON and pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from pillion.cli.console import table_console
+from pillion.cli.flags import FlagType, did_you_mean
+from pillion.config import ServeFlags
+from pillion.errors import ConfigError
+from pillion.loadgen.plots import check_plot
+from pillion.loadgen.traces import read_trace
+from pillion.simulator.fleet.figures import FleetFigures, GoodBounds
+from pillion.simulator.fleet.measured import measured_costs
+from pillion.simulator.fleet.pictures import plot_capacity, plot_comparison
+from pillion.simulator.fleet.studies import CapacityPoint, FleetVariant, capacity, compare, with_flags
+from pillion.simulator.fleet.traffic import Request, requests_of
+from pillion.simulator.fleet.world import FleetConfig
+
+TABLE_WIDTH = 130
+# Numbers of processes have bounds of their own here: a simulated fleet starts none.
+COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
+
+
+def run_simulate(values: dict[str, Any]) -> int:
+    """Runs the study; returns the exit status. Raises ConfigError."""
+    objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
+    changes = parse_changes(values["flags"])
+    if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
+        raise ConfigError("--capacity needs an objective: --ttft-ms, --itl-ms or both")
+    if values["plot"]:
+        check_plot(values["plot"])
+    config, requests = fleet_of(values, changes), load_of(values)
+    title = f"{values['trace'].name}, {len(requests)} requests, {values['speed']:g} times as fast"
+    if values["capacity"]:
+        return run_capacity(config, requests, objectives, changes, values, title)
+    return run_comparison(config, requests, objectives, changes, values, title)
+
+
+def parse_changes(texts: tuple[str, ...]) -> dict[str, list[tuple[str, Any]]]:
+    """The values of each flag, as text and parsed. Raises ConfigError for what is no flag or none of its values."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    known = {field.name: field.metadata for field in fields(ServeFlags)}
+    for text in texts:
+        word, equals, listed = text.partition("=")
+        name = word.strip().removeprefix("--").replace("-", "_")
+        if not equals or not listed:
+            raise ConfigError(f"--flag {text!r} is not NAME=VALUE[,VALUE...], such as max-num-seqs=32,64")
+        if name not in known:
+            raise ConfigError(f"--flag {word}: `pillion serve` has no such flag{did_you_mean(name, known)}")
+        if name in found:
+            raise ConfigError(f"--flag {word} is given twice; its values are separated by commas")
+        about = known[name]
+        try:
+            found[name] = [(one, _parsed(name, about, one)) for one in listed.split(",")]
+        except click.ClickException as error:
+            raise ConfigError(f"--flag {text}: {error.message}") from None
+    return found
+
+
+def _parsed(name: str, about: Mapping[str, Any], text: str) -> Any:
+    if about["kind"] is bool:
+        return click.BOOL.convert(text, None, None)
+    value = FlagType(about["kind"], about["choices"]).convert(text, None, None)
+    least, most = about["least"], about["most"]
+    if least is not None and value < least:
+        raise click.BadParameter(f"{text} is less than {least:g}")
+    if most is not None and value > most and name not in COUNTS:
+        raise click.BadParameter(f"{text} is more than {most:g}")
+    return value
+
+
+def load_of(values: dict[str, Any]) -> list[Request]:
+    """The trace's requests. Raises ConfigError for a file that is no trace."""
+    try:
+        trace = read_trace(values["trace"])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--trace: {error}") from None
+    return requests_of(trace[: values["requests"] or None], speed=values["speed"])
+
+
+def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]]) -> FleetConfig:
+    """The fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work together."""
+    decode, prefill = values["step_cost"], values["prefill_step_cost"]
+    if values["redis_url"]:
+        measured = measured_costs(values["redis_url"])
+        decode, prefill = decode or measured.decode_cost_s, prefill or measured.prefill_cost_s
+        values["block_bytes"] = values["block_bytes"] or measured.block_bytes
+    if not decode:
+        raise ConfigError(
+            "the cost of a step is not known: give --step-cost, or --redis-url of a cluster that has served"
+        )
+    config = FleetConfig(
+        flags=replace(ServeFlags(), prefill_workers=1, decode_workers=1),
+        prefill_cost_s=prefill or decode,
+        decode_cost_s=decode,
+        block_bytes=values["block_bytes"],
+        bytes_per_s=values["gigabytes_per_s"] * 1e9,
+        known_costs=True,
+        macro_steps=True,
+    )
+    single = {name: listed[0][1] for name, listed in changes.items()}
+    config = with_flags(config, single)
+    config.check()
+    return config
+
+
+def run_comparison(
+    config: FleetConfig,
+    requests: list[Request],
+    objectives: GoodBounds,
+    changes: Mapping[str, list[tuple[str, Any]]],
+    values: dict[str, Any],
+    title: str,
+) -> int:
+    """Simulates each combination of flags and prints a table."""
+    console = table_console(TABLE_WIDTH)
+    found = compare(config, requests, changes, objectives, lambda variant: console.print(f"{variant.name}: done"))
+    console.print(comparison_table(found, title))
+    if values["json"]:
+        rows = [{"fleet": variant.name, **asdict(variant.figures)} for variant in found]
+        write_json(values["json"], {"objectives": asdict(objectives), "load": title, "fleets": rows})
+    if values["plot"]:
+        plot_comparison(values["plot"], found, objectives, title)
+    return 0
+
+
+def run_capacity(
+    config: FleetConfig,
+    requests: list[Request],
+    objectives: GoodBounds,
+    changes: Mapping[str, list[tuple[str, Any]]],
+    values: dict[str, Any],
+    title: str,
+) -> int:
+    """Looks for the fewest workers and prints what was tried."""
+    several = [name for name, listed in changes.items() if len(listed) > 1]
+    if several or "prefill_workers" in changes or "decode_workers" in changes:
+        raise ConfigError("--capacity chooses the numbers of workers; every other --flag has one value")
+    console = table_console(TABLE_WIDTH)
+
+    def show(point: CapacityPoint) -> None:
+        word = "enough" if point.enough else "too few"
+        console.print(f"{point.prefills} + {point.decodes}: {point.figures.good_share:.1%} good, {word}")
+
+    found = capacity(config, requests, objectives, show)
+    console.print(capacity_table(found.tried, title))
+    best = found.best
+    console.print(
+        "no number of workers is enough" if best is None
+        else f"{best.prefills} prefill and {best.decodes} decode workers: {best.figures.good_share:.1%} good"
+    )  # fmt: skip
+    if values["json"]:
+        rows = [
+            {"prefills": p.prefills, "decodes": p.decodes, "enough": p.enough, **asdict(p.figures)} for p in found.tried
+        ]
+        chosen = None if best is None else {"prefills": best.prefills, "decodes": best.decodes}
+        write_json(values["json"], {"objectives": asdict(objectives), "load": title, "best": chosen, "tried": rows})
+    if values["plot"]:
+        plot_capacity(values["plot"], found, objectives, title)
+    return int(best is None)
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result. Raises ConfigError where it cannot."""
+    try:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
+
+
+def comparison_table(found: list[FleetVariant], title: str) -> Table:
+    """A row for each fleet of a comparison."""
+    table = _table(title, "fleet", "sooner", "later")
+    for number, variant in enumerate(found):
+        against = (f"{variant.figures.faster_share:.0%}", f"{variant.figures.slower_share:.0%}") if number else ("", "")
+        table.add_row(variant.name, *_cells(variant.figures), *against)
+    return table
+
+
+def capacity_table(points: tuple[CapacityPoint, ...], title: str) -> Table:
+    """A row for each number of workers that was tried."""
+    table = _table(title, "prefill + decode", "enough")
+    for point in points:
+        table.add_row(f"{point.prefills} + {point.decodes}", *_cells(point.figures), "yes" if point.enough else "no")
+    return table
+
+
+def _table(title: str, first: str, *last: str) -> Table:
+    table = Table(title=title)
+    table.add_column(first, overflow="fold")
+    middle = ("TTFT p50/p99 ms", "ITL p50/p99 ms", "good", "good/s", "hits", "prefilled", "failed")
+    for heading in (*middle, *last):
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _cells(found: FleetFigures) -> tuple[str, ...]:
+    return (
+        f"{found.ttft_p50_ms:.0f} / {found.ttft_p99_ms:.0f}",
+        f"{found.itl_p50_ms:.1f} / {found.itl_p99_ms:.1f}",
+        f"{found.good_share:.1%}",
+        f"{found.good_per_s:.3g}",
+        f"{found.hit_share:.1%}",
+        f"{found.prefilled_share:.1%}",
+        str(found.failed),
+    )
