@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import pathlib
+import re
 import signal
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -387,11 +389,15 @@ def check_streams_move(
     """A signal takes one of two decode workers, and with SIGTERM a prefill worker too: no stream loses or repeats a
     token."""
 
-    def workers() -> int:
-        return sum(component.role in ("prefill", "decode") for component in client.status().components)
+    def whole() -> bool:
+        # The gateway keeps the records of workers that have just ended, so it is asked of the log who serves again.
+        log = cluster.log.read_text()
+        serves = len(re.findall(r"(?:prefill|decode)-\d serves at", log))
+        known = [one for one in client.status().components if one.role in ("prefill", "decode")]
+        return len(known) == 4 and serves == 4 + log.count("; starting it again")
 
     for attempt in range(MAX_MOVES):
-        wait_for("all workers", lambda: workers() == 4)
+        wait_for("all workers", whole)
         started = threading.Barrier(len(prompts) + 1)
 
         def moved(ids: list[int], salt: str, started: threading.Barrier) -> tuple[tuple[int, ...], int]:
@@ -405,13 +411,14 @@ def check_streams_move(
 
         streams = [pool.submit(moved, ids, f"{number.name} {attempt}", started) for ids in prompts]
         started.wait(WITHIN_S)
-        cluster.kill("decode", number)
+        ended = [cluster.kill("decode", number)]
         if number == signal.SIGTERM:
             # What comes now finds one prefill worker that does not take it.
-            cluster.kill("prefill", number)
+            ended.append(cluster.kill("prefill", number))
             assert answer(client, prompts[0], 20, f"late {attempt}") == expected[0][:20]
         got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
         assert list(got) == expected
+        wait_for("their ends", lambda ended=ended: not any(map(psutil.pid_exists, ended)))
         # A machine may be so busy that streams end before the signal, or that one worker counts as lost and the other
         # one has them all.
         if 0 < sum(replays) < len(prompts):
