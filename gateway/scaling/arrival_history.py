@@ -90,7 +90,7 @@ class ArrivalHistory:
             return Rates(0.0, 0.0, 0.0, span_s)
         seen_s, total = len(counts) * TICK_S, sum(counts)
         mean, slope = total / seen_s, _slope(counts)
-        present = max(mean + slope * seen_s / 2, self._burst(counts), 0.0)
+        present = max(mean + slope * seen_s / 2, self._certain(counts), 0.0)
         # A short history makes no line that reaches far.
         ahead = max(present, mean + slope * (seen_s / 2 + min(horizon_s, seen_s)))
         due = self._ticks + round(min(horizon_s, MAX_HORIZON_S) / TICK_S)
@@ -99,22 +99,22 @@ class ArrivalHistory:
         chance = 1 + self._deviations / math.sqrt(total) if total else 1.0
         return Rates(present, ahead, ahead * chance, span_s)
 
-    def _burst(self, counts: list[float]) -> float:
-        """What the last few counts alone show with certainty: so much is a burst, and no chance."""
+    def _certain(self, counts: list[float]) -> float:
+        """The rate that the last few counts alone show with certainty: what exceeds a prediction by it is a burst.
+        Chance is in the arithmetic of waits already, and would count twice."""
         last = counts[-SETTLED_TICKS:]
         came = sum(last)
         return max(0.0, came - self._deviations * math.sqrt(came)) / (len(last) * TICK_S)
 
     def _judge(self) -> None:
         """Compares predictions whose time has come with what came."""
-        last = list(self._counts)[-SETTLED_TICKS:]
-        came_per_s = sum(last) / (len(last) * TICK_S)
+        certain_per_s = self._certain(list(self._counts))
         # Of next to nothing everything is a multiple: a request more than was there and was predicted is no surprise.
         one_per_s = 1 / (SETTLED_TICKS * TICK_S)
         while self._predicted and self._predicted[0][0] <= self._ticks:
             due, predicted = self._predicted.popleft()
-            if due == self._ticks and len(last) == SETTLED_TICKS:
-                self._ratios.append((came_per_s + one_per_s) / (predicted + one_per_s))
+            if due == self._ticks and len(self._counts) >= SETTLED_TICKS:
+                self._ratios.append((certain_per_s + one_per_s) / (predicted + one_per_s))
 
     def _margin(self) -> float:
         if len(self._ratios) < LEAST_RATIOS:

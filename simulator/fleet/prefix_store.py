@@ -90,6 +90,8 @@ class NodeStore:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pins: dict[int, int] = {}
         self._own = 0
+        # The node has left, and what it held is nobody's any more.
+        self._gone = False
         self._waiting: deque[SimTicket] = deque()
         self.evicted = 0
 
@@ -124,6 +126,8 @@ class NodeStore:
         if not ticket.open:
             return
         ticket.open = False
+        if self._gone:
+            return
         if ticket.waiting:
             self._waiting.remove(ticket)
         else:
@@ -134,7 +138,9 @@ class NodeStore:
 
     def commit(self, ticket: SimTicket, count: int) -> None:
         """The first ``count`` blocks of the ticket's chain are computed, or were fetched: they are shared from now on,
-        and pinned by it."""
+        and pinned by it. A node that has left shares nothing any more."""
+        if self._gone:
+            return
         for block in ticket.blocks[ticket.pinned : count]:
             self._pin(block)
             ticket.own -= self._each
@@ -142,7 +148,8 @@ class NodeStore:
             ticket.pinned += 1
 
     def leave(self) -> None:
-        """The node is gone with all it had."""
+        """The node is gone with all it had, what tickets hold included."""
+        self._gone = True
         for block in (*self._idle, *self._pins):
             self._index.remove(block, self.node_id)
         self._idle.clear()

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from pillion.errors import ConfigError
 from pillion.gateway.planning.plan_cost import StepModel
+from pillion.gateway.scaling import arrival_history
 from pillion.gateway.scaling.arrival_history import LEAST_WINDOW_S, TICK_S, ArrivalHistory
 from pillion.gateway.scaling.forecaster import HeldWish, WorkerForecaster
 from pillion.gateway.scaling.objectives import Objectives, parse_objectives
@@ -92,16 +93,18 @@ def test_chance_alone_does_not_flap(per_s: float) -> None:
         assert max(numbers) <= 1.5 * min(numbers) + 1
 
 
-def test_a_rise_is_wanted_before_it_is_there() -> None:
-    """While the load grows evenly, what is wanted now is what that load needs when the workers have started."""
+def test_a_rise_is_wanted_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the load grows evenly, what is wanted now is what that load needs when the workers have started, and the
+    line alone says so."""
+    monkeypatch.setattr(arrival_history, "MAX_MARGIN", 1.0)
 
     def rising(at_s: float) -> float:
-        return 2.0 + at_s / 100
+        return 2.0 + at_s / 20
 
-    ahead = run(WorkerForecaster(GOALS), rising, 1800.0)
-    blind = run(WorkerForecaster(Objectives(start_s=TICK_S)), rising, 1800.0)
+    ahead = run(WorkerForecaster(GOALS), rising, 900.0)
+    blind = run(WorkerForecaster(Objectives(start_s=TICK_S)), rising, 900.0)
     start = int(GOALS.start_s / TICK_S)
-    for at in range(int(600 / TICK_S), len(ahead) - start):
+    for at in range(int(300 / TICK_S), len(ahead) - start):
         for kind in (0, 1):
             assert ahead[at][kind] >= blind[at + start][kind] - 1
     assert sum(map(sum, ahead)) > sum(map(sum, blind))
@@ -141,6 +144,8 @@ def test_a_burst_is_seen_at_once() -> None:
     before = run(forecaster, lambda at_s: 2.0, 900.0)[-1]
     after = run(forecaster, lambda at_s: 20.0, 30.0, begin_s=1900.0)
     assert after[-1][1] >= 5 * before[1]
+    # Half a minute shows it, however slowly the line follows.
+    assert forecaster.forecasts["m"].rates.present > 17.5
 
 
 def test_gateways_that_see_a_part_agree_with_one_that_sees_all() -> None:

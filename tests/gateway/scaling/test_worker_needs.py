@@ -119,6 +119,15 @@ def test_tighter_objectives_take_more_workers() -> None:
     assert loose >= math.ceil(prefills().load(10.0))
 
 
+@pytest.mark.parametrize("per_s", [50.0, 200.0, 800.0])
+def test_the_room_for_chance_is_the_square_root_of_the_streams(per_s: float) -> None:
+    tokens = 100
+    needs = DecodeNeeds(DECODE, [PlannedPrompt(0, 500, 501)], [GivenAnswer(500, tokens, 1)], [0.0], GOALS)
+    streams = per_s * tokens * GOALS.itl_s
+    staffed = needs.load(per_s) * (1 + GOALS.deviations / math.sqrt(streams))
+    assert staffed <= needs.workers(per_s) <= staffed + 2
+
+
 def test_what_no_number_can_meet_takes_no_endless_number() -> None:
     # A prompt that takes longer than its bound alone, and streams that are too slow alone.
     hopeless = [PlannedPrompt(0, 16_000, 16_010)]
