@@ -398,7 +398,10 @@ def _processes() -> tuple[Panel, ...]:
 
 def _kv() -> Dashboard:
     state_of = f"sum by (state) (pillion_kv_blocks {OWNER})"
-    disk_bytes = f"sum by (component) (pillion_kv_disk_blocks * pillion_kv_block_size_bytes {OWNER})"
+    disk_bytes, object_bytes = (
+        f"sum by (component) (pillion_kv_{tier}_blocks * pillion_kv_block_size_bytes {OWNER})"
+        for tier in ("disk", "object")
+    )
     pool = (
         Panel(
             "Blocks by state",
@@ -466,7 +469,12 @@ def _kv() -> Dashboard:
             (Query(rate_by_component("pillion_kv_corrupt_blocks_total"), "{{component}}"),),
             "Blocks with a wrong checksum, which were dropped. Any means that memory, disk or network is faulty.",
         ),
-        Panel("On disk", "bytes", (Query(disk_bytes, "{{component}}"),), "The disk tier's blocks."),
+        Panel(
+            "On disk and in the bucket",
+            "bytes",
+            (Query(disk_bytes, "{{component}}: disk"), Query(object_bytes, "{{component}}: bucket")),
+            "The disk tier's blocks, and those that a node knows to be in the bucket.",
+        ),
         Panel(
             "Late reads",
             "suffix: blocks",
