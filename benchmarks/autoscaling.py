@@ -40,9 +40,9 @@ from pillion.loadgen.figures import percentile
 from pillion.loadgen.slo import good, parse_slo
 from pillion.loadgen.traces import TraceRequest
 from pillion.simulator.fleet.fleet_request import FleetRequest
-from pillion.simulator.fleet.sim_gateway import MODEL, SimGateway
+from pillion.simulator.fleet.sim_gateway import MODEL, PATIENCE_S, SimGateway
 from pillion.simulator.fleet.traffic import Request, requests_of
-from pillion.simulator.fleet.world import PATIENCE_S, FleetConfig, FleetWorld
+from pillion.simulator.fleet.world import FleetConfig, FleetWorld
 from pillion.wire.registry import ComponentRecord
 
 DOCS = RESULTS.parent.parent / "docs"
@@ -323,7 +323,7 @@ def run(
         "good_share": sum(met) / len(met),
         "failed": sum(record.failed for record in records),
         "answered": sum(not record.failed for record in records),
-        "replayed": sum(flow.machine.timings(0.0).replays > 0 for gateway in world.gateways for flow in gateway.flows),
+        "replayed": sum(record.replays > 0 for record in records),
         "worker_s": round(fleet.cost_s),
         "mean_workers": fleet.cost_s / fleet.sizes[-1][0],
         "mean_sizes": [sum(size[1] for size in day) / len(day), sum(size[2] for size in day) / len(day)],

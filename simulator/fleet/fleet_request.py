@@ -87,9 +87,8 @@ class FleetRequest:
         ttft_s = self.first_s - self.arrived_s if self.first_s else patience_s
         reason = self.error.message if self.error is not None else plan.reason if plan is not None else ""
         whole = len(self.gaps_s) + bool(self.first_s) == self.request.answer_tokens
-        return ClientRecord(
-            self.request, ttft_s, self.gaps_s, reason, timings.prefilled_tokens, timings.cached_tokens, not whole
-        )
+        tokens = timings.prefilled_tokens, timings.cached_tokens
+        return ClientRecord(self.request, ttft_s, self.gaps_s, reason, *tokens, not whole, timings.replays)
 
     @property
     def begun(self) -> bool:

@@ -29,7 +29,7 @@ class ClientRecord:
     """A request as its client saw it: seconds from arrival to the first token, and between tokens.
 
     ``reason`` is the planner's, or the error where the request ``failed``. ``cached_tokens`` of its prompt were found,
-    ``prefilled_tokens`` computed by prefill workers.
+    ``prefilled_tokens`` computed by prefill workers; ``replays``: how often it began again on another worker.
     """
 
     request: Request
@@ -39,6 +39,7 @@ class ClientRecord:
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     failed: bool = False
+    replays: int = 0
 
     def bench_record(self) -> Record:
         """The same as `pillion bench` would have recorded it."""
