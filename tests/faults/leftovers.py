@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import psutil
 import redis
@@ -39,9 +40,26 @@ def of_components(components: tuple[ComponentStatus, ...]) -> list[str]:
     return wrong
 
 
+def of_processes(pids: Mapping[str, list[int]], names: Collection[str]) -> list[str]:
+    """Roles of which fewer or more processes serve than have names. The registry lists the dead for a while."""
+    wanted = Counter("kvnode" if name.startswith("kv") else name.partition("-")[0] for name in names)
+    wanted["redis-server"] = 1
+    serving = {role: sum(map(_serves, found)) for role, found in pids.items()}
+    return [f"{count} of {role} serve, not {wanted[role]}" for role, count in serving.items() if count != wanted[role]]
+
+
+def _serves(pid: int) -> bool:
+    """Whether the process has a socket on which it listens."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        inet = any(one.status == psutil.CONN_LISTEN for one in process.net_connections("inet"))
+        return inet or any(one.laddr for one in process.net_connections("unix"))
+    return False
+
+
 def of_node(status: NodeStatus, components: Iterable[ComponentStatus]) -> list[str]:
-    """What a node still holds, and whether exactly its workers and all gateways are known there, and other nodes that
-    have fetched from it. The registry may still list a worker that has died; its node knows of it at once."""
+    """What a node still holds, and whether its workers and all gateways are known there, and nobody but other nodes
+    that have fetched from it beside them."""
     held = {name: getattr(status, name) for name in HELD if getattr(status, name)}
     if held:
         return [f"{status.node_id} still holds {held}"]

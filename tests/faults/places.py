@@ -91,6 +91,7 @@ class FaultPlace:
             if status.active_requests:
                 wrong.append(f"{status.active_requests} requests are under way at gateways")
             wrong += leftovers.of_components(status.components)
+        wrong += leftovers.of_processes({role: self.pids(role) for role in ROLES}, self.names)
         if wrong:
             return wrong
         nodes = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -76,6 +77,17 @@ async def test_what_is_left_in_redis_is_found(redis: RedisServer) -> None:
         await node.aclose()
         await dead.aclose()
     assert "does not answer" in leftovers.of_redis(pathlib.Path("/nowhere"), [], {})[0]
+
+
+def test_who_does_not_serve_is_found() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        pids = {"decode": [os.getpid()], "kvnode": [os.getpid()], "redis-server": [os.getpid()]}
+        assert leftovers.of_processes(pids, ["decode-0", "kv-a"]) == []
+        assert leftovers.of_processes(pids, ["decode-0", "decode-1", "kv-a"]) == ["1 of decode serve, not 2"]
+        nobody = {"gateway": list[int]()}
+        assert leftovers.of_processes(nobody, ["gateway-a"]) == ["0 of gateway serve, not 1"]
 
 
 def test_files_that_a_process_keeps_open_are_found() -> None:
