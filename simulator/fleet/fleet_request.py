@@ -330,6 +330,7 @@ class FleetRequest:
             tokens=len(action.token_ids),
             computed_blocks=action.plan.split_blocks,
             answer_tokens=len(self.machine.prompt) + self.request.answer_tokens - len(action.token_ids),
+            on_committed=lambda tokens: self._commit(min(tokens, self.request.prompt_tokens)),
             on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
             on_end=lambda ending: self._stream_ended(attempt, ending),
             on_lost=lambda: self._stream_lost(attempt),

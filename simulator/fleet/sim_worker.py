@@ -92,6 +92,7 @@ class WorkerJob:
     Attributes:
         tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
         answer_tokens: tokens to generate; 0: a span, whose chunks end at ``chunk_ends``.
+        on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
         on_chunk, on_tokens, on_end: told of a span's chunks, a stream's tokens, and the end of either.
         on_lost: told that the worker stops before the job's end.
     """
@@ -101,6 +102,7 @@ class WorkerJob:
     answer_tokens: int = 0
     chunk_ends: tuple[int, ...] = ()
     on_chunk: Callable[[ChunkDone], None] = lambda chunk: None
+    on_committed: Callable[[int], None] = lambda tokens: None
     on_tokens: TokensTold = lambda times, gaps: None
     on_end: Callable[[Ending], None] = lambda ending: None
     on_lost: Callable[[], None] = lambda: None
@@ -236,9 +238,6 @@ class SimWorker:
         )
         holding = Holding(job.seq_id, self._take(job.computed_blocks), self._take(total - job.computed_blocks))
         stream = Stream(spec, holding, size, self._clock.now, hashes=bytes(job.tokens // size * HASH_BYTES))
-        if self._settings.macro_steps and not span:
-            # The fleet's stores count its blocks (prefix_store), and the answer's are nobody else's.
-            stream.refuse_commit()
         self._jobs[job.seq_id] = job
         self._begin_beating()
         self._scheduler.add(stream, self._clock.now)
@@ -416,6 +415,12 @@ class SimWorker:
         self._scheduler.committed(order.seq_id, order.slots, "", self._clock.now)
         for chunk in order.chunks:
             self._tell_chunk(chunk)
+        stream, job = self._scheduler.sequences.get(order.seq_id), self._jobs.get(order.seq_id)
+        if stream is not None and job is not None and not stream.is_span:
+            job.on_committed(stream.num_committed * self._settings.block_size)
+            if self._settings.macro_steps and stream.decoding and not stream.in_commit and stream.may_commit:
+                # What follows is of the answer, and nobody else's: the fleet's stores (prefix_store) have the prompt.
+                stream.refuse_commit()
         self._step()
 
     def _granted(self, slots: tuple[int, ...]) -> None:

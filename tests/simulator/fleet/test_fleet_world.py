@@ -53,6 +53,15 @@ def test_a_prompt_finds_what_another_one_left() -> None:
     assert sum(len(store._idle) for store in world.site.stores.values()) == len(blocks)
 
 
+def test_a_prompt_is_found_while_it_is_computed() -> None:
+    """8,000 tokens take a third of a second on a decode worker; what is done of them is there for the next prompt."""
+    blocks = tuple(range(15))
+    requests = [Request(0, 0.0, 8000, 4, blocks), Request(1, 0.2, 8000, 4, blocks)]
+    records, _ = simulate(fleet(0, 1), requests)
+    assert records[0].ttft_s > 0.3
+    assert 1024 < records[1].cached_tokens < 7000
+
+
 def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
     """A pool of two such prompts: of four that come at once, two wait; what is idle makes room."""
     requests = [Request(n, 0.0, 1024, 200, (2 * n, 2 * n + 1)) for n in range(4)]
