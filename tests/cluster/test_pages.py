@@ -65,6 +65,8 @@ NOT_RUN = {
     "pillion serve": "a cluster of its own; the one here was started so",
     "pillion gateway": "a component of several hosts",
     "pillion decode": "a component of several hosts",
+    "pillion keeper": "it goes on until it is killed; tests/kvstore/node/test_takeover.py runs it",
+    "pillion kvnode": "a component of several hosts",
     "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
     "pillion simulate": "a minute of computing; tests/pillion/cli/test_simulate.py runs it small",
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
