@@ -32,8 +32,8 @@ from tests.support.redis_nodes import Chain, FakeNode, fake_nodes, found, node_r
 
 # What docs/index.md says that Pillion needs.
 ACL = (
-    "~pillion:* -@all +evalsha +eval +hello +auth +ping +select +client +time +type +get +set +del "
-    "+hget +hset +hdel +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore +pexpire"
+    "~pillion:* -@all +evalsha +eval +hello +auth +ping +select +client +time +type +exists +get +set +del "
+    "+hget +hset +hdel +hexists +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore +pexpire"
 )
 
 
