@@ -19,7 +19,7 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
-RECONNECT_DELAY_S = 0.05
+RECONNECT_DELAY_S = 0.2
 RELEASE_RETRY_DELAY_S = 0.1
 MAX_RELEASES_PER_CALL = 1024
 

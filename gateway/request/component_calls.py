@@ -277,7 +277,8 @@ class ComponentCalls:
             late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
             self._post(ev.TicketLost(action.attempt, late, retryable=False))
         except PillionError as error:
-            self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE)))
+            patience_s = self._cluster.return_wait_s(job.model, job.adapter_rank)
+            self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE), patience_s))
         else:
             self._post(ev.TicketGranted(action.attempt, hold, pinned))
 

@@ -65,7 +65,9 @@ class TicketGranted(AttemptEvent, frozen=True):
 
 
 class TicketLost(AttemptLoss, frozen=True):
-    """The node refused, or went away before it answered."""
+    """The node refused, or went away before it answered. ``patience_s``: see PlanFailed."""
+
+    patience_s: float = 0.0
 
 
 class BlocksFetched(AttemptEvent, frozen=True):

@@ -159,6 +159,9 @@ class RequestMachine:
                 return self._planned(event, now)
             case ev.TicketLost() if self.state is RequestState.PINNING:
                 self._avoid |= {self._plan().node_id}
+                if self._awaits_return(event, now):
+                    self.state = RequestState.PLANNING
+                    return [self._look_up(COMPONENT_POLL_MS)]
                 return self._retry_or_fail(event.error, event.retryable, now)
             case ev.BlocksFetched() if self.state is RequestState.FETCHING:
                 return self._go_on(event.blocks, now)
@@ -216,14 +219,18 @@ class RequestMachine:
 
     def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
-            under_way = self._lost_s is not None and now < self._lost_s + event.patience_s
-            if isinstance(event.error, Unavailable) and under_way:
-                # A supervisor may be bringing back what was lost.
+            if self._awaits_return(event, now):
                 return [self._look_up(COMPONENT_POLL_MS)]
             return self._retry_or_fail(event.error, event.retryable, now)
         self.plan = event.plan
         self.state = RequestState.PINNING
         return [ev.OpenTicket(self.attempt, event.plan)]
+
+    def _awaits_return(self, event: ev.PlanFailed | ev.TicketLost, now: float) -> bool:
+        """Whether a supervisor may be bringing back what was lost: waiting for that is no attempt. A node that is back
+        gives no ticket before its workers are."""
+        under_way = self._lost_s is not None and now < self._lost_s + event.patience_s
+        return isinstance(event.error, Unavailable) and under_way
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:

@@ -315,6 +315,22 @@ def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> No
     assert again == ev.LookUp(2, m.prompt, frozenset(), module.COMPONENT_POLL_MS)
 
 
+def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
+    m = machine(attempts=2)
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 10.0)
+    for now in range(11, 21):
+        m.handle(planned(2, len(m.tokens())), now)
+        (again,) = m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), now)
+        assert again == ev.LookUp(2, m.prompt, frozenset({"decode-0", "kv-0"}), module.COMPONENT_POLL_MS)
+    assert to_decoding(m, 2).attempt == 2
+    m = machine(attempts=2)
+    to_decoding(m)
+    m.handle(ev.DecodeLost(1, GONE, True), 10.0)
+    m.handle(planned(2, len(m.tokens())), 20.0)
+    assert isinstance(m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), 10.0 + PATIENCE_S)[-1], ev.Fail)
+
+
 def test_silence_counts_as_loss() -> None:
     m = machine()
     to_decoding(m)
