@@ -1,8 +1,9 @@
 """How the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC may send again by itself.
 
-gRPC itself retries, by a service config: ListModels and GetStatus, which only read, and Generate as long as nothing of
-the answer has come. It retries only the status UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway
-that answers and has no worker forbids the retry (see :mod:`pillion.wire.errors`).
+gRPC itself retries ListModels and GetStatus, which only read, by a service config. It retries only the status
+UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway that answers and has no worker forbids the retry
+(see :mod:`pillion.wire.errors`). Generate is retried by :mod:`pillion.client.resume` instead: under a policy of gRPC's
+(1.78), a stream whose server is killed before its first message never ends.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def service_config() -> str:
         "backoffMultiplier": 3,
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
-    names = [{"service": SERVICE, "method": method} for method in ("ListModels", "GetStatus", "Generate")]
+    names = [{"service": SERVICE, "method": method} for method in ("ListModels", "GetStatus")]
     # Retries stop while fewer than half of the tokens are left, so that a lost gateway is not flooded with them.
     throttling = {"maxTokens": 100, "tokenRatio": 0.5}
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}], "retryThrottling": throttling})

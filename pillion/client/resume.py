@@ -4,7 +4,8 @@
                                 |  ^                            |
                                 |  +---- refused, or broken ----+   at most MAX_RESUME_ATTEMPTS times in a row,
                                 |                                   for at most ``resume_timeout_s``
-                                +--> no gateway was there: each address is called once
+                                +--> no gateway was there, or it is stopping: each address is called
+                                     RETRY_ATTEMPTS times, with pauses between the rounds
 
 A stream of which nothing had come is sent as at first.
 
@@ -20,6 +21,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from pillion.client.answer_schema import AnswerSchema, ParsedAnswers
+from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S, RETRY_MAX_BACKOFF_S
 from pillion.errors import Cancelled, DeadlineExceeded, Overloaded, PillionError, Unavailable
 from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Resume, StreamOrigin
 from pillion.v1.gateway_pb2 import GenerateResponse
@@ -129,11 +131,15 @@ class StreamProgress:
         broken = is_loss(error, spoken)
         self._reached = self._reached or not (spoken or error.message.startswith(_NOT_CONNECTED))
         if not self._reached:
-            # gRPC itself has tried again, at this address.
             self._attempts += 1
-            if not broken or self._attempts >= self._addresses:
+            rounds, rest = divmod(self._attempts, self._addresses)
+            if not broken or rounds >= RETRY_ATTEMPTS:
                 raise error
-            return 0.0
+            if rest:
+                return 0.0
+            doubled_s = min(RETRY_FIRST_BACKOFF_S * 2 ** (rounds - 1), RETRY_MAX_BACKOFF_S)
+            asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
+            return self._in_time(max(doubled_s, asked_s) * random.uniform(0.5, 1), now_s)  # noqa: S311
         if self._broke_s is None:
             # The stream was under way, or waited. Its attempts, and their time, are counted from here.
             self._broke_s, self._attempts = now_s, 0
@@ -150,8 +156,11 @@ class StreamProgress:
         delay_ms = min(max(doubled_ms, asked_ms), MAX_RESUME_DELAY_MS) * random.uniform(0.5, 1)  # noqa: S311
         self._attempts += 1
         self._opening = True
-        left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
-        return min(delay_ms / 1000, left_s)
+        return self._in_time(delay_ms / 1000, now_s)
+
+    def _in_time(self, delay_s: float, now_s: float) -> float:
+        """The delay, or what is left of the stream's time."""
+        return delay_s if self._deadline_s is None else min(delay_s, max(0.0, self._deadline_s - now_s))
 
     def _opens(self, message: GenerateResponse) -> None:
         """Takes the first message of a call."""

@@ -20,12 +20,12 @@ from pillion.simulator.call_retries import JITTER, RetryPolicy, RetryRules
 from pillion.simulator.network import connection_error
 from pillion.wire.errors import PUSHBACK
 
-GENERATE = "/pillion.v1.Gateway/Generate"
+GET_STATUS = "/pillion.v1.Gateway/GetStatus"
 
 
 def rules() -> tuple[RetryRules, RetryPolicy]:
     made = RetryRules([("grpc.service_config", service_config())], Random(1))
-    policy = made.of(GENERATE)
+    policy = made.of(GET_STATUS)
     assert policy is not None
     return made, policy
 
@@ -66,5 +66,5 @@ def test_a_flood_of_losses_is_not_answered_by_a_flood_of_retries() -> None:
 
 def test_other_methods_and_channels_are_not_tried_again() -> None:
     assert rules()[0].of("/pillion.v1.Decode/Connect") is None
-    assert RetryRules((), Random(1)).of(GENERATE) is None
+    assert RetryRules((), Random(1)).of(GET_STATUS) is None
     assert connection_error("gone").code() is grpc.StatusCode.UNAVAILABLE

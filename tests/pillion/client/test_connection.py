@@ -8,7 +8,9 @@ import json
 import pathlib
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -30,6 +32,7 @@ from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
+from tests.support.processes import started
 
 # Real time, because gRPC's own clock sends the pings: six of them, one more than a server with its defaults allows.
 IDLE_S = 8.0
@@ -236,6 +239,39 @@ async def test_what_may_be_retried_is_retried() -> None:
         servicer.errors = list(soon)
         assert await client.models() == []
         assert len(servicer.calls) == 2 * RETRY_ATTEMPTS
+
+
+DEAF = """
+import asyncio, sys, grpc, grpc.aio
+from pillion.v1 import gateway_pb2_grpc
+
+class Deaf(gateway_pb2_grpc.GatewayServicer):
+    async def Generate(self, request, context):
+        print("called", flush=True)
+        await asyncio.sleep(60)
+        yield
+
+async def main():
+    server = grpc.aio.server()
+    gateway_pb2_grpc.add_GatewayServicer_to_server(Deaf(), server)
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_stream_ends_whose_gateway_is_killed_before_its_first_message() -> None:
+    with started([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with Client(f"127.0.0.1:{port}", resume_timeout_s=0.1) as client, ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(lambda: list(client.generate("x")))
+            assert process.stdout.readline() == "called\n"
+            process.kill()
+            with pytest.raises(Unavailable):
+                asked.result(WITHIN_S)
 
 
 @pytest.mark.parametrize(

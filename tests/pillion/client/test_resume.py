@@ -7,7 +7,13 @@ import asyncio
 import pytest
 
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from pillion.client.connection import MAX_ADDRESSES, connect
+from pillion.client.connection import (
+    MAX_ADDRESSES,
+    RETRY_ATTEMPTS,
+    RETRY_FIRST_BACKOFF_S,
+    RETRY_MAX_BACKOFF_S,
+    connect,
+)
 from pillion.client.resume import MAX_RESUME_ATTEMPTS, MAX_RESUME_DELAY_MS, RESUME_TIMEOUT_S, StreamProgress
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2
@@ -82,11 +88,15 @@ def test_what_a_gateway_says_is_final_unless_to_an_attempt_to_resume() -> None:
             assert stream.delay_s(error, True, 100.0) > 0
 
 
-def test_a_gateway_that_was_never_there_is_called_once_at_each_address() -> None:
+def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> None:
     stream = progress(addresses=3)
-    assert [stream.delay_s(NOWHERE, False, 100.0), stream.delay_s(NOWHERE, False, 100.0)] == [0, 0]
+    pauses = [stream.delay_s(NOWHERE, False, 100.0) for _ in range(3 * RETRY_ATTEMPTS - 1)]
     with pytest.raises(Unavailable):
         stream.delay_s(NOWHERE, False, 100.0)
+    assert all(pause_s == 0 for number, pause_s in enumerate(pauses, 1) if number % 3)
+    for number, pause_s in enumerate(pauses[2::3]):
+        most_s = min(RETRY_FIRST_BACKOFF_S * 2**number, RETRY_MAX_BACKOFF_S)
+        assert most_s / 2 <= pause_s <= most_s
     # A stream that waited for its first token when its gateway was lost is worth more.
     waiting = progress()
     assert waiting.delay_s(LOST, False, 100.0) == 0
