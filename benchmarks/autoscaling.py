@@ -195,7 +195,9 @@ def forecast_wish(fleet: ScaledFleet) -> dict[str, int]:
     for gateway in fleet.world.gateways:
         found = gateway.forecaster.forecasts.get(MODEL) if isinstance(gateway, ForecastingGateway) else None
         for kind in KINDS:
-            wanted[kind] = max(wanted[kind], fleet.present(kind) if found is None else found.wanted[kind])
+            wanted[kind] = max(
+                wanted[kind], fleet.present(kind) if found is None else found.wanted.get(kind, fleet.present(kind))
+            )
     return wanted
 
 

@@ -572,6 +572,7 @@ class Gateway:
             deadline=deadline,
             spread=self._arrivals,
             priority=tenant.capped(request.priority),
+            background=tenant.background,
             answers=asked.n or 1,
             show_logprobs=asked.logprobs is not None,
             resume=resume,
@@ -629,7 +630,8 @@ class Gateway:
             self.quotas.spend(permit.tenant, spent, time.monotonic())
             self.admission.leave(permit, max(0, generated))
             self.totals += usage
-            self.cluster.forecaster.answered(job.model, GivenAnswer(len(job.prompt), generated, permit.answers))
+            if not job.background:
+                self.cluster.forecaster.answered(job.model, GivenAnswer(len(job.prompt), generated, permit.answers))
             if job.adapter:
                 self._running_adapters[name] -= 1
 

@@ -408,13 +408,13 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
     )
-    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node or from disk.", least=1)
+    fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node, disk or bucket.", least=1)
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
     disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
     object_url: str = flag(
         "",
-        "Bucket for KV blocks that leave the pool, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.",
+        "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.",
     )
 
 

@@ -421,16 +421,19 @@ class Cluster:
             if record.role == "kvnode" and record.object_url and record.node_id in used:
                 readers.setdefault(record.object_url, []).append(record.node_id)
         found: dict[str, int] = {}
-        for node_ids in readers.values():
+
+        async def ask(node_ids: list[str]) -> None:
             try:
                 # The same one for the same prompt: it remembers what the bucket has.
                 client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
                 more = await client.find_blocks(hashes, known, timeout_s=MAX_FIND_MS / 1000)
             except PillionError as error:
                 log.debug("nobody says what a bucket has: %s", error.message)
-                continue
+                return
             if more:
                 found.update(dict.fromkeys(node_ids, known + more))
+
+        await asyncio.gather(*map(ask, readers.values()))
         return found
 
     async def fetch_blocks(

@@ -89,9 +89,9 @@ class ClusterView:
         self._suspects[component_id] = now + SUSPECT_S
 
     def refused(self, component_id: str) -> None:
-        """A component has said that it cannot serve now. One that has left the registry is not kept for the grace: it
-        meant it."""
-        if component_id in self._vanished:
+        """A call to a component was refused, or did not reach it. One that has left the registry is not kept for the
+        grace any more; one that is held, because the registry takes no heartbeats, is."""
+        if component_id in self._vanished and component_id not in self._held:
             self.version += 1
             self._forget(component_id)
 

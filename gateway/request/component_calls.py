@@ -248,9 +248,9 @@ class ComponentCalls:
         if action.attempt == 1:
             computed = decided.prompt_tokens - decided.cached_tokens
             cluster.demand.note(time.monotonic(), bool(decided.chunks), computed)
-            cluster.forecaster.planned(
-                job.model, PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
-            )
+            if not job.background:
+                prompt = PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
+                cluster.forecaster.planned(job.model, prompt)
         if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
             cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
         span.set_attributes(

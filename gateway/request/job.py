@@ -33,8 +33,8 @@ class Job:
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
     is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of
-    the adapter that answers are computed with; "" for the model alone. ``adapter_rank`` is its largest rank.
-    """
+    the adapter that answers are computed with; "" for the model alone. ``adapter_rank`` is its largest rank. Nobody
+    waits for one in the ``background``, a batch's."""
 
     request_id: str
     model: str
@@ -54,6 +54,7 @@ class Job:
     original_tokens: int = 0
     adapter: str = ""
     adapter_rank: int = 0
+    background: bool = False
 
     @property
     def text_tokens(self) -> int:

@@ -108,6 +108,8 @@ class RequestMachine:
         # Attempts since the last one that brought something: only these are bounded, for a stream that gets on, however
         # often it has to move, is not to be given up.
         self._fruitless = 1
+        # Tickets refused in a row while the request waits for what it has lost.
+        self._lost_tickets = 0
         self._avoid: frozenset[str] = frozenset()
         # When a component of this request was lost; None: none was.
         self._lost_s: float | None = None
@@ -161,7 +163,11 @@ class RequestMachine:
                 self._avoid |= {self._plan().node_id}
                 if self._awaits_return(event, now):
                     self.state = RequestState.PLANNING
-                    return [self._look_up(COMPONENT_POLL_MS)]
+                    # A node that refuses is asked ever more seldom, by all the requests that it has lost.
+                    self._lost_tickets += 1
+                    return [
+                        self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))
+                    ]
                 return self._retry_or_fail(event.error, event.retryable, now)
             case ev.BlocksFetched() if self.state is RequestState.FETCHING:
                 return self._go_on(event.blocks, now)
@@ -236,6 +242,7 @@ class RequestMachine:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
+        self._lost_tickets = 0
         self.plan = replan(self._plan(), event.pinned_blocks)
         if self._timeline.admitted is None:
             self._timeline.admitted = now

@@ -35,14 +35,12 @@ class Rates(NamedTuple):
     Attributes:
         present: about now.
         ahead: when a worker that is asked for now will serve, never less than ``present``; with the margin.
-        most_ahead: that, and what chance may have kept from the window.
-        window_s: the time over which requests were counted for this.
+        most_ahead: ``ahead``, and the requests that may be missing from the window by chance.
     """
 
     present: float
     ahead: float
     most_ahead: float
-    window_s: float
 
 
 def window_s(horizon_s: float) -> float:
@@ -76,7 +74,8 @@ class ArrivalHistory:
             if self._counts:
                 self._counts[-1] += count
             return
-        self._ticked_s = now
+        # What is left of a tick belongs to the next one.
+        self._ticked_s += ticks * TICK_S
         for _ in range(min(ticks, self._counts.maxlen or ticks)):
             self._counts.append(count / ticks)
             self._ticks += 1
@@ -87,7 +86,7 @@ class ArrivalHistory:
         span_s = window_s(horizon_s)
         counts = list(self._counts)[-int(span_s / TICK_S) :]
         if not counts:
-            return Rates(0.0, 0.0, 0.0, span_s)
+            return Rates(0.0, 0.0, 0.0)
         seen_s, total = len(counts) * TICK_S, sum(counts)
         mean, slope = total / seen_s, _slope(counts)
         present = max(mean + slope * seen_s / 2, self._certain(counts), 0.0)
@@ -97,7 +96,7 @@ class ArrivalHistory:
         self._predicted.append((due, ahead))
         ahead *= self._margin()
         chance = 1 + self._deviations / math.sqrt(total) if total else 1.0
-        return Rates(present, ahead, ahead * chance, span_s)
+        return Rates(present, ahead, ahead * chance)
 
     def _certain(self, counts: list[float]) -> float:
         """The rate that the last few counts alone show with certainty: what exceeds a prediction by it is a burst.

@@ -176,7 +176,8 @@ class WorkerForecaster:
     ) -> ModelForecast:
         horizon_s = self._goals.start_s or _start_s([*workers["prefill"], *workers["decode"]])
         rates = sample.history.rates(horizon_s)
-        needed = {kind: (len(workers[kind]), len(workers[kind])) for kind in KINDS}
+        # A kind that this gateway knows too little of is left out: others may know more, and the largest wish counts.
+        needed: dict[str, tuple[int, int]] = {}
         load: dict[str, float] = {}
         measured = any(one.step_cost_s for kind in KINDS for one in workers[kind])
         if measured and sample.prompts:
@@ -200,9 +201,9 @@ class WorkerForecaster:
                 count = decodes.workers(rates.ahead, streams, context, busy, 1)
                 needed["decode"] = count, decodes.workers(rates.most_ahead, streams, context, busy, count)
         wanted = {}
-        for kind in KINDS:
+        for kind, numbers in needed.items():
             wish = sample.wishes.setdefault(kind, HeldWish(len(workers[kind]), now))
-            wanted[kind] = wish.take(*needed[kind], now, HOLD_WINDOWS * window_s(horizon_s))
+            wanted[kind] = wish.take(*numbers, now, HOLD_WINDOWS * window_s(horizon_s))
         return ModelForecast(rates=rates, load=load, wanted=wanted, horizon_s=horizon_s)
 
     def _busy(self, workers: Sequence[ComponentRecord], model: StepModel, horizon_s: float) -> float:

@@ -94,7 +94,8 @@ class PrefillNeeds:
 
         def enough(workers: int) -> bool:
             free = math.floor(workers - busy)
-            return free > 0 and late_share(free, spans_per_s, self._spans_s, self._slacks_s) <= self._late_share
+            late = self._spans_share * late_share(free, spans_per_s, self._spans_s, self._slacks_s) if free > 0 else 1.0
+            return late <= self._late_share
 
         return least(enough, at_least) if spans_per_s > 0 else max(at_least, math.ceil(busy))
 

@@ -38,6 +38,8 @@ from pillion.wire.attach import (
 )
 
 CONNECT_RETRY_S = 0.05
+# The pause behind a node that ended before it had answered a worker that attaches again.
+RENEW_PAUSE_S = 0.1
 
 
 class PoolShards:
@@ -149,10 +151,20 @@ class Attachment(SharedMemory):
             place=self._place,
         )
         failure = f"cannot attach again to the KV node at --attach-socket {socket_path}"
-        with _asked(failure, socket_path, hello, timeout_s) as (sock, line, _):
-            reply = attach_reply_from_line(line)
-            if reply.error or reply.pool_id != self.pool_id:
-                raise ConfigError(f"the KV node refused {component_id}: {reply.error or 'its pool is another one'}")
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                with _asked(failure, socket_path, hello, max(0.001, until_s - time.monotonic())) as (sock, line, _):
+                    reply = attach_reply_from_line(line)
+                    if reply.error or reply.pool_id != self.pool_id:
+                        reason = reply.error or "its pool is another one"
+                        raise ConfigError(f"the KV node refused {component_id}: {reason}")
+                break
+            except Unavailable:
+                # A node that dies before it has answered is followed by yet another one.
+                if time.monotonic() + RENEW_PAUSE_S >= until_s:
+                    raise
+                time.sleep(RENEW_PAUSE_S)
         sock.setblocking(False)
         self._sock.close()
         self._sock, self._reply = sock, reply

@@ -99,14 +99,18 @@ class AttachServer:
     async def stop(self) -> None:
         """Ends all connections, by which workers learn that the node is gone."""
         tasks = [task for task in (self._accepting, *self._connections) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        # The socket first: a worker that looks for the next life at once must not find this one.
         if self._server is not None:
             self._server.close()
             self._server = None
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _accept(self, server: socket.socket) -> None:
         loop = asyncio.get_running_loop()

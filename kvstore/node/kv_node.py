@@ -337,9 +337,14 @@ class KVNode:
             leased_blocks=status.leased_blocks,
             committed_blocks=status.committed_blocks,
             quarantined_blocks=status.quarantined_blocks,
-            object_url="" if self._objects is None or status.object_paused else str(self._objects.place),
+            object_url=self._object_url(),
             fenced_components=tuple(status.fenced_components),
         )
+
+    def _object_url(self) -> str:
+        """The bucket that this node can be asked about now."""
+        answers = self._objects is not None and self._storage is not None and self._storage.objects_answer()
+        return str(self._objects.place) if answers and self._objects is not None else ""
 
     async def _judge_silence(self) -> None:
         # Half a heartbeat, so that a silence is noticed soon after it became one.

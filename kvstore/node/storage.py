@@ -81,8 +81,8 @@ class Storage:
         # All tiers, in the order in which they get blocks; those of this machine, and those that others write to, too.
         self._tiers: list[Tier] = []
         self._near: list[Tier] = []
-        self._far: list[FarTier] = []
-        self._objects = objects
+        layout = RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes)
+        self._far: list[FarTier] = [] if objects is None else [ObjectTier(objects, layout)]
         self._plane: asyncio.Task[DataPlane] | None = None
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self._peers = Peers(flags.node_id, self._block_shape, addresses, self.plane)
@@ -125,14 +125,15 @@ class Storage:
             self._add(disk)
             log.info("%d blocks are on disk", len(disk))
             await self._announce_disk(disk)
-        if self._objects is not None:
-            far = ObjectTier(self._objects, RunLayout(self._block_shape.namespace, self._shape.block_bytes))
-            self._tiers.append(far)
-            self._far.append(far)
+        self._tiers += self._far
         async with asyncio.TaskGroup() as group:
             group.create_task(self._spiller.run())
             group.create_task(self._write_through.run())
             group.create_task(self._look_around())
+
+    def objects_answer(self) -> bool:
+        """Whether the object tier is open and not paused."""
+        return bool(self._far) and all(tier.answers() for tier in self._far)
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)

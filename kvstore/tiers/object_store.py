@@ -59,8 +59,8 @@ def parse_object_url(url: str) -> ObjectPlace:
     try:
         parts = urlsplit(url)
         keys = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as error:
-        raise ConfigError(f"{FLAG} is no URL: {error}") from None
+    except ValueError:
+        raise ConfigError(f"{FLAG} is no URL") from None
     if parts.scheme != "s3" or not parts.netloc:
         raise ConfigError(
             f"{FLAG} does not begin with s3://BUCKET: other services than S3 and what speaks it are not served"
@@ -75,8 +75,14 @@ def parse_object_url(url: str) -> ObjectPlace:
             raise ConfigError(f"{FLAG}: {name} is not one of {', '.join(_KEYS)}")
     said = dict(keys)
     endpoint, style = said.get("endpoint", ""), said.get("virtual_hosted_style", "false")
-    if "endpoint" in said and urlsplit(endpoint).scheme not in ("http", "https"):
+    try:
+        there = urlsplit(endpoint)
+    except ValueError:
+        raise ConfigError(f"{FLAG}: its endpoint is no URL") from None
+    if "endpoint" in said and there.scheme not in ("http", "https"):
         raise ConfigError(f"{FLAG}: its endpoint does not begin with http:// or https://")
+    if "@" in there.netloc:
+        raise ConfigError(f"{FLAG}: credentials do not belong into its endpoint")
     if style not in ("true", "false"):
         raise ConfigError(f"{FLAG}: virtual_hosted_style is true or false")
     return ObjectPlace(
@@ -138,15 +144,25 @@ class ObjectStore:
         """Reads an object. Raises MissingObject, ObjectStoreFailure."""
 
         async def read() -> Any:
-            return await (await self._obstore.get_async(self._store, path)).bytes_async()
+            try:
+                return await (await self._obstore.get_async(self._store, path)).bytes_async()
+            except FileNotFoundError:
+                return None
 
-        return memoryview(await self._asked(read()))
+        found = await self._asked(read())
+        if found is None:
+            raise MissingObject
+        return memoryview(found)
 
-    async def names(self, folder: str) -> list[str]:
-        """The last part of each object's path in ``folder``, at most MAX_LISTED_NAMES. Raises ObjectStoreFailure."""
+    async def names(self, folder: str, after: str = "") -> list[str]:
+        """The last part of each object's path in ``folder``, in their order from behind ``after`` on, at most
+        MAX_LISTED_NAMES. Raises ObjectStoreFailure."""
 
         async def listed() -> list[Any]:
-            async for some in self._obstore.list(self._store, folder, chunk_size=MAX_LISTED_NAMES):
+            pages = self._obstore.list(
+                self._store, folder, offset=f"{folder}/{after}" if after else None, chunk_size=MAX_LISTED_NAMES
+            )
+            async for some in pages:
                 return list(some)
             return []
 
@@ -156,8 +172,6 @@ class ObjectStore:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_MS / 1000):
                 return await request
-        except FileNotFoundError:
-            raise MissingObject from None
         except TimeoutError:
             raise ObjectStoreFailure(f"no answer within {REQUEST_TIMEOUT_MS} ms") from None
         except (self._failed, OSError) as error:

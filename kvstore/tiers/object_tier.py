@@ -1,4 +1,4 @@
-"""The object tier: blocks that left the pool, in a bucket that outlives every node and that several clusters may share.
+"""The object tier: blocks of the pool, copied to a bucket that outlives every node and that several clusters may share.
 
     a block   copied --queued--> written --put--> kept, known here --least recently used--> forgotten, still there
                        +--failed-----------> reported gone    ^ |
@@ -19,14 +19,15 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from typing import Any
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.memory.memory import PoolMemory, block_checksum, until_over
 from pillion.kvstore.tiers.object_runs import HEADER_BYTES, RunLayout, RunName, places_in, split_runs
-from pillion.kvstore.tiers.object_store import MissingObject, ObjectStore, ObjectStoreFailure
+from pillion.kvstore.tiers.object_store import MAX_LISTED_NAMES, MissingObject, ObjectStore, ObjectStoreFailure
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName, Corrupt, TierCounts, heads_first
 
@@ -36,6 +37,8 @@ log = logging.getLogger("pillion.kvnode")
 MAX_QUEUED_BYTES = 256 * 2**20
 # Requests that may be under way at once, of each kind.
 MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
+# Lists that are under way or wait for their turn; further ones find nothing.
+MAX_WAITING_LISTS = 256
 # Blocks that are known to be in the bucket, some 300 bytes each.
 MAX_KNOWN_BLOCKS = 2**18
 # For so long a block that no object had is not asked for again; and how many such blocks are remembered.
@@ -65,15 +68,16 @@ class ObjectTier:
         self.counts = TierCounts()
         self._store = store
         self._layout = layout
-        # Least recently used first.
+        # Least recently used first; and the blocks of each run among them.
         self._kept: OrderedDict[bytes, _Place] = OrderedDict()
+        self._of_run: dict[RunName, set[bytes]] = {}
         # Blocks that wait to be written; their bytes, from which they are loaded until then.
         self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
         self._queued_bytes = 0
         self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
         self._work: set[asyncio.Task[None]] = set()
-        # Segments that are being listed; blocks that no listed object had, and until when that counts.
-        self._listing: dict[bytes, asyncio.Task[list[RunName]]] = {}
+        # What is being listed, a segment from a name on; blocks that no listed object had, and until when that counts.
+        self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
         self._absent: OrderedDict[bytes, float] = OrderedDict()
         self._breaker = TierBreaker()
         self._probing: asyncio.Task[None] | None = None
@@ -120,7 +124,13 @@ class ObjectTier:
                 self._queued_bytes += self._layout.block_bytes
                 fresh.append((name, payload))
         if fresh:
-            await until_over(self._queue(fresh))
+            try:
+                await until_over(self._queue(fresh))
+            except MemoryError:
+                for name, _ in fresh:
+                    del self._coming[name.hash]
+                self._queued_bytes -= len(fresh) * self._layout.block_bytes
+                gone += [name for name, _ in fresh]
         return [name for name in gone if name.hash not in self]
 
     async def _queue(self, fresh: Sequence[tuple[BlockName, memoryview]]) -> None:
@@ -178,39 +188,56 @@ class ObjectTier:
         absent = not wanted or self._absent.get(wanted[0], 0.0) > time.monotonic()
         if absent or self._closed or not self.answers() or all(block_hash in self for block_hash in wanted):
             return
-        places = places_in(await self._runs_of(segment), chain)
-        for at, block_hash in enumerate(chain):
-            run = places.get(block_hash)
-            if run is not None and block_hash not in self:
-                parent = chain[at - 1] if at else (hashes[begin - 1] if begin else b"")
-                self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+        behind, more = "", True
+        while more:
+            runs, more = await self._runs_of(segment, behind)
+            for block_hash, run in places_in(runs, chain).items():
+                if block_hash not in self:
+                    at = begin + chain.index(block_hash)
+                    parent = hashes[at - 1] if at else b""
+                    self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+            missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
+            # There are more names than one list has: those that begin with the next block are asked for.
+            more = more and missing is not None and missing.hex() != behind
+            behind = missing.hex() if missing is not None else ""
         if wanted[0] not in self:
             self._absent[wanted[0]] = time.monotonic() + ABSENT_MS / 1000
             while len(self._absent) > MAX_ABSENT_BLOCKS:
                 self._absent.popitem(last=False)
 
-    async def _runs_of(self, segment: bytes) -> list[RunName]:
-        """The runs of a segment, by one request whoever asks meanwhile; none where the service fails."""
-        listing = self._listing.get(segment)
+    async def _runs_of(self, segment: bytes, behind: str) -> tuple[list[RunName], bool]:
+        """The runs of a segment whose names are behind this one, and whether there are more; by one request whoever
+        asks meanwhile. None where the service fails."""
+        key = segment, behind
+        listing = self._listing.get(key)
         if listing is None:
-            listing = self._listing[segment] = asyncio.create_task(self._list(segment), name="listing objects")
-            listing.add_done_callback(lambda _: self._listing.pop(segment))
+            if len(self._listing) >= MAX_WAITING_LISTS:
+                return [], False
+            listing = self._listing[key] = asyncio.create_task(self._list(segment, behind), name="listing objects")
+            listing.add_done_callback(lambda _: self._listing.pop(key))
         return await asyncio.shield(listing)
 
-    async def _list(self, segment: bytes) -> list[RunName]:
+    async def _list(self, segment: bytes, behind: str) -> tuple[list[RunName], bool]:
         try:
             async with self._lists:
-                names = await self._store.names(self._layout.folder(segment))
+                if not self.answers():
+                    return [], False
+                names = await self._store.names(self._layout.folder(segment), behind)
         except ObjectStoreFailure as error:
             self._failed("objects were not listed", str(error))
-            return []
-        return [run for name in names if (run := RunName.parse(segment, name)) is not None]
+            return [], False
+        runs = [run for name in names if (run := RunName.parse(segment, name)) is not None]
+        return runs, len(names) >= MAX_LISTED_NAMES
 
     def _know(self, place: _Place) -> None:
+        before = self._kept.get(place.name.hash)
+        if before is not None:
+            self._drop(place.name.hash, before.run, report=False)
         self._kept[place.name.hash] = place
-        self._kept.move_to_end(place.name.hash)
+        self._of_run.setdefault(place.run, set()).add(place.name.hash)
         if len(self._kept) > MAX_KNOWN_BLOCKS:
-            self._unreported.append(self._kept.popitem(last=False)[1].name)
+            oldest = next(iter(self._kept))
+            self._drop(oldest, self._kept[oldest].run)
             self.counts.dropped += 1
 
     # -- loading
@@ -226,8 +253,12 @@ class ObjectTier:
         if self._closed or not wanted:
             return 0
         jobs = zip(wanted, targets, strict=False)
-        parts = [list(part) for _, part in groupby(jobs, lambda job: self._run_of(job[0]))]
-        loads = [asyncio.create_task(self._load_part(part), name="reading an object") for part in parts]
+        parts, loads = list[list[tuple[bytes, memoryview]]](), list[asyncio.Task[int]]()
+        for run, each in groupby(jobs, lambda job: self._run_of(job[0])):
+            parts.append(list(each))
+            # Blocks that wait to be written may be written when the task begins, so their bytes are looked up now.
+            work = self._load_run(run, parts[-1]) if run is not None else self._load_coming(parts[-1])
+            loads.append(asyncio.create_task(work, name="reading an object"))
 
         def give_up() -> None:
             for load in loads:
@@ -247,15 +278,18 @@ class ObjectTier:
         """The run that has a block; None for one that waits to be written."""
         return None if block_hash in self._coming else self._kept[block_hash].run
 
-    async def _load_part(self, part: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Loads blocks of one run, or some that wait to be written; returns how many came before one that failed."""
-        run = self._run_of(part[0][0])
-        if run is None:
-            found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
-            sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
-            return await until_over(asyncio.to_thread(_copy, part, sources))
+    def _load_coming(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
+        """Loads blocks that wait to be written; the result is how many came before one that failed."""
+        found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
+        sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
+        return until_over(asyncio.to_thread(_copy, part, sources))
+
+    async def _load_run(self, run: RunName, part: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Loads blocks of one run; returns how many came before one that failed."""
         try:
             async with self._gets:
+                if not self.answers():
+                    return 0
                 data = await self._store.get(self._layout.path(run))
             sources = self._layout.unpack(data, run)
             count = await until_over(asyncio.to_thread(_copy, part, sources))
@@ -282,23 +316,30 @@ class ObjectTier:
 
     def _forget(self, run: RunName) -> None:
         """Forgets the blocks of a run whose object is missing or damaged."""
-        for block_hash in [each for each, place in self._kept.items() if place.run == run]:
+        for block_hash in list(self._of_run.get(run, ())):
             self._drop(block_hash, run)
 
-    def _drop(self, block_hash: bytes, run: RunName) -> None:
+    def _drop(self, block_hash: bytes, run: RunName, *, report: bool = True) -> None:
         place = self._kept.get(block_hash)
         if place is not None and place.run == run:
             del self._kept[block_hash]
-            self._unreported.append(place.name)
+            blocks = self._of_run[run]
+            blocks.discard(block_hash)
+            if not blocks:
+                del self._of_run[run]
+            if report:
+                self._unreported.append(place.name)
 
     # -- trouble
 
     def _failed(self, message: str, failure: str) -> None:
         """Pauses the service until a probe is answered."""
         self._warn(f"{message}; the object tier is paused", failure)
-        if self._closed or self._breaker.paused:
+        if self._breaker.paused:
             return
         self._breaker.late(time.monotonic())
+        if self._closed:
+            return
         self._probing = asyncio.create_task(self._probe(), name="probing the object tier")
 
     async def _probe(self) -> None:

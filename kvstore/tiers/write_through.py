@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
@@ -34,7 +35,7 @@ class WriteThrough:
     """The copies of one pool. Only the node's loop calls it.
 
     Args:
-        tiers: far tiers; they may be added later, but before blocks are committed.
+        tiers: far tiers.
         blocks_lost: called with blocks that a tier no longer keeps.
     """
 
@@ -84,10 +85,23 @@ class WriteThrough:
             block = self._ledger.tree.by_hash.get(self._due.popleft()[1])
             if block is not None and not all(block.hash in tier for tier in self._tiers):
                 blocks[block.hash] = block
-        if blocks:
-            for tier in self._tiers:
-                self._blocks_lost(await tier.store(await self._copied(list(blocks.values()))))
+        for tier in self._tiers:
+            await self._find(tier, list(blocks.values()))
+            missing = [block for block in blocks.values() if block.hash not in tier]
+            if missing:
+                self._blocks_lost(await tier.store(await self._copied(missing)))
         return True
+
+    async def _find(self, tier: FarTier, blocks: Sequence[Block]) -> None:
+        """Asks what the tier has of these blocks: others may have written them, or this node's life before."""
+        tails = {block.segment: block for block in blocks if block.hash not in tier}
+        for tail in tails.values():
+            chain = list[bytes]()
+            at: Block | None = tail
+            while at is not None:
+                chain.append(at.hash)
+                at = at.parent
+            await tier.find(chain[::-1], (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
 
     async def _copied(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
         """Copies of those of these blocks that stayed in the pool meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
         found = tuple(float(word) for word in text.split(","))
     except ValueError:
         found = ()
-    if len(found) != len(COSTS.split(",")) or min(found) < 0 or not sum(found[:2]) > 0 or sum(found) == float("inf"):
+    sound = all(math.isfinite(one) and one >= 0 for one in found) and sum(found[:2]) > 0
+    if len(found) != len(COSTS.split(",")) or not sound:
         raise click.BadParameter(f"{text!r} is not {COSTS}, such as 5e-3,4e-5,5e-5,2e-8,1e-9", ctx, param)
     return found
 
@@ -42,7 +44,11 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     option("--step-cost", f"{COST_HELP}.", callback=step_cost, metavar=COSTS),
     option("--prefill-step-cost", "The same for prefill workers, where it differs.", callback=step_cost, metavar=COSTS),
     option("--redis-url", "Take these costs from the workers of this Redis' cluster, which have fitted them.", ""),
-    option("--block-bytes", "Bytes of a KV block, for pools and transfers. 0: transfers take no time.", 0, type=int),
+    option(
+        "--block-bytes",
+        "Bytes of a KV block, for pools and transfers. 0: transfers take no time.",
+        0, type=click.IntRange(min=0),
+    ),
     option("--gigabytes-per-s", "Pace of blocks between nodes.", 1.0, type=click.FloatRange(min=0.001)),
     option("--speed", "Replay the trace so many times as fast.", 1.0, type=click.FloatRange(min=1e-6)),
     option("--requests", "The first so many requests of the trace; 0: all.", 0, type=click.IntRange(min=0)),

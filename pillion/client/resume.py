@@ -139,7 +139,10 @@ class StreamProgress:
                 return 0.0
             doubled_s = min(RETRY_FIRST_BACKOFF_S * 2 ** (rounds - 1), RETRY_MAX_BACKOFF_S)
             asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
-            return self._in_time(max(doubled_s, asked_s) * random.uniform(0.5, 1), now_s)  # noqa: S311
+            delay_s: float = min(max(doubled_s, asked_s), MAX_RESUME_DELAY_MS / 1000) * random.uniform(0.5, 1)  # noqa: S311
+            if self._deadline_s is not None and now_s + delay_s >= self._deadline_s:
+                raise error
+            return delay_s
         if self._broke_s is None:
             # The stream was under way, or waited. Its attempts, and their time, are counted from here.
             self._broke_s, self._attempts = now_s, 0
@@ -156,11 +159,8 @@ class StreamProgress:
         delay_ms = min(max(doubled_ms, asked_ms), MAX_RESUME_DELAY_MS) * random.uniform(0.5, 1)  # noqa: S311
         self._attempts += 1
         self._opening = True
-        return self._in_time(delay_ms / 1000, now_s)
-
-    def _in_time(self, delay_s: float, now_s: float) -> float:
-        """The delay, or what is left of the stream's time."""
-        return delay_s if self._deadline_s is None else min(delay_s, max(0.0, self._deadline_s - now_s))
+        left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
+        return min(delay_ms / 1000, left_s)
 
     def _opens(self, message: GenerateResponse) -> None:
         """Takes the first message of a call."""

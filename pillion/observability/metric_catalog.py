@@ -109,16 +109,21 @@ WANTED_WORKERS = _gauge(
     "role",
 )
 FORECAST_LOAD = _gauge(
-    "pillion.forecast.load", "{worker}", "Workers that the requests expected then keep busy.", MODEL, "role"
+    "pillion.forecast.load", "{worker}", "Workers that the forecast arrivals would keep busy.", MODEL, "role"
 )
 FORECAST_ARRIVALS = _gauge(
     "pillion.forecast.arrivals",
     "{request}/s",
-    "Requests a second that come to all gateways: present, and ahead, as they are expected then.",
+    "Requests a second that come to all gateways: at present, and ahead, as forecast.",
     MODEL,
     "time",
 )
-FORECAST_HORIZON = _gauge("pillion.forecast.horizon", "s", "How far ahead that is.", MODEL)
+FORECAST_HORIZON = _gauge(
+    "pillion.forecast.horizon",
+    "s",
+    "How far ahead arrivals and wanted workers are forecast: what a worker takes to start.",
+    MODEL,
+)
 
 ADAPTER_REQUESTS = _gauge(
     "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"

@@ -250,6 +250,7 @@ class FleetRequest:
 
     def _span_lost(self, attempt: int) -> None:
         self._span, self._span_open = None, False
+        self._close_remote()
         self._post(ev.SpanLost(attempt, Unavailable(GONE), retryable=True))
 
     def _open_remote(self, action: ev.RunSpan, worker: SimWorker) -> None:
@@ -259,12 +260,21 @@ class FleetRequest:
             self._span_lost(action.attempt)
             return
         carried: deque[ChunkDone] = deque()
+        # Whether the ticket there is closed; what is under way then is not wanted any more.
+        closed = False
+
+        def close() -> None:
+            nonlocal closed
+            closed = True
+            store.close(ticket)
 
         def carry() -> None:
             """Brings the oldest chunk over, then the next one."""
             tokens = carried[0].end_tokens - self._blocks_here * site.block_size
 
             def here() -> None:
+                if closed:
+                    return
                 chunk = carried.popleft()
                 if chunk.end_tokens == plan.split_tokens:
                     self._close_remote()
@@ -289,7 +299,7 @@ class FleetRequest:
 
         whole = self.request.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
         ticket = SimTicket(whole, plan.split_blocks + 1, granted)
-        self._close_remote = lambda: store.close(ticket)
+        self._close_remote = close
         self._later(site.call_s, lambda: store.open(ticket))
 
     def _stop_work(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import ConfigError
+from pillion.kvstore.index.redis_url import without_password
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
 
@@ -48,5 +49,5 @@ def measured_costs(redis_url: str) -> MeasuredCosts:
 
     found = costs_of(asyncio.run(read()))
     if not found.decode_cost_s:
-        raise ConfigError(f"--redis-url {redis_url}: no worker there has served a request yet")
+        raise ConfigError(f"--redis-url {without_password(redis_url)}: no worker there has served a request yet")
     return found

@@ -137,6 +137,7 @@ def capacity(
     worse; around the best, one worker less of either kind is tried. ``told`` gets each point as it is known.
     """
     tried: dict[tuple[int, int], CapacityPoint] = {}
+    requests = fitting(requests, config.flags.max_model_len)
 
     def enough(prefills: int, decodes: int) -> bool:
         if (prefills, decodes) not in tried:

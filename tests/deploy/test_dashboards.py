@@ -46,7 +46,7 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_telemetry.readings(0, 0, True, True))
-    rates, kinds_now = Rates(0.0, 0.0, 0.0, 0.0), dict.fromkeys(KINDS, 1)
+    rates, kinds_now = Rates(0.0, 0.0, 0.0), dict.fromkeys(KINDS, 1)
     forecast = ModelForecast(rates=rates, load=kinds_now, wanted=kinds_now, horizon_s=0.0)
     meters.watch(lambda: request_telemetry.forecast_readings({"m": forecast}))
     found: dict[tuple[str, str], set[str]] = {}

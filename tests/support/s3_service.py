@@ -28,7 +28,7 @@ class S3Service:
         self.folder = folder / BUCKET
         self.trouble = ""
         self.requests = 0
-        self._port = free_port()
+        self._port = 0
         self._relays: set[asyncio.Task[None]] = set()
 
     def url(self, prefix: str = "kv") -> str:
@@ -42,6 +42,10 @@ class S3Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[S3Service]:
         self.folder.mkdir(parents=True)
+        # The relay has its port before rclone's is chosen, or it could take the one that rclone is about to.
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.relay_port: int = server.sockets[0].getsockname()[1]
+        self._port = free_port()
         program = pathlib.Path(sys.executable).parent / "rclone"
         argv = [program, "serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--auth-key", f"{KEY_ID},{SECRET}"]
         # Tests remove objects behind its back.
@@ -51,8 +55,6 @@ class S3Service:
             process = await asyncio.create_subprocess_exec(
                 *argv, self.folder.parent, stdout=log, stderr=log, env=environ
             )
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.relay_port: int = server.sockets[0].getsockname()[1]
         try:
             await until("rclone to serve", self._listens)
             yield self
