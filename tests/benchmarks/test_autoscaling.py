@@ -42,7 +42,9 @@ ARGS = argparse.Namespace(
 @pytest.mark.parametrize("forecast", [True, False])
 def test_rules_are_those_of_the_chart(forecast: bool) -> None:
     charts = pytest.importorskip("tests.support.charts", reason="Helm's library has no wheel for this machine")
-    rendered = charts.render({"pools": {"decode": {"autoscaling": {"enabled": True, "forecast": forecast}}}})
+    alone = {"queuedTokensPerPod": None, "sequencesPerPod": None, "kvUsagePercent": None} if forecast else {}
+    scaled = {"enabled": True, "forecast": forecast, **alone}
+    rendered = charts.render({"pools": {"decode": {"autoscaling": scaled}}})
     spec = charts.of_kind(rendered, "ScaledObject", "decode")["spec"]
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     up, down = behavior["scaleUp"], behavior["scaleDown"]

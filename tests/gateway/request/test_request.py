@@ -319,10 +319,11 @@ def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
     m = machine(attempts=2)
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
-    for now in range(11, 21):
+    for number, now in enumerate(range(11, 21)):
         m.handle(planned(2, len(m.tokens())), now)
         (again,) = m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), now)
-        assert again == ev.LookUp(2, m.prompt, frozenset({"decode-0", "kv-0"}), module.COMPONENT_POLL_MS)
+        pause_ms = min(module.MAX_RETRY_DELAY_MS, module.COMPONENT_POLL_MS * 2**number)
+        assert again == ev.LookUp(2, m.prompt, frozenset({"decode-0", "kv-0"}), pause_ms)
     assert to_decoding(m, 2).attempt == 2
     m = machine(attempts=2)
     to_decoding(m)
