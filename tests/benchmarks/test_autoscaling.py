@@ -42,7 +42,7 @@ ARGS = argparse.Namespace(
 @pytest.mark.parametrize("forecast", [True, False])
 def test_rules_are_those_of_the_chart(forecast: bool) -> None:
     charts = pytest.importorskip("tests.support.charts", reason="Helm's library has no wheel for this machine")
-    alone = {"queuedTokensPerPod": None, "sequencesPerPod": None, "kvUsagePercent": None} if forecast else {}
+    alone = {"sequencesPerPod": None, "kvUsagePercent": None} if forecast else {}
     scaled = {"enabled": True, "forecast": forecast, **alone}
     rendered = charts.render({"pools": {"decode": {"autoscaling": scaled}}})
     spec = charts.of_kind(rendered, "ScaledObject", "decode")["spec"]
