@@ -14,9 +14,10 @@ GROUPS = {
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
-    " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes",
+    " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool keeper_socket",
     "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts",
+    "Wanted workers": "slo attainment worker_start_s",
     "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics vllm_metric_names",

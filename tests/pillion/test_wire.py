@@ -71,6 +71,7 @@ def built(cls: type, **known: st.SearchStrategy) -> st.SearchStrategy:
     kinds = {"int": U32, "float": st.floats(0, 1e6), "str": TEXT, "bool": st.booleans()}
     kinds |= {"Count": st.integers(0, MAX_COUNT), "Amount": kinds["float"]}
     kinds["tuple[str, ...]"] = st.lists(TEXT, max_size=3).map(tuple)
+    kinds["tuple[tuple[str, Count], ...]"] = st.lists(st.tuples(TEXT, kinds["Count"]), max_size=3).map(tuple)
     fields = {name: known[name] if name in known else kinds[kind] for name, kind in cls.__annotations__.items()}
     return st.builds(cls, **fields)
 
