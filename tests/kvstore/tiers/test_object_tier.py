@@ -160,8 +160,11 @@ async def test_objects_that_were_removed_or_replaced_are_missing(service: S3Serv
         assert await loaded(tier, blocks) == 32
         assert tier.counts.corrupt == 1
         first.unlink()
-        assert await loaded(tier, blocks) == 0
-        assert await found(tier, blocks) == 0
+
+        async def missing() -> bool:
+            return tier.answers() and await loaded(tier, blocks) == 0 and await found(tier, blocks) == 0
+
+        await until("the service to see that it is gone", missing)
 
 
 async def test_lost_credentials_pause_the_tier(service: S3Service, monkeypatch: pytest.MonkeyPatch) -> None:
