@@ -53,7 +53,7 @@ NODE_BLOCKS = 65_536
 DECODE_STEP_TOKENS, PREFILL_STEP_TOKENS, SLOTS = 512, 2048, 64
 TARGET_ITL_MS = 50.0
 DRAIN_S = 600.0
-# As an HPA: how often it looks, and the difference that it leaves alone.
+# How often an HPA looks, and the difference from what is there that it leaves alone.
 SYNC_S = 15.0
 TOLERANCE = 0.1
 # What the Helm chart's queries divide by, as its values say.
@@ -226,8 +226,10 @@ SCALERS: dict[str, tuple[Wish, ScalingRule]] = {
 def bent(
     trace: Sequence[TraceRequest], swing: float, bursts: Sequence[tuple[float, float]], factor: float
 ) -> list[TraceRequest]:
-    """The same requests at other times: a sine from 1 - ``swing`` to 1 + ``swing`` times the mean rate, lowest at both
-    ends, and ``factor`` times that in ``bursts``, each from a share of the day on, for so many seconds."""
+    """The requests of ``trace`` at other times.
+
+    Their rate is a sine from 1 - ``swing`` to 1 + ``swing`` times the mean, lowest at both ends, and ``factor`` times
+    that in ``bursts``. A burst begins at a share of the day and lasts so many seconds."""
     day_s = trace[-1].timestamp / 1000 + 1.0
     grid_s = np.arange(0.0, day_s + 1.0)
     rate = 1 - swing * np.cos(2 * np.pi * grid_s / day_s)

@@ -113,7 +113,7 @@ class Checker:
                     yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
         elif life.is_worker and life.costs is not None and life.process is not None:
             epoch = life.component.worker.epoch
-            # Of an epoch that is over no step begins any more.
+            # A step of an epoch that is over never begins.
             running = () if epoch.over else epoch._steps.scheduler.sequences.items()
             orphans = {
                 (life.process.number, seq_id)

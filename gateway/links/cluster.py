@@ -424,7 +424,7 @@ class Cluster:
 
         async def ask(node_ids: list[str]) -> None:
             try:
-                # The same one for the same prompt: it remembers what the bucket has.
+                # A prompt always asks one node, which remembers what the bucket has.
                 client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
                 more = await client.find_blocks(hashes, known, timeout_s=MAX_FIND_MS / 1000)
             except PillionError as error:

@@ -50,7 +50,7 @@ class KeptBlocks:
         """Claims the slots of an earlier life's blocks, once, before any is leased. ``entries`` are the table's."""
         for entry in entries:
             if entry.hash in self.pending:
-                # The same block was computed twice; either will do.
+                # A block that was computed twice has two entries, of which either will do.
                 self._table.remove(entry.slot)
             else:
                 self.pending[entry.hash] = entry

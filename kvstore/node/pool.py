@@ -289,7 +289,7 @@ class Pool:
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                # Who reads from here asks the far tiers itself.
+                # A node that reads from here asks the far tiers itself.
                 await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):

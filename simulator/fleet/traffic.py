@@ -42,7 +42,7 @@ class ClientRecord:
     replays: int = 0
 
     def bench_record(self) -> Record:
-        """The same as `pillion bench` would have recorded it."""
+        """This request as `pillion bench` would have recorded it."""
         request, first_s = self.request, self.request.at_s + self.ttft_s
         times = () if self.failed else tuple(itertools.accumulate(self.gaps_s, initial=first_s))
         return Record(

@@ -152,7 +152,7 @@ class FleetWorld:
             self._cores = SharedCores(self.clock, total, config.shared_cores)
         self._numbers = itertools.count()
         self._spread_over = max(1, total)
-        # Of the workers that the registry lists: their records.
+        # The records of the workers that the registry lists.
         self._listed: dict[str, ComponentRecord] = {}
         self._next_node = itertools.count()
         kinds = [*[PREFILL] * config.prefills, *[DECODE] * flags.decode_workers]
