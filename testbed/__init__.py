@@ -2,10 +2,12 @@
 
 - `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role; it also has free
   ports.
+- `hosts` starts several KV nodes with their workers on one machine, as if they were on several hosts.
 - `faults` kills or stops processes at named points of their code.
 - `conditions` waits for a condition with a bound, blocking or on the event loop.
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.
+- `s3_service` starts an S3 service, with a relay before it that does to its answers what networks do.
 - `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
 - `tiny_model` writes small random checkpoints into Hugging Face folders.
 - `draft_models` makes draft models of a model's first layers, and models that such drafts guess well.

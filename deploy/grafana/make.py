@@ -181,7 +181,7 @@ def _service() -> Dashboard:
             "Prompt tokens by source",
             "percentunit",
             (Query(share, "{{source}}"),),
-            "pool, fetched and restored are cache hits; prefill and tail tokens were computed.",
+            "pool, fetched, restored and bucket are cache hits; prefill and tail tokens were computed.",
             stacked=True,
             maximum=1,
         ),

@@ -123,7 +123,8 @@ class Cluster:
         self.index = index
         self.load = OwnLoad()
         self._exchange = LoadExchange(gateway_id, self.load, shared_loads, self._other_gateway_ids)
-        self.fetch_pace = FetchPace()
+        # Blocks of other nodes, and of a bucket.
+        self.fetch_pace, self.bucket_pace = FetchPace(), FetchPace()
         self.sticky_choices = StickyChoices()
         self.sent_adapters = SentAdapters()
         self.demand = Demand()
@@ -450,7 +451,6 @@ class Cluster:
         wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
         with telemetry.tracer().start_as_current_span("kv.fetch") as span:
             span.set_attributes({"pillion.node": hold.node_id, "pillion.sources": tuple(sources)})
-            begun_s = time.monotonic()
             try:
                 client = self.node(hold.node_id).client
                 brought = await client.prefetch(hold.epoch, hold.ticket_id, hashes, sources, timeout_s=wait_s)
@@ -458,9 +458,12 @@ class Cluster:
                 log.debug("KV node %s fetched nothing: %s", hold.node_id, error.message)
                 span.set_attribute("error.type", type(error).__name__)
                 return PrefetchReply(blocks=pinned_blocks)
-            self.fetch_pace.observe(brought.fetched_blocks + brought.restored_blocks, time.monotonic() - begun_s)
+            now = time.monotonic()
+            self.fetch_pace.observe(brought.fetched_blocks, brought.fetched_ms / 1000, now)
+            self.bucket_pace.observe(brought.bucket_blocks, brought.bucket_ms / 1000, now)
             span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
             span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
+            span.set_attribute("pillion.bucket_blocks", brought.bucket_blocks)
         brought.blocks = max(pinned_blocks, min(brought.blocks, len(hashes) // HASH_BYTES))
         return brought
 

@@ -54,7 +54,8 @@ class ClusterSnapshot:
             the others as far as it knows. Heartbeats are up to a second old, and do not know of them.
         sent_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
             id.
-        fetch_block_s: seconds that a block takes to come from elsewhere; 0.0 if that was never measured.
+        fetch_block_s: seconds that a block takes to come from another node; 0.0 if that was never measured.
+        bucket_block_s: seconds that it takes to come from a bucket; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).
         demand_tokens: prompt tokens of these requests on the average, those cached left out; 0.0: unknown.
@@ -81,6 +82,7 @@ class ClusterSnapshot:
     sent_load: Mapping[str, int] = field(default_factory=dict)
     sent_tokens: Mapping[str, int] = field(default_factory=dict)
     fetch_block_s: float = 0.0
+    bucket_block_s: float = 0.0
     sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)
     demand_tokens: float = 0.0

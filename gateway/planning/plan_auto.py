@@ -13,6 +13,7 @@ equal ways do not take turns with every heartbeat.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
+    LEAST_FETCH_S,
     Board,
     DecodeSide,
     Models,
@@ -46,16 +48,24 @@ ON_PREFILL = "prefill"
 ON_DECODE = "decode"
 
 
+class Fetched(enum.Enum):
+    """What is brought to a decode worker's node, beside what its own lower tiers have."""
+
+    NOTHING = enum.auto()
+    OF_NODES = enum.auto()
+    OF_BUCKET = enum.auto()
+
+
 class Way(NamedTuple):
     """A decode worker with the better of no prefill worker and of one for all chunks: that price is enough to compare
-    decode workers. ``fetched``: whether blocks of other nodes are worth their transfer, which takes ``fetch_s``."""
+    decode workers. ``fetched``: the sources whose blocks are worth their transfer, which takes ``fetch_s``."""
 
     price_s: float
     decode: DecodeSide
     prefill: PrefillSide | None
     cached_blocks: int
     fetch_s: float
-    fetched: bool
+    fetched: Fetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,12 @@ class Dial:
         """What another way must gain, in seconds, with ``cached`` tokens. It depends on the prompt alone: one that
         changed with the load would let the load decide."""
         return HYSTERESIS * self.way.decode.own_cores_s(cached, self.way.decode.end)
+
+    def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float:
+        """The longest that fetching these blocks may take: computing them there takes no longer."""
+        decode = self.way.decode
+        computed_s = decode.model.span_s(start_blocks * self.block_size, end_blocks * self.block_size, decode.most)
+        return max(LEAST_FETCH_S, computed_s)
 
     def _uses_prefill(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
         """Whether a prefill worker is used, and whether that is so only because the last request did it."""
@@ -155,7 +171,7 @@ def choose(
             component,
             models.of(component),
             best,
-            min(max(known, snapshot.far_hits.get(component.node_id, 0)), limit),
+            min(known, limit),
             limit,
             behind,
             boards.get(component.component_id),
@@ -166,10 +182,12 @@ def choose(
     chosen = next(way for way in ways if way.price_s <= least_s)
     words = _why(snapshot, chosen, decodes)
     node_id = chosen.decode.component.node_id
-    if snapshot.far_hits.get(node_id, 0) > known:
-        known, holder = snapshot.far_hits[node_id], "a bucket"
-    if min(known, limit) > min(hits.get(node_id, 0), limit):
-        words += f", with blocks of {holder}" if chosen.fetched else f", blocks of {holder} cost more to fetch"
+    far = snapshot.far_hits.get(node_id, 0)
+    for kind, blocks, name in ((Fetched.OF_NODES, known, holder), (Fetched.OF_BUCKET, far, "a bucket")):
+        if chosen.fetched is kind:
+            words += f", with blocks of {name}"
+        elif min(blocks, limit) > chosen.cached_blocks:
+            words += f", blocks of {name} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"
     return Dial(chosen, snapshot.block_size, snapshot.sticky_choice, words)
@@ -252,11 +270,7 @@ def _way(
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, board)
     if snapshot.adapter:
         decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
-    cached, fetch_s, fetched = min(snapshot.hits.get(node_id, 0), limit), 0.0, False
-    if known > cached:
-        taken_s = FETCH_CALL_S + (known - cached) * block_s
-        if taken_s < decode.model.span_s(cached * size, known * size, decode.most):
-            cached, fetch_s, fetched = known, taken_s, True
+    cached, fetch_s, fetched = _fetched(snapshot, decode, known, limit, block_s)
     chosen: PrefillSide | None = None
     for side in best:
         if side.component.node_id == node_id:
@@ -271,3 +285,23 @@ def _way(
     if chosen is not None and limit > cached:
         price_s = min(price_s, way_s(chosen, decode, cached * size, limit * size, fetch_s))
     return Way(price_s, decode, chosen, cached, fetch_s, fetched)
+
+
+def _fetched(
+    snapshot: ClusterSnapshot, decode: DecodeSide, known: int, limit: int, block_s: float
+) -> tuple[int, float, Fetched]:
+    """Leading blocks that a decode worker's node will have, the seconds that fetching takes, and from where: of its own
+    blocks, those with the ``known`` ones of other nodes, and those with a bucket's behind them, what saves most."""
+    node_id, size = decode.component.node_id, snapshot.block_size
+    own = min(snapshot.hits.get(node_id, 0), limit)
+    here, nodes_s = max(own, known), max(0, known - own) * block_s
+    far = min(snapshot.far_hits.get(node_id, 0), limit)
+    bucket_s = nodes_s + (far - here) * (snapshot.bucket_block_s or decode.component.block_bytes / DEFAULT_BYTES_PER_S)
+    best, best_s = (own, 0.0, Fetched.NOTHING), 0.0
+    for blocks, taken_s, kind in ((known, nodes_s, Fetched.OF_NODES), (far, bucket_s, Fetched.OF_BUCKET)):
+        if blocks <= own or (kind is Fetched.OF_BUCKET and far <= here):
+            continue
+        saved_s = decode.model.span_s(own * size, blocks * size, decode.most) - taken_s - FETCH_CALL_S
+        if saved_s > best_s:
+            best, best_s = (blocks, taken_s + FETCH_CALL_S, kind), saved_s
+    return best

@@ -25,6 +25,9 @@ CHUNK_CALL_S = 0.001
 # Seconds of the call that fetches blocks, and the rate assumed where none was measured.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
+# A fetch may take as long as computing what it would bring: then it and computing nevertheless take at most twice as
+# long as computing alone, whatever a source does. Where that is less than this, the call itself would not fit.
+LEAST_FETCH_S = 0.1
 # A prompt tail gets this many tokens of a step however late the decodes are
 # (pillion.engine.scheduling.step_cost.MIN_TAIL_TOKENS).
 MIN_TAIL_TOKENS = 16
@@ -469,21 +472,33 @@ class Demand:
 
 
 class FetchPace:
-    """How fast blocks come from other nodes and from disk, as this gateway sees it, as a decaying mean."""
+    """How fast blocks come from one kind of source, as this gateway sees it, as a decaying mean. Times are in seconds
+    of one clock.
+
+    A source that was slow is not asked, so nothing is learnt of it: its pace is taken to get better while nobody hears
+    of it, and one request tries it again. What that can cost is bounded (LEAST_FETCH_S).
+    """
 
     FADING = 0.9
+    # After so long without a fetch, the pace is taken to be twice as good.
+    HALVING_S = 60.0
 
     def __init__(self) -> None:
         self._blocks = 0.0
         self._seconds = 0.0
+        self._seen_s = 0.0
 
-    def observe(self, blocks: int, seconds: float) -> None:
-        """Notes a fetch that brought ``blocks`` blocks."""
-        if blocks > 0:
+    def observe(self, blocks: int, seconds: float, now: float) -> None:
+        """Notes a fetch that brought ``blocks`` blocks in ``seconds``, and ended ``now``. One that brought nothing in
+        its time counts, too; one of no time asked nobody."""
+        if seconds > 0:
             self._blocks = self._blocks * self.FADING + blocks
             self._seconds = self._seconds * self.FADING + seconds
+            self._seen_s = now
 
-    @property
-    def block_s(self) -> float:
+    def block_s(self, now: float) -> float:
         """Seconds a block; 0.0 before any came."""
-        return self._seconds / self._blocks if self._blocks else 0.0
+        if not self._blocks:
+            return 0.0
+        silent_s = max(0.0, now - self._seen_s)
+        return self._seconds / self._blocks * math.exp2(-silent_s / self.HALVING_S)

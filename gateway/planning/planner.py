@@ -21,7 +21,7 @@ from typing import Any
 
 from pillion.errors import Unavailable
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, SplitPolicy
-from pillion.gateway.planning.plan_auto import Dial, choose
+from pillion.gateway.planning.plan_auto import Dial, Fetched, choose
 from pillion.wire.registry import ComponentRecord
 
 # Fewer blocks than this are not fetched from elsewhere but computed.
@@ -43,10 +43,12 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """What a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``."""
+    """What a node should fetch: the prompt's first ``blocks`` blocks, from its lower tiers or ``source_node_ids``,
+    within ``limit_s``; None: within the fetch's own bounds."""
 
     blocks: int
     source_node_ids: tuple[str, ...]
+    limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +123,12 @@ def _plan_auto(snapshot: ClusterSnapshot) -> RequestPlan:
     way = dial.way
     prefill = None if way.prefill is None else way.prefill.component
     draft = replace(_draft(snapshot, way.decode.component, prefill), dial=dial)
-    if not way.fetched:
+    if way.fetched is Fetched.NOTHING:
         # What its own disk has comes up in any case.
         own = snapshot.hits.get(draft.node_id, 0)
         draft = replace(draft, sources=(PrefixSource(draft.node_id, own),) if own else ())
+    elif way.fetched is Fetched.OF_NODES:
+        draft = replace(draft, sources=_sources(replace(snapshot, far_hits={}), draft.node_id))
     return replan(draft, way.cached_blocks)
 
 
@@ -196,14 +200,18 @@ def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tup
     return (size,) * whole + ((rest,) if rest else ())
 
 
-def plan_fetch(sources: Sequence[PrefixSource], node_id: str, here_blocks: int, limit_blocks: int) -> FetchPlan | None:
+def plan_fetch(
+    sources: Sequence[PrefixSource], node_id: str, here_blocks: int, limit_blocks: int, dial: Dial | None = None
+) -> FetchPlan | None:
     """What ``node_id`` should fetch of a prompt's first ``limit_blocks`` blocks; None where that is not worth it.
-    ``here_blocks`` are pinned there. ``sources`` may name the node itself: what its disk has is known, not pinned."""
+    ``here_blocks`` are pinned there. ``sources`` may name the node itself: what its disk has is known, not pinned.
+    ``dial`` bounds the time, where there is one."""
     known = min(limit_blocks, max((source.blocks for source in sources), default=0))
     if known - here_blocks < MIN_FETCH_BLOCKS:
         return None
     others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > here_blocks]
-    return FetchPlan(known, tuple(others[:MAX_FETCH_SOURCES]))
+    limit_s = None if dial is None else dial.fetch_limit_s(here_blocks, known)
+    return FetchPlan(known, tuple(others[:MAX_FETCH_SOURCES]), limit_s)
 
 
 def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:

@@ -31,6 +31,7 @@ from pillion.gateway.request.assigned_load import AssignedLoad
 from pillion.gateway.request.events import Action, Event
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
+from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.gateway.scaling.worker_needs import PlannedPrompt
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
@@ -81,8 +82,8 @@ class ComponentCalls:
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
-        # Tokens of the prompt that the latest attempt fetched from other nodes, and restored from disk.
-        self.brought_tokens = (0, 0)
+        # What the latest attempt brought of the prompt.
+        self.brought_tokens = BroughtTokens()
 
     # ---- started by actions ---------------------------------------------------------------------------------------
 
@@ -215,6 +216,7 @@ class ComponentCalls:
         far = await cluster.far_hits(self._chain.hashes, blocks, components) if known else {}
         mates = cluster.board_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
+        now = time.monotonic()
         snapshot = ClusterSnapshot(
             model=job.model,
             prompt_tokens=len(action.token_ids),
@@ -228,7 +230,8 @@ class ComponentCalls:
             board_mates=mates,
             sent_load=sent_load,
             sent_tokens=sent_tokens,
-            fetch_block_s=cluster.fetch_pace.block_s,
+            fetch_block_s=cluster.fetch_pace.block_s(now),
+            bucket_block_s=cluster.bucket_pace.block_s(now),
             demand_per_s=cluster.demand_per_s(),
             demand_tokens=cluster.demand.mean_tokens,
             sticky_choice=cluster.sticky_choices.of(job.model, unknown),
@@ -237,7 +240,7 @@ class ComponentCalls:
             spread=job.spread,
             unscored_from=action.unscored_from,
             adapter=job.adapter,
-            own_adapters=cluster.sent_adapters.workers(job.adapter, time.monotonic()),
+            own_adapters=cluster.sent_adapters.workers(job.adapter, now),
         )
         decided = make_plan(snapshot)
         if job.adapter:
@@ -285,11 +288,12 @@ class ComponentCalls:
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
+            bounds_s = [bound_s for bound_s in (self._job.left_s(), action.wanted.limit_s) if bound_s is not None]
             brought = await self._cluster.fetch_blocks(
-                action.hold, hashes, action.wanted.source_node_ids, pinned, self._job.left_s()
+                action.hold, hashes, action.wanted.source_node_ids, pinned, min(bounds_s, default=None)
             )
-        size = action.plan.block_size
-        self.brought_tokens = brought.fetched_blocks * size, brought.restored_blocks * size
+        blocks = BroughtTokens(brought.fetched_blocks, brought.restored_blocks, brought.bucket_blocks)
+        self.brought_tokens = BroughtTokens._make(count * action.plan.block_size for count in blocks)
         self._post(ev.BlocksFetched(action.attempt, brought.blocks))
 
     async def _run_span(self, action: ev.RunSpan) -> None:

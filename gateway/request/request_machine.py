@@ -247,7 +247,7 @@ class RequestMachine:
         if self._timeline.admitted is None:
             self._timeline.admitted = now
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
-        wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit)
+        wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit, self.plan.dial)
         if wanted is None:
             return self._go_on(pinned, now)
         self.state = RequestState.FETCHING

@@ -7,6 +7,7 @@ begin_span ... describe_span         the request's trace span; a Generation ends
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -23,6 +24,15 @@ CHAT, TEXT = "chat", "text_completion"
 CANCELLED = "cancelled"
 # Characters of the model's name as the client wrote it; it may be no model at all.
 MAX_NAME_CHARS = 100
+
+
+class BroughtTokens(NamedTuple):
+    """Tokens of a prompt that were brought to the decode worker's node: from other nodes, from the node's own lower
+    tiers, and from a bucket. The names are values of the metric's label ``source``."""
+
+    fetched: int = 0
+    restored: int = 0
+    bucket: int = 0
 
 
 class RequestMeter:
@@ -64,14 +74,14 @@ class RequestMeter:
         now_s: float,
         usage: Usage,
         timings: Timings,
-        brought: tuple[int, int],
+        brought: BroughtTokens,
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
         """Notes the end of the request; called once.
 
         Args:
-            brought: tokens of the prompt that were fetched from other nodes, and restored from disk.
+            brought: tokens of the prompt that were not computed, nor in the node's pool.
             reasons: why each answer that is given ended, where it did.
             error: why the request failed.
         """
@@ -90,15 +100,13 @@ class RequestMeter:
             # Else it is not known what of the prompt was computed.
             self._prompt(usage, timings, brought)
 
-    def _prompt(self, usage: Usage, timings: Timings, brought: tuple[int, int]) -> None:
+    def _prompt(self, usage: Usage, timings: Timings, brought: BroughtTokens) -> None:
         model, meters = self._model, self._meters
         waited_ms = timings.admission_ms + timings.decode_queue_ms
         meters.distribution(names.QUEUE_TIME, model).observe(waited_ms / 1000)
-        fetched, restored = brought
         sources = {
-            "pool": max(0, usage.cached_tokens - fetched - restored),
-            "fetched": fetched,
-            "restored": restored,
+            "pool": max(0, usage.cached_tokens - sum(brought)),
+            **brought._asdict(),
             "prefill": timings.prefilled_tokens,
             "tail": timings.tail_tokens,
         }

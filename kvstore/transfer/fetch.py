@@ -68,8 +68,8 @@ class _Fetch:
     sources: list[BlockSource]
     pinned: PinBlocksReply | None = None
     pinned_from: int = 0
-    restored_blocks: int = 0
-    fetched_blocks: int = 0
+    # What came so far, and the time that it took.
+    brought: PrefetchReply = field(default_factory=PrefetchReply)
     # Whether far tiers need not be asked what they have of the chain (any more).
     asked: bool = False
     # In the order in which they began.
@@ -160,7 +160,8 @@ class Fetcher:
             self._fetches -= 1
             self._end(fetch)
         self.counts.short_fetches += blocks < len(hashes)
-        return PrefetchReply(blocks=blocks, fetched_blocks=fetch.fetched_blocks, restored_blocks=fetch.restored_blocks)
+        fetch.brought.blocks = blocks
+        return fetch.brought
 
     async def close(self) -> None:
         """Waits for reads that are still under way. No fetch begins any more."""
@@ -188,7 +189,9 @@ class Fetcher:
         """Brings the next blocks from the first source that has them; returns False if none has or no slot is left."""
         found = self._in_tiers(self._tiers, self._free_to_bring(fetch, at))
         if found is not None:
-            return await self._from_tier(fetch, *found)
+            count = await self._from_tier(fetch, *found)
+            fetch.brought.restored_blocks += count
+            return count > 0
         while fetch.sources:
             left_s = fetch.until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -212,13 +215,24 @@ class Fetcher:
                 self._drop_source(fetch)
             if came:
                 return True
+        return await self._bring_far(fetch, at)
+
+    async def _bring_far(self, fetch: _Fetch, at: int) -> bool:
+        """Brings the next blocks from a far tier; returns False if none has any or no slot is left."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
         if not fetch.asked:
             fetch.asked = True
-            await self.find_far(fetch.hashes, at, fetch.until_s - asyncio.get_running_loop().time())
+            await self.find_far(fetch.hashes, at, fetch.until_s - begun_s)
         # While they were asked, others may have begun to bring the same.
         wanted = self._free_to_bring(fetch, at)
         found = self._in_tiers(self._far, wanted)
-        return await self._from_tier(fetch, *found) if found is not None else not wanted
+        if found is None:
+            return not wanted
+        count = await self._from_tier(fetch, *found)
+        fetch.brought.bucket_blocks += count
+        fetch.brought.bucket_ms += (loop.time() - begun_s) * 1000
+        return count > 0
 
     async def find_far(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
         """Asks far tiers for a chain from block ``first`` on; returns how many blocks from there are in lower tiers."""
@@ -242,25 +256,26 @@ class Fetcher:
                 return tier, here
         return None
 
-    async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes]) -> bool:
+    async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes]) -> int:
+        """Loads these blocks, as many as have slots; returns how many came."""
         slots = self._lease(fetch, len(hashes))
         hashes = hashes[: len(slots)]
         if not slots:
-            return False
+            return 0
         with self._bringing(hashes):
             # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading, len(slots))
             count = self._commit(fetch, hashes, slots, loading.result() if came else 0)
-        fetch.restored_blocks += count
         self.counts.restored_blocks += count
-        return count > 0
+        return count
 
     async def _from_source(
         self, fetch: _Fetch, hashes: list[bytes], remote: tuple[int, ...], slots: tuple[int, ...], sums: Sequence[int]
     ) -> int:
         source, pinned = fetch.sources[0], fetch.pinned
         assert pinned is not None
+        begun_s = asyncio.get_running_loop().time()
         with self._bringing(hashes):
             reading = asyncio.ensure_future(source.read(pinned.ticket_id, remote, slots))
             try:
@@ -272,7 +287,8 @@ class Fetcher:
                 came = False
             good = await self._count_good(source, slots, sums) if came else 0
             count = self._commit(fetch, hashes, slots, good)
-        fetch.fetched_blocks += count
+        fetch.brought.fetched_blocks += count
+        fetch.brought.fetched_ms += (asyncio.get_running_loop().time() - begun_s) * 1000
         self.counts.fetched_blocks += count
         return count
 

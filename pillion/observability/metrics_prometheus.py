@@ -90,7 +90,7 @@ ALIASES = (
     _Alias("vllm:prompt_tokens", names.PROMPT_TOKENS),
     _Alias("vllm:generation_tokens", names.GENERATED_TOKENS),
     _Alias("vllm:prefix_cache_queries", names.PROMPT_TOKENS),
-    _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, "source", ("pool", "fetched", "restored")),
+    _Alias("vllm:prefix_cache_hits", names.PROMPT_TOKENS, "source", ("pool", "fetched", "restored", "bucket")),
     _Alias("vllm:num_preemptions", names.PREEMPTIONS),
     _Alias("vllm:request_success", names.REQUESTS, "outcome", ("stop", "length", "cancelled"), "finished_reason"),
     _Alias("vllm:spec_decode_num_draft_tokens", names.STEP_BUDGET, "use", ("speculative",)),

@@ -16,7 +16,7 @@ from pillion.top.top_pages import ComponentPage
 from pillion.types import ClusterStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
-SOURCES = ("pool", "fetched", "restored", "prefill", "tail")
+SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
 

@@ -429,21 +429,31 @@ class PrefetchReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BUCKET_BLOCKS_FIELD_NUMBER: _builtins.int
+    FETCHED_MS_FIELD_NUMBER: _builtins.int
+    BUCKET_MS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Leading block_hashes that are pinned to the ticket now."""
     fetched_blocks: _builtins.int
-    """Blocks among them that this call copied from other nodes, and from this node's lower tiers."""
+    """Blocks among them that this call copied from other nodes, from this node's own lower tiers, and from a bucket."""
     restored_blocks: _builtins.int
+    bucket_blocks: _builtins.int
+    fetched_ms: _builtins.float
+    """The time that other nodes, and the bucket, took for theirs."""
+    bucket_ms: _builtins.float
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
         fetched_blocks: _builtins.int = ...,
         restored_blocks: _builtins.int = ...,
+        bucket_blocks: _builtins.int = ...,
+        fetched_ms: _builtins.float = ...,
+        bucket_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "fetched_blocks", b"fetched_blocks", "restored_blocks", b"restored_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bucket_blocks", b"bucket_blocks", "bucket_ms", b"bucket_ms", "fetched_blocks", b"fetched_blocks", "fetched_ms", b"fetched_ms", "restored_blocks", b"restored_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,7 +190,7 @@ class FleetRequest:
         seconds = took_s + count * self._site.block_s
 
         def brought() -> None:
-            self._host.fetch_pace.observe(count, seconds)
+            self._host.fetch_pace.observe(count, seconds, self._site.clock.now)
             self._commit((here + count) * self._site.block_size)
             self._post(ev.BlocksFetched(action.attempt, here + count))
 

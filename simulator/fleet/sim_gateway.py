@@ -259,7 +259,7 @@ class SimGateway:
                 answered_tokens=tokens - flow.request.prompt_tokens,
                 sent_load=loads[0],
                 sent_tokens=loads[1],
-                fetch_block_s=self.fetch_pace.block_s,
+                fetch_block_s=self.fetch_pace.block_s(self.clock.now),
                 demand_per_s=(self.site_gateways * every, self.site_gateways * shared),
                 demand_tokens=self._demand.mean_tokens,
                 sticky_choice=self._leanings.of(MODEL, unknown),

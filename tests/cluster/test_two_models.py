@@ -17,10 +17,10 @@ from pillion import Client
 from pillion.errors import InvalidRequest, NotFound
 from testbed.cluster import READY_TIMEOUT_S, free_port
 from testbed.conditions import wait_for
+from testbed.hosts import Hosts, hosts
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference
-from tests.support.two_nodes import Hosts, hosts
 
 pytestmark = pytest.mark.cluster
 

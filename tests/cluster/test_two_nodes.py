@@ -14,11 +14,11 @@ import pytest
 from pillion import Client, Delta
 from pillion.adapter_folders import ADAPTERS
 from testbed.conditions import wait_for
+from testbed.hosts import Hosts, hosts
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache
-from tests.support.two_nodes import Hosts, hosts
 
 TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
 ENGLISH = (

@@ -19,11 +19,11 @@ from pillion import Client
 from pillion.errors import Conflict, PillionError
 from testbed.cluster import alive, proven_status, served
 from testbed.faults.board import FaultBoard, hook_environment
+from testbed.hosts import hosts
 from tests.faults import leftovers
 from tests.faults.questions import write_models
 from tests.support.drafts import guessing
 from tests.support.own_cache import model_cache
-from tests.support.two_nodes import hosts
 
 # The time that a whole cluster is given to be whole again, and how often that is looked at: each look costs the cores
 # that the components start on.

@@ -132,7 +132,7 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
             raise outcome
         if self.held.get(request.ticket_id) != request.epoch:
             raise NotFound("no such ticket")
-        return kvnode_pb2.PrefetchReply(blocks=outcome, fetched_blocks=outcome)
+        return kvnode_pb2.PrefetchReply(blocks=outcome, fetched_blocks=outcome, fetched_ms=1.0)
 
     async def FindAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
         return kvnode_pb2.FindAdaptersReply()

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, StickyChoices
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, Demand, FetchPace, Models, StepModel
-from pillion.gateway.planning.planner import make_plan, replan, shorten
+from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Fetched, StickyChoices
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Demand, FetchPace, Models, StepModel
+from pillion.gateway.planning.planner import make_plan, plan_fetch, replan, shorten
 from pillion.wire.registry import ComponentRecord
 from tests.support.planner_components import COST, decode, is_shared, line, node, prefill, snapshot
 
@@ -171,13 +171,44 @@ def test_chunks_read_again_what_stands_before_them() -> None:
 
 def test_the_pace_of_fetches() -> None:
     pace = FetchPace()
-    assert pace.block_s == 0.0
-    pace.observe(0, 5.0)
-    pace.observe(10, 0.1)
-    assert pace.block_s == pytest.approx(0.01)
-    for _ in range(60):
-        pace.observe(10, 1.0)
-    assert pace.block_s == pytest.approx(0.1, rel=0.01)
+    pace.observe(0, 0.0, now=1.0)
+    assert pace.block_s(1.0) == 0.0
+    pace.observe(10, 0.1, now=2.0)
+    assert pace.block_s(2.0) == pytest.approx(0.01)
+    for now in range(3, 63):
+        pace.observe(10, 1.0, now)
+    assert pace.block_s(62.0) == pytest.approx(0.1, rel=0.01)
+    # A source that gives nothing in its time gets worse, and one that nobody hears of gets better.
+    pace.observe(0, 10.0, now=63.0)
+    slow_s = pace.block_s(63.0)
+    assert slow_s > 0.15
+    assert pace.block_s(63.0 + FetchPace.HALVING_S) == pytest.approx(slow_s / 2)
+
+
+def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
+    """A bucket has 60 blocks, another node 30 of them: each is used as far as it saves time, and no fetch is allowed
+    more than computing would take."""
+    components = (node(0), node(1), decode(0, 0))
+    facts = {"hits": {"kv-1": 30}, "far_hits": {"kv-0": 60}}
+    cases = {
+        (1e-4, 1e-4): (Fetched.OF_BUCKET, 60, ["kv-0", "kv-1"], "with blocks of a bucket"),
+        (1e-4, 1.0): (Fetched.OF_NODES, 30, ["kv-1"], "blocks of a bucket cost more to fetch"),
+        (1.0, 1.0): (Fetched.NOTHING, 0, [], "blocks of kv-1 cost more to fetch"),
+    }
+    for (fetch_block_s, bucket_block_s), (fetched, blocks, sources, words) in cases.items():
+        decided = make_plan(
+            snapshot(1000, components, fetch_block_s=fetch_block_s, bucket_block_s=bucket_block_s, **facts)
+        )
+        assert decided.dial is not None
+        assert (decided.dial.way.fetched, decided.cached_tokens) == (fetched, blocks * 16)
+        assert sorted(source.node_id for source in decided.sources) == sources
+        assert words in decided.reason
+        wanted = plan_fetch(decided.sources, "kv-0", 0, decided.limit_blocks, decided.dial)
+        assert (wanted.blocks if wanted else 0) == blocks
+        if wanted is not None:
+            model = decided.dial.way.decode.model
+            assert wanted.limit_s == model.span_s(0, blocks * 16, decided.dial.way.decode.most) > LEAST_FETCH_S
+    assert decided.dial.fetch_limit_s(0, 1) == LEAST_FETCH_S
 
 
 def test_small_changes_do_not_flap() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pillion.engine.scheduling import step_cost
 from pillion.gateway.planning import plan_cost
-from pillion.gateway.planning.plan_auto import HYSTERESIS
+from pillion.gateway.planning.plan_auto import HYSTERESIS, Fetched
 from pillion.gateway.planning.plan_cost import Board, DecodeSide, StepModel
 from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
@@ -98,7 +98,7 @@ def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None
         parts = (*on_board(running_requests=1), other)
         decided = make_plan(snapshot(1000, parts, hits={"kv-1": 60}, fetch_block_s=block_s))
         assert decided.dial is not None
-        assert decided.dial.way.fetched == fetched
+        assert (decided.dial.way.fetched is Fetched.OF_NODES) == fetched
 
 
 def test_the_margin_between_two_kinds_of_a_way_does_not_depend_on_the_load() -> None:

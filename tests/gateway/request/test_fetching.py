@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links import cluster as links
+from pillion.gateway.planning.plan_cost import LEAST_FETCH_S
 from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
@@ -198,5 +199,17 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         "pillion.sources": ("kv-1",),
         "pillion.fetched_blocks": 3,
         "pillion.restored_blocks": 0,
+        "pillion.bucket_blocks": 0,
     }
     assert bad.attributes["error.type"] == "Unavailable"
+
+
+async def test_a_fetch_gets_no_more_time_than_computing_would_take() -> None:
+    """The policy ``auto`` knows what a worker's tokens cost: a source that hangs costs no more than that again."""
+    async with running_fake_cluster(SCRIPT, BOTH, split_policy="auto") as fakes:
+        fakes.node.fetch_gate.clear()
+        knows(fakes, kv_0=6)
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        assert [fetch.timeout_ms for fetch in fakes.node.fetches] == [LEAST_FETCH_S * 1000]
+        fakes.node.fetch_gate.set()
+        await fakes.settled()

@@ -41,7 +41,8 @@ class SpanWorld:
     fetching: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=lambda: itertools.count(10))
     fetch_pace: FetchPace = field(default_factory=FetchPace)
-    # The real fetch, which uses node and fetch_pace alone.
+    bucket_pace: FetchPace = field(default_factory=FetchPace)
+    # The real fetch, which uses node and both paces alone.
     fetch_blocks = Cluster.fetch_blocks
 
     def node(self, node_id: str) -> ModelNode:

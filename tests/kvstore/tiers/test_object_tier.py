@@ -14,9 +14,9 @@ from pillion.kvstore.tiers.object_runs import RunLayout
 from pillion.kvstore.tiers.object_store import ObjectStore, parse_object_url
 from pillion.kvstore.tiers.object_tier import ObjectTier
 from testbed.conditions import until
+from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, OTHER, Stored
 from tests.support.object_blocks import branched
-from tests.support.s3_service import CREDENTIALS, S3Service
 
 pytest.importorskip("obstore")
 

@@ -10,8 +10,8 @@ import pytest
 from pillion.kvstore.tiers import write_through
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from testbed.redis import RedisServer
+from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
-from tests.support.s3_service import CREDENTIALS, S3Service
 
 pytest.importorskip("obstore")
 
@@ -42,7 +42,7 @@ async def test_what_a_dead_node_wrote_serves_another(
         # The index knows of nothing, and no node of it is named: the bucket is asked.
         assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 30
         assert await b.client.find_blocks(hashes, 12, timeout_s=60) == 18
-        assert await b.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=30)
+        assert await b.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=30)
         await b.idle()
         await b.check()
 
@@ -55,7 +55,7 @@ async def test_evicted_blocks_come_back_from_the_bucket(
         await a.serve(hashes)
         await a.until(written)
         spilled = (await a.client.status()).spilled_blocks
-        assert await a.serve(hashes) == PrefetchReply(blocks=30, restored_blocks=spilled)
+        assert await a.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=spilled)
         await a.idle()
         await a.check()
 

@@ -35,6 +35,10 @@ class S3Service:
         """What ``--object-url`` says."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self.relay_port}"
 
+    def direct_url(self, prefix: str = "kv") -> str:
+        """What ``--object-url`` says where no trouble is wanted: rclone is asked without the relay."""
+        return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self._port}"
+
     def objects(self) -> list[pathlib.Path]:
         """The files of all objects."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
@@ -47,7 +51,7 @@ class S3Service:
         self.relay_port: int = server.sockets[0].getsockname()[1]
         self._port = free_port()
         program = pathlib.Path(sys.executable).parent / "rclone"
-        argv = [program, "serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--auth-key", f"{KEY_ID},{SECRET}"]
+        argv = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--auth-key", f"{KEY_ID},{SECRET}"]
         # Tests remove objects behind its back. With no cache at all, rclone hangs on writes side by side.
         argv += ["--dir-cache-time", "1s"]
         environ = {**os.environ, "HOME": str(self.folder.parent), "RCLONE_CONFIG": os.devnull}
