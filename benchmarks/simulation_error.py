@@ -4,13 +4,15 @@
                                    |  compare                       |
                              simulated fleet <----------------------'
 
-Two configurations of `pillion serve`, three loads each. Before its loads a cluster answers lone requests, one at a
-time: from these come what a request takes outside of all steps (HTTP/2, the gateway, the client's own work), what a
-token takes beside its step, and the spread of a step's time. The cost of steps is what the workers told in their
-heartbeats while the load ran, on the average: it has in it what the gateway, the KV node and this benchmark's client
-took of the same cores. Nothing else is fitted, and no latency of a load is used to simulate it.
+Two configurations of `pillion serve`, three loads each, and each load twice: what the two differ by is what no
+simulation can be blamed for, and both together are what it is compared with. Before its loads a cluster answers lone
+requests, one at a time: from these come what a request takes outside of all steps (HTTP/2, the gateway, the client's
+own work), what each token took beside its step's cost, and the spread of a prompt's steps. The cost of steps is what
+the workers told in their heartbeats while the load ran, on the average: it has in it what the gateway, the KV node and
+this benchmark's client took of the same cores. Nothing else is fitted, and no latency of a load is used to simulate it.
 
-Objectives for goodput are those of --slo. The defaults take some ten minutes on an otherwise idle machine.
+Objectives for goodput are those of --slo. --records keeps traces, records and costs, to simulate them again. The
+defaults take some twenty minutes on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
+import json
 import pathlib
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +36,7 @@ from rich.table import Table
 from benchmarks.closed_loop import TOKEN_RANGE
 from benchmarks.report import save, show_table
 from benchmarks.traces import Mix, generate
-from pillion.config import AUTO
+from pillion.config import AUTO, ServeFlags
 from pillion.kvstore.index.registry import Registry
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Record, percentile, summarize
@@ -63,12 +67,12 @@ ROLES = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCluster:
-    """What was measured of a cluster: seconds of steps by role, of a request outside of steps, of a token beside its
-    step, and the relative standard deviation of a step's time."""
+    """What was measured of a cluster: seconds of steps by role, of a request outside of steps, of tokens beside their
+    steps' cost, and the relative standard deviation of the time of a prompt's steps."""
 
     cost_s: dict[str, tuple[float, ...]]
     edge_s: float
-    token_s: float
+    residuals_s: tuple[float, ...]
     noise: float
 
     def fleet(self, name: str) -> FleetConfig:
@@ -77,7 +81,7 @@ class MeasuredCluster:
         decode = self.cost_s["decode"]
         prefill = self.cost_s.get("prefill") or decode
         fleet = lab_fleet(prefills, decodes, prefill, decode, AUTO, split_policy=policy, shared_cores=cores)
-        return replace(fleet, noise=self.noise, extra_s=self.token_s)
+        return replace(fleet, noise=self.noise, residuals_s=self.residuals_s)
 
 
 class CostSampler:
@@ -143,16 +147,17 @@ async def replay(
 
 def calibrate(name: str, records: Sequence[Record], cost_s: dict[str, tuple[float, ...]]) -> MeasuredCluster:
     """What lone requests show: they are simulated too, and the difference is what happens outside of steps."""
-    machine = MeasuredCluster(cost_s, 0.0, 0.0, 0.01)
+    machine = MeasuredCluster(cost_s, 0.0, (), 0.0)
     requests = [Request(n, 0.0, one.prompt_tokens, one.asked_tokens) for n, one in enumerate(records)]
     alone, _ = simulate_closed(machine.fleet(name), requests, 1)
-    gaps = [gap for record in records for gap in record.itl_s]
-    token_s = max(0.0, statistics.median(gaps) - statistics.median(gap for one in alone for gap in one.gaps_s))
-    spread = (percentile(gaps, 84) - percentile(gaps, 16)) / 2 / statistics.median(gaps)
-    machine = replace(machine, token_s=token_s, noise=spread)
+    pairs = [
+        pair for real, made in zip(records, alone, strict=True) for pair in zip(real.itl_s, made.gaps_s, strict=False)
+    ]
+    machine = replace(machine, residuals_s=tuple(real - made for real, made in pairs))
     alone, _ = simulate_closed(machine.fleet(name), requests, 1)
     edge_s = statistics.median(real.ttft_s - made.ttft_s for real, made in zip(records, alone, strict=True))
-    return replace(machine, edge_s=edge_s)
+    shares = [(real.ttft_s - edge_s) / made.ttft_s for real, made in zip(records, alone, strict=True)]
+    return replace(machine, edge_s=edge_s, noise=(percentile(shares, 84) - percentile(shares, 16)) / 2)
 
 
 def simulated(machine: MeasuredCluster, name: str, path: pathlib.Path) -> list[Record]:
@@ -161,9 +166,10 @@ def simulated(machine: MeasuredCluster, name: str, path: pathlib.Path) -> list[R
     return [replace(one, ttft_s=one.ttft_s + machine.edge_s).bench_record() for one in records]
 
 
-def metrics(records: Sequence[Record], slo: str) -> dict[str, float]:
-    """The figures that are compared."""
-    seconds = max(record.due_s for record in records)
+def metrics(runs: Sequence[Sequence[Record]], slo: str) -> dict[str, float]:
+    """The figures that are compared, of all requests of some runs of one load."""
+    records = [record for run in runs for record in run]
+    seconds = sum(max(record.due_s for record in run) for run in runs)
     found = summarize(records, seconds)
     ttft, itl = found["ttft_ms"], found["itl_ms"]
     return {
@@ -186,11 +192,24 @@ def compared(measured: dict[str, float], made: dict[str, float]) -> dict[str, di
     return found
 
 
+def mean_costs(costs: Sequence[dict[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """The mean of what workers of each role told in some runs."""
+    roles = {role for cost_s in costs for role in cost_s}
+    return {role: tuple(np.mean([one[role] for one in costs if role in one], axis=0).tolist()) for role in roles}
+
+
+def keep(folder: pathlib.Path, row: dict[str, Any], path: pathlib.Path, records: Sequence[Record]) -> None:
+    """Write a load's trace, costs and records into ``folder``, to simulate it again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"row": row, "trace": path.read_text().splitlines(), "records": [asdict(record) for record in records]}
+    (folder / f"{row['configuration']}-{row['rate']}.json").write_text(json.dumps(kept))
+
+
 def measure_configuration(args: argparse.Namespace, name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
     """Start a cluster, calibrate, and compare each load; return a row for each."""
     from testbed.cluster import served
 
-    flags, rows = CONFIGURATIONS[name][0], []
+    flags, rows, seeds = CONFIGURATIONS[name][0], [], itertools.count()
     own = folder / name
     own.mkdir()
     with served(own, MODEL, *flags, f"--max-model-len={MAX_MODEL_LEN}", split_policy="") as cluster:
@@ -198,23 +217,55 @@ def measure_configuration(args: argparse.Namespace, name: str, folder: pathlib.P
         asyncio.run(replay(cluster.target, redis_url, make_sessions(WARM), WARM.concurrency))
         lone = asyncio.run(replay(cluster.target, redis_url, make_sessions(LONE), 1))
         machine = calibrate(name, *lone)
-        for number, rate in enumerate(args.rates):
+        for rate in args.rates:
             path = scaled_trace(folder / f"{name}-{rate}.jsonl", rate, args.seconds, args.seed)
-            # A seed of its own: what one load has left in the cache is nothing to the next.
-            load = LoadConfig(workload="trace", trace=str(path), requests=10**6, token_range=TOKEN_RANGE, seed=number)
-            records, cost_s = asyncio.run(replay(cluster.target, redis_url, make_sessions(load), None))
-            # A kind of worker that had nothing to do keeps what lone requests have shown.
-            at_load = replace(machine, cost_s=machine.cost_s | cost_s)
-            made = metrics(simulated(at_load, name, path), args.slo)
-            row = {"configuration": name, "rate": rate, "requests": len(records), "noise": machine.noise}
-            row |= {"edge_ms": machine.edge_s * 1000, "token_ms": machine.token_s * 1000, "step_cost_s": at_load.cost_s}
-            rows.append(row | {"metrics": compared(metrics(records, args.slo), made)})
-            Console().print(f"{name} at {rate:g}/s: {len(records)} requests")
+            runs, costs = [], []
+            for _ in range(args.repeats):
+                # A seed of its own: what one load has left in the cache is nothing to the next.
+                seed = next(seeds)
+                load = LoadConfig(workload="trace", trace=str(path), requests=10**6, token_range=TOKEN_RANGE, seed=seed)
+                records, cost_s = asyncio.run(replay(cluster.target, redis_url, make_sessions(load), None))
+                runs.append(records)
+                costs.append(cost_s)
+            rows.append(compare_load(args, name, rate, path, machine, runs, costs))
+            Console().print(f"{name} at {rate:g}/s: {sum(map(len, runs))} requests")
     return rows
 
 
+def compare_load(
+    args: argparse.Namespace,
+    name: str,
+    rate: float,
+    path: pathlib.Path,
+    machine: MeasuredCluster,
+    runs: Sequence[Sequence[Record]],
+    costs: Sequence[dict[str, tuple[float, ...]]],
+) -> dict[str, Any]:
+    """One load's row: all runs of the cluster beside as many of the simulation, and the runs beside each other."""
+    # A kind of worker that had nothing to do keeps what lone requests have shown.
+    at_load = replace(machine, cost_s=machine.cost_s | mean_costs(costs))
+    made = metrics([simulated(at_load, name, path)], args.slo)
+    records = [record for run in runs for record in run]
+    each = [metrics([run], args.slo) for run in runs]
+    row = {
+        "configuration": name,
+        "rate": rate,
+        "requests": len(records),
+        "noise": machine.noise,
+        "edge_ms": machine.edge_s * 1000,
+        "residuals_ms": [seconds * 1000 for seconds in machine.residuals_s],
+        "step_cost_s": at_load.cost_s,
+        "metrics": compared(metrics(runs, args.slo), made),
+        "again": compared(each[0], each[-1]),
+    }
+    if args.records:
+        keep(args.records, row, path, records)
+    return row
+
+
 def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Print every figure; return for each metric the median and the largest error by size."""
+    """Print every figure; return for each metric the median and the largest error by size, of the simulation and of
+    the cluster's last run against its first."""
     table = Table(title="measured | simulated (error)")
     table.add_column("configuration, rate/s")
     names = list(rows[0]["metrics"])
@@ -226,10 +277,14 @@ def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         ]
         table.add_row(f"{row['configuration']}, {row['rate']:g}", *cells)
     show_table(table)
-    errors = {name: [abs(row["metrics"][name]["error"]) for row in rows] for name in names}
-    found = {name: {"median": statistics.median(sizes), "max": max(sizes)} for name, sizes in errors.items()}
-    for name, sizes in found.items():
-        Console().print(f"{name}: error {sizes['median']:.1%} in the middle, {sizes['max']:.1%} at most")
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        sizes = [abs(row["metrics"][name]["error"]) for row in rows]
+        again = [abs(row["again"][name]["error"]) for row in rows]
+        found[name] = {"median": statistics.median(sizes), "max": max(sizes)}
+        found[name] |= {"again_median": statistics.median(again), "again_max": max(again)}
+        words = "{median:.1%} in the middle, {max:.1%} at most; the cluster itself {again_median:.1%}, {again_max:.1%}"
+        Console().print(f"{name}: error {words.format(**found[name])}")
     return found
 
 
@@ -237,16 +292,19 @@ def main() -> None:
     """Measure, simulate, print, write results/simulation_error.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.8, 1.6, 2.4], help="arrivals a second")
-    parser.add_argument("--seconds", type=float, default=75.0, help="length of each load")
-    parser.add_argument("--slo", default="ttft=0.6+0.002*n,itl_p99=0.06")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="arrivals a second")
+    parser.add_argument("--seconds", type=float, default=90.0, help="length of each load")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each load on the cluster")
+    parser.add_argument("--slo", default=ServeFlags().slo, help="objectives; the default is the gateway's")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--records", type=pathlib.Path, help="folder for what was recorded")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         for name in args.configurations:
             rows += measure_configuration(args, name, pathlib.Path(folder))
-    save("simulation_error", {"load": vars(args), "rows": rows, "errors": show(rows)})
+    load = {name: value for name, value in vars(args).items() if name != "records"}
+    save("simulation_error", {"load": load, "rows": rows, "errors": show(rows)})
 
 
 if __name__ == "__main__":

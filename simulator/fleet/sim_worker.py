@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,7 +64,8 @@ class WorkerSettings:
     Attributes:
         cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
         noise: relative standard deviation of a step's time.
-        extra_s: seconds between two steps, which no other core makes shorter.
+        residuals_s: what measured steps took beside their cost, less than nothing where they took less; one is drawn
+            for each step. No other core makes it shorter.
         call_s: seconds of a call to the KV node.
         known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
         macro_steps: see the module; needs ``known_cost`` and cores of its own.
@@ -75,7 +77,7 @@ class WorkerSettings:
     noise: float
     heartbeat_s: float
     call_s: float
-    extra_s: float = 0.0
+    residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
     macro_steps: bool = False
 
@@ -109,13 +111,25 @@ class WorkerJob:
     seq_id: int = 0
 
 
+class StepNoise(NamedTuple):
+    """What is drawn for a step: what its cost is multiplied with, and what it takes beside it."""
+
+    factor: float
+    beside_s: float
+
+    def seconds(self, cost_s: float) -> tuple[float, float]:
+        """The step's time on its cores, and that behind it, on none."""
+        on_cores_s = cost_s * self.factor + min(0.0, self.beside_s)
+        return max(cost_s * LEAST_NOISE, on_cores_s), max(0.0, self.beside_s)
+
+
 @dataclass(slots=True)
 class StepRun:
     """Steps under way that only decode: when each ends, and the noise of each. ``plan`` is the first one's."""
 
     plan: StepPlan
     ends_s: list[float]
-    noises: list[float]
+    noises: list[StepNoise]
 
     def ended(self, now: float) -> int:
         """How many of them have ended."""
@@ -143,7 +157,7 @@ class SimWorker:
         self._weights: list[float] = (np.array(settings.cost_s) * SCALES).tolist()
         self._draw = random.Random(number)
         # Noise that was drawn for steps which then were others.
-        self._noises: deque[float] = deque()
+        self._noises: deque[StepNoise] = deque()
         self._scheduler = Scheduler(
             block_size=settings.block_size,
             max_num_batched_tokens=record.max_step_tokens,
@@ -284,8 +298,8 @@ class SimWorker:
     def _begin(self, plan: StepPlan) -> None:
         count, found = self._plain_steps(plan), features(plan.pieces).tolist()
         if count < 2:
-            noise = self._noise()
-            self._cores.run(self._number, self._cost_s(found) * noise, lambda borrowed: self._landed(plan, borrowed))
+            seconds, behind_s = self._noise().seconds(self._cost_s(found))
+            self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, behind_s))
             return
         now, streams = self._clock.now, len(plan.pieces)
         run = StepRun(plan, [], [])
@@ -294,8 +308,8 @@ class SimWorker:
         more_reads, more_pairs = streams / SCALES[3].item(), streams / SCALES[4].item()
         for _ in range(count):
             noise = self._noise()
-            now += self._cost_s(found) * noise
-            now += self._settings.extra_s
+            for part_s in noise.seconds(self._cost_s(found)):
+                now += part_s
             run.ends_s.append(now)
             run.noises.append(noise)
             found[3] += more_reads
@@ -308,10 +322,12 @@ class SimWorker:
         step, token, row, read, pair = self._weights
         return step * found[0] + token * found[1] + row * found[2] + read * found[3] + pair * found[4]
 
-    def _noise(self) -> float:
+    def _noise(self) -> StepNoise:
         if self._noises:
             return self._noises.popleft()
-        return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
+        residuals_s = self._settings.residuals_s
+        beside_s = self._draw.choice(residuals_s) if residuals_s else 0.0
+        return StepNoise(self._draw.gauss(1.0, self._settings.noise), beside_s)
 
     def _plain_steps(self, plan: StepPlan) -> int:
         """How many steps from this one on only decode, and end no stream; 0 where that is not to be used."""
@@ -369,8 +385,8 @@ class SimWorker:
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
         self._hear(outcome, ends_s, gaps)
 
-    def _landed(self, plan: StepPlan, borrowed_s: float) -> None:
-        self._clock.after(self._settings.extra_s, lambda: self._done(plan, borrowed_s))
+    def _landed(self, plan: StepPlan, borrowed_s: float, behind_s: float) -> None:
+        self._clock.after(behind_s, lambda: self._done(plan, borrowed_s))
 
     def _done(self, plan: StepPlan, borrowed_s: float) -> None:
         self._busy = False

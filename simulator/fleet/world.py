@@ -57,7 +57,7 @@ class FleetConfig:
             spread.
         shared_cores: how many cores each worker owns of one host, where they lend each other cores; 0: they do not.
         sharing: whether several gateways tell each other what they have under way.
-        extra_s: seconds between two steps of a worker, which no core shortens.
+        residuals_s: what measured steps took beside their cost; see WorkerSettings.
         known_costs: workers know the cost of their steps and need not learn it; macro_steps: see SimWorker.
     """
 
@@ -74,7 +74,7 @@ class FleetConfig:
     macro_steps: bool = False
     noise: float = NOISE
     call_s: float = CALL_S
-    extra_s: float = 0.0
+    residuals_s: tuple[float, ...] = ()
 
     @property
     def prefills(self) -> int:
@@ -273,7 +273,7 @@ class FleetWorld:
             noise=config.noise,
             heartbeat_s=flags.heartbeat_ms / 1000,
             call_s=config.call_s,
-            extra_s=config.extra_s,
+            residuals_s=config.residuals_s,
             known_cost=config.known_costs,
             macro_steps=config.macro_steps,
         )
