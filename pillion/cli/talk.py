@@ -22,7 +22,8 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
     """Streams the continuation to standard output; several are printed one after the other. With a JSON ``schema`` they
     fit it. Raises PillionError."""
     shape = StructuredOutputs(json=schema) if schema else None
-    with Client(**reach) as client:
+    # Whoever has typed a wrong address is to be told at once.
+    with Client(**reach, connect_timeout_s=0.0) as client:
         deltas = client.generate(prompt, structured_outputs=shape, **given(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)

@@ -43,7 +43,7 @@ from pillion.client.answer_schema import AnswerSchema, Schema, answer_schema, wi
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch_async
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
-from pillion.client.resume import RESUME_TIMEOUT_S, StreamProgress, is_loss
+from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, is_loss
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
 from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams, Tool
@@ -68,6 +68,8 @@ class AsyncClient:
         api_key: sent with every call; default: PILLION_API_KEY of the environment.
         max_message_bytes: largest message that is received or sent.
         resume_timeout_s: how long a stream whose gateway was lost may take to go on; 0: it is not resumed.
+        connect_timeout_s: how long a request may wait until a gateway listens, where connections are refused; 0: a
+            few calls within a second. A ``timeout_s`` of the request that is shorter ends it first.
 
     Raises ConfigError for options that cannot work.
     """
@@ -83,11 +85,12 @@ class AsyncClient:
         api_key: str = "",
         max_message_bytes: int = rpc.MAX_MESSAGE_BYTES,
         resume_timeout_s: float = RESUME_TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._connection = connect(
             target, tls=tls, ca=ca, cert=cert, key=key, api_key=api_key, max_message_bytes=max_message_bytes
         )
-        self._resume_timeout_s = resume_timeout_s
+        self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()
         # By number of the address; and the number of the one that is called.
         self._channels: dict[int, tuple[grpc.aio.Channel, Any]] = {}
@@ -281,7 +284,8 @@ class AsyncClient:
 
     def _stream(self, request: GenerateRequest, timeout_s: float | None, schema: AnswerSchema | None) -> _AsyncStream:
         addresses = len(self._connection.targets)
-        progress = StreamProgress(request, timeout_s, self._resume_timeout_s, addresses, time.monotonic(), schema)
+        limits_s = (timeout_s, self._resume_timeout_s, self._connect_timeout_s)
+        progress = StreamProgress(request, *limits_s, addresses, time.monotonic(), schema)
         return _AsyncStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:

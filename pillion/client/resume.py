@@ -5,7 +5,8 @@
                                 |  +---- refused, or broken ----+   at most MAX_RESUME_ATTEMPTS times in a row,
                                 |                                   for at most ``resume_timeout_s``
                                 +--> no gateway was there, or it is stopping: each address is called
-                                     RETRY_ATTEMPTS times, with pauses between the rounds
+                                     RETRY_ATTEMPTS times, with pauses between the rounds; where nobody
+                                     listened, as long as ``connect_timeout_s`` allows
 
 A stream of which nothing had come is sent as at first.
 
@@ -31,12 +32,17 @@ from pillion.wire.public import delta_from_pb, origin_from_pb
 MAX_RESUME_ATTEMPTS = 20
 # How long a broken stream may take to go on, if the client does not say otherwise.
 RESUME_TIMEOUT_S = 30.0
+# How long a request may wait until a gateway listens at one of its addresses, if the client does not say otherwise: a
+# gateway that was killed is back within that time.
+CONNECT_TIMEOUT_S = 10.0
 # The first attempt comes at once, the others after pauses that double. Each is shortened at random, so that the streams
 # of a lost gateway do not all come at the same time.
 FIRST_RESUME_DELAY_MS = 50
 MAX_RESUME_DELAY_MS = 2000
 # How gRPC's errors begin where no gateway was reached at all.
 _NOT_CONNECTED = ("failed to connect", "DNS resolution failed")
+# What they also say where no process listens. Nothing was sent, and one may be about to listen.
+_NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 
 
 class StreamProgress:
@@ -45,6 +51,7 @@ class StreamProgress:
     Args:
         timeout_s: time for the whole stream; None for no limit.
         resume_timeout_s: as above; 0 never resumes.
+        connect_timeout_s: as above, from the first call on; 0 has no time for it beyond RETRY_ATTEMPTS rounds.
         addresses: gateways that may be called.
         schema: what makes values of whole answers, if they are wanted.
     """
@@ -54,6 +61,7 @@ class StreamProgress:
         request: GenerateRequest,
         timeout_s: float | None,
         resume_timeout_s: float,
+        connect_timeout_s: float,
         addresses: int,
         now_s: float,
         schema: AnswerSchema | None = None,
@@ -62,6 +70,7 @@ class StreamProgress:
         self._request = request
         self._deadline_s = None if timeout_s is None else now_s + timeout_s
         self._resume_timeout_s = resume_timeout_s
+        self._connect_until_s = now_s + connect_timeout_s
         self._addresses = addresses
         self._origin: StreamOrigin | None = None
         # By index of the answer.
@@ -74,6 +83,8 @@ class StreamProgress:
         self._opening = True
         # Whether a gateway was connected, and whether a message came.
         self._reached = self._received = False
+        # Whether nobody listened at an address. What happens to a connection while a gateway starts counts with it.
+        self._refused = False
         # Since when nothing new has come; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
@@ -131,18 +142,7 @@ class StreamProgress:
         broken = is_loss(error, spoken)
         self._reached = self._reached or not (spoken or error.message.startswith(_NOT_CONNECTED))
         if not self._reached:
-            self._attempts += 1
-            rounds, rest = divmod(self._attempts, self._addresses)
-            if not broken or rounds >= RETRY_ATTEMPTS:
-                raise error
-            if rest:
-                return 0.0
-            doubled_s = min(RETRY_FIRST_BACKOFF_S * 2 ** (rounds - 1), RETRY_MAX_BACKOFF_S)
-            asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
-            delay_s: float = min(max(doubled_s, asked_s), MAX_RESUME_DELAY_MS / 1000) * random.uniform(0.5, 1)  # noqa: S311
-            if self._deadline_s is not None and now_s + delay_s >= self._deadline_s:
-                raise error
-            return delay_s
+            return self._delay_before_connection_s(error, broken, now_s)
         if self._broke_s is None:
             # The stream was under way, or waited. Its attempts, and their time, are counted from here.
             self._broke_s, self._attempts = now_s, 0
@@ -161,6 +161,23 @@ class StreamProgress:
         self._opening = True
         left_s = delay_ms / 1000 if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
         return min(delay_ms / 1000, left_s)
+
+    def _delay_before_connection_s(self, error: PillionError, broken: bool, now_s: float) -> float:
+        """:meth:`delay_s` while no gateway was connected; ``broken``: whether another one may take the call."""
+        self._refused = self._refused or (broken and any(reason in error.message for reason in _NOBODY_LISTENS))
+        self._attempts += 1
+        rounds, rest = divmod(self._attempts, self._addresses)
+        waits = self._refused and now_s < self._connect_until_s
+        if not broken or (rounds >= RETRY_ATTEMPTS and not waits):
+            raise error
+        if rest:
+            return 0.0
+        doubled_s = min(RETRY_FIRST_BACKOFF_S * 2 ** min(rounds - 1, RETRY_ATTEMPTS), RETRY_MAX_BACKOFF_S)
+        asked_s = error.retry_after_ms / 1000 if isinstance(error, Unavailable) else 0.0
+        delay_s: float = min(max(doubled_s, asked_s), MAX_RESUME_DELAY_MS / 1000) * random.uniform(0.5, 1)  # noqa: S311
+        if self._deadline_s is not None and now_s + delay_s >= self._deadline_s:
+            raise error
+        return delay_s
 
     def _opens(self, message: GenerateResponse) -> None:
         """Takes the first message of a call."""

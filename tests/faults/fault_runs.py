@@ -28,7 +28,7 @@ STREAMS = 6
 UNDISTURBED = "undisturbed"
 # Longest time of a run's requests. Whatever dies is back long before.
 REQUESTS_WITHIN_S = 140.0
-RESUME_TIMEOUT_S = 110.0
+PATIENCE_S = 110.0
 # Longest wait for a component to start in which another fault is to happen.
 START_WITHIN_S = 40.0
 SECOND_FAULT_SHARE = 0.3
@@ -202,7 +202,7 @@ class FaultRunner:
 
     def _ask(self, questions: Sequence[str], salts: Sequence[str]) -> list[RequestHistory]:
         def ask(name: str, salt: str) -> RequestHistory:
-            with self.place.client(RESUME_TIMEOUT_S) as client:
+            with self.place.client(PATIENCE_S) as client:
                 return read_history(client, QUESTIONS[name], salt)
 
         pool = concurrent.futures.ThreadPoolExecutor(len(questions))

@@ -57,9 +57,9 @@ class FaultPlace:
     restarts_counted: bool = True
     _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
 
-    def client(self, resume_timeout_s: float = 0.0) -> Client:
-        """A client of all gateways."""
-        return Client(list(self.targets), resume_timeout_s=resume_timeout_s)
+    def client(self, patience_s: float = 0.0) -> Client:
+        """A client of all gateways that waits so long for one that is lost or does not listen."""
+        return Client(list(self.targets), resume_timeout_s=patience_s, connect_timeout_s=patience_s)
 
     def complaints(self) -> list[str]:
         """What is left once all requests have ended; waits until every component is back and nothing is left, for

@@ -291,7 +291,7 @@ async def test_what_may_not_be_retried_is_not(error: PillionError, before: int) 
 
 async def test_a_client_finds_a_server_that_came_back() -> None:
     async with serving(Scripted()) as address:
-        client = AsyncClient(address)
+        client = AsyncClient(address, connect_timeout_s=0)
         assert await texts(client) == ["x"]
     with pytest.raises(Unavailable):
         await texts(client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,23 @@ from pillion.client.connection import (
     RETRY_MAX_BACKOFF_S,
     connect,
 )
-from pillion.client.resume import MAX_RESUME_ATTEMPTS, MAX_RESUME_DELAY_MS, RESUME_TIMEOUT_S, StreamProgress
+from pillion.client.resume import (
+    CONNECT_TIMEOUT_S,
+    MAX_RESUME_ATTEMPTS,
+    MAX_RESUME_DELAY_MS,
+    RESUME_TIMEOUT_S,
+    StreamProgress,
+)
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2
 from pillion.wire.public import finish_to_pb
 from testbed.cluster import free_port
+from testbed.conditions import WITHIN_S, until
+from tests.pillion.client.test_connection import Scripted, serving, texts
 from tests.support.fake_components import running_fake_cluster
 
 LOST, NOWHERE = Unavailable("Socket closed"), Unavailable("failed to connect to all addresses")
+REFUSED = Unavailable("failed to connect to all addresses; last error: connect: Connection refused (111)")
 ORIGIN = StreamOrigin(-5, bytes(32), 8)
 
 
@@ -36,7 +46,7 @@ def progress(
     timeout_s: float | None = None, resume_timeout_s: float = RESUME_TIMEOUT_S, addresses: int = 1, n: int = 1
 ):
     request = GenerateRequest(text="x", sampling=SamplingParams(n=n))
-    return StreamProgress(request, timeout_s, resume_timeout_s, addresses, 100.0)
+    return StreamProgress(request, timeout_s, resume_timeout_s, CONNECT_TIMEOUT_S, addresses, 100.0)
 
 
 def test_the_rest_is_asked_for_behind_the_last_tokens() -> None:
@@ -104,6 +114,28 @@ def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> No
     assert waiting.request().resume is None
 
 
+@pytest.mark.parametrize("addresses", [1, 3])
+def test_a_gateway_that_nobody_started_yet_is_waited_for(addresses: int) -> None:
+    stream, now_s, calls = progress(addresses=addresses), 100.0, 0
+    with pytest.raises(Unavailable, match="refused"):
+        while True:
+            # While a gateway starts, a connection may also be made and end.
+            pause_s = stream.delay_s(NOWHERE if calls % 5 == 4 else REFUSED, False, now_s)
+            assert pause_s <= RETRY_MAX_BACKOFF_S
+            now_s, calls = now_s + pause_s, calls + 1
+    assert CONNECT_TIMEOUT_S <= now_s - 100.0 <= CONNECT_TIMEOUT_S + RETRY_MAX_BACKOFF_S
+    assert calls < 2 * addresses * (CONNECT_TIMEOUT_S / RETRY_MAX_BACKOFF_S + RETRY_ATTEMPTS)
+
+
+def test_waiting_for_a_gateway_ends_with_the_requests_own_time() -> None:
+    stream, now_s = progress(timeout_s=3.0), 100.0
+    with pytest.raises(Unavailable, match="refused"):
+        while True:
+            now_s += stream.delay_s(REFUSED, False, now_s)
+            assert stream.timeout_s(now_s) > 0
+    assert now_s < 103.0
+
+
 def test_time_for_the_whole_stream_is_not_prolonged() -> None:
     stream = progress(timeout_s=10)
     assert stream.timeout_s(100.0) == 10
@@ -113,6 +145,26 @@ def test_time_for_the_whole_stream_is_not_prolonged() -> None:
     assert stream.timeout_s(109.5) == pytest.approx(0.5)
     with pytest.raises(DeadlineExceeded):
         stream.timeout_s(110.0)
+
+
+@pytest.mark.parametrize("scheme", ["", "unix:"])
+async def test_a_request_waits_until_a_gateway_listens(
+    scheme: str, short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[float] = []
+    counted = StreamProgress.delay_s
+
+    def delay_s(stream: StreamProgress, *args: Any) -> float:
+        refused.append(counted(stream, *args) / 100)
+        return refused[-1]
+
+    monkeypatch.setattr(StreamProgress, "delay_s", delay_s)
+    address = f"unix:{short_folder}/gateway.sock" if scheme else f"127.0.0.1:{free_port()}"
+    async with AsyncClient(address, connect_timeout_s=WITHIN_S) as client:
+        asked = asyncio.create_task(texts(client))
+        await until("more refusals than a lost gateway has attempts", lambda: len(refused) > RETRY_ATTEMPTS)
+        async with serving(Scripted(), address):
+            assert await asked == ["x"]
 
 
 async def test_the_next_of_several_addresses_is_called() -> None:
