@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -44,6 +45,7 @@ from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
 from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.memory.memory import until_over
 from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
@@ -355,14 +357,17 @@ class Worker:
                 asking.cancel()
                 gone.cancel()
                 await asyncio.wait({asking, gone})
-        await asyncio.to_thread(
+        given_up = threading.Event()
+        renewing = asyncio.to_thread(
             self.attachment.renew,
             self.flags.attach_socket,
             self.component_id,
             self.role,
             self.model.namespace().hex(),
             ATTACH_TIMEOUT_S,
+            given_up,
         )
+        await until_over(renewing, given_up.set)
         self._node_gone.clear()
         asyncio.get_running_loop().add_reader(self.attachment.fileno(), self._on_node_gone)
         await self.node.reopen(self.attachment.node_address)
@@ -395,9 +400,8 @@ class Worker:
         self.epoch.end(Unavailable(f"{self.component_id} died: {reason}"))
 
     def _stop_returning(self) -> None:
-        returning, self._returning = self._returning, None
-        if returning is not None:
-            returning.cancel()
+        if self._returning is not None:
+            self._returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
         """Take no more work, and give the sequences that run up to ``grace_s`` seconds."""
@@ -412,6 +416,9 @@ class Worker:
             return
         self._closed = self.draining = True
         self._stop_returning()
+        if self._returning is not None:
+            # Its thread may be making a new connection of the attachment.
+            await asyncio.wait([self._returning])
         for seq_id in tuple(self.epoch.listeners):
             self.epoch.cancel(seq_id)
         if not self.epoch.over:

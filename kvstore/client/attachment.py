@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +22,7 @@ from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
 from pillion.kvstore.memory.memory import HOST, address_of
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
 from pillion.kvstore.memory.shards import MAX_SHARDS
-from pillion.net.private_socket import close_all, receive_line
+from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -127,19 +129,23 @@ class Attachment(SharedMemory):
     @property
     def node_gone(self) -> bool:
         """Whether the node's end can be seen by now."""
-        try:
-            return not self._sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        return peer_gone(self._sock)
 
-    def renew(self, socket_path: str, component_id: str, role: str, namespace: str, timeout_s: float) -> None:
+    def renew(
+        self,
+        socket_path: str,
+        component_id: str,
+        role: str,
+        namespace: str,
+        timeout_s: float,
+        given_up: threading.Event,
+    ) -> None:
         """Attaches to the next life of the node, whose end was seen, over the pool that is mapped; blocks for up to
-        ``timeout_s`` and waits for that node. Nothing of this worker uses the pool meanwhile. Afterwards ``epoch``,
-        ``node_address`` and the connection are new.
+        ``timeout_s`` and waits for that node, or until another thread sets ``given_up``. Nothing of this worker uses
+        the pool meanwhile. Afterwards ``epoch``, ``node_address`` and the connection are new.
 
-        Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer.
+        Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer, or was given
+        up.
         """
         hello = AttachHello(
             component_id=component_id,
@@ -154,7 +160,8 @@ class Attachment(SharedMemory):
         until_s = time.monotonic() + timeout_s
         while True:
             try:
-                with _asked(failure, socket_path, hello, max(0.001, until_s - time.monotonic())) as (sock, line, _):
+                left_s = max(0.001, until_s - time.monotonic())
+                with _asked(failure, socket_path, hello, left_s, given_up) as (sock, line, _):
                     reply = attach_reply_from_line(line)
                     if reply.error or reply.pool_id != self.pool_id:
                         reason = reply.error or "its pool is another one"
@@ -162,9 +169,8 @@ class Attachment(SharedMemory):
                 break
             except Unavailable:
                 # A node that dies before it has answered is followed by yet another one.
-                if time.monotonic() + RENEW_PAUSE_S >= until_s:
+                if time.monotonic() + RENEW_PAUSE_S >= until_s or given_up.wait(RENEW_PAUSE_S):
                     raise
-                time.sleep(RENEW_PAUSE_S)
         sock.setblocking(False)
         self._sock.close()
         self._sock, self._reply = sock, reply
@@ -186,7 +192,7 @@ class Attachment(SharedMemory):
 
     def name_processes(self, pids: Sequence[int]) -> None:
         """Tells the node of the worker's other processes, before they map a GPU's memory: it reuses no slot before all
-        of them have exited (I4). Raises ConfigError."""
+        of them have exited (I4). Raises ConfigError where it could not, and Unavailable where it is gone."""
         if len(pids) > MAX_PROCESSES:
             raise ConfigError(f"a worker on a GPU may have {MAX_PROCESSES} other processes, not {len(pids)}")
         pidfds: list[int] = []
@@ -194,10 +200,10 @@ class Attachment(SharedMemory):
             for pid in pids:
                 # A process that has ended already writes nothing.
                 with contextlib.suppress(ProcessLookupError):
-                    pidfds.append(os.pidfd_open(pid))
+                    pidfds.append(_pidfd(pid))
             socket.send_fds(self._sock, [PROCESSES], pidfds)
         except OSError as error:
-            raise ConfigError(f"the KV node cannot learn of this worker's processes: {error.strerror}") from None
+            raise Unavailable(f"the KV node is gone: {error.strerror}") from None
         finally:
             for pidfd in pidfds:
                 os.close(pidfd)
@@ -263,6 +269,17 @@ def attach(
     return attachment
 
 
+def _pidfd(pid: int) -> int:
+    """A descriptor of a process. Raises ProcessLookupError where it has ended, and ConfigError where the system gives
+    none."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"the KV node cannot learn of this worker's processes: {error.strerror}") from None
+
+
 def _own_place(descriptor: int, place: int) -> int:
     """Opens a pool's file anew and locks a place of it, by which the node's next life knows that this process uses it.
     Raises ConfigError."""
@@ -280,9 +297,14 @@ def _own_place(descriptor: int, place: int) -> int:
 
 @contextlib.contextmanager
 def _asked(
-    failure: str, socket_path: str, hello: AttachHello | RegionHello, timeout_s: float
+    failure: str,
+    socket_path: str,
+    hello: AttachHello | RegionHello,
+    timeout_s: float,
+    given_up: threading.Event | None = None,
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
-    """Sends ``hello`` and yields the connection, the node's answer and the descriptors that came with it.
+    """Sends ``hello`` and yields the connection, the node's answer and the descriptors that came with it. All of that
+    takes ``timeout_s`` at most, and ends soon when ``given_up`` is set.
 
     The descriptors are closed in the end, as a mapping holds the memory; after an error the connection is closed too.
     Raises, in one line, Unavailable where the connection fails, here or inside the block, and ConfigError for any other
@@ -290,10 +312,12 @@ def _asked(
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
+    until_s, given_up = time.monotonic() + timeout_s, given_up or threading.Event()
     try:
         sock.settimeout(timeout_s)
-        _connect(sock, socket_path, time.monotonic() + timeout_s)
+        _connect(sock, socket_path, until_s, given_up)
         sock.sendall(line_to_bytes(hello))
+        _await_answer(sock, until_s, given_up)
         line, fds = receive_line(sock, MAX_LINE_BYTES, MAX_SHARDS)
         yield sock, line, fds
     except OSError as error:
@@ -332,15 +356,25 @@ def _map_memory(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> m
     return map_device(fd, reply.mapped_bytes, reply.device_uuid)
 
 
-def _connect(sock: socket.socket, socket_path: str, give_up_s: float) -> None:
+def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:
     """Connects. Components may start in any order, so a node that does not listen yet is waited for."""
     while True:
         try:
             return sock.connect(socket_path)
         except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() >= give_up_s:
+            if time.monotonic() >= give_up_s or given_up.wait(CONNECT_RETRY_S):
                 raise
-        time.sleep(CONNECT_RETRY_S)
+
+
+def _await_answer(sock: socket.socket, give_up_s: float, given_up: threading.Event) -> None:
+    """Returns when something can be read. Raises TimeoutError, and Unavailable where the caller has given up."""
+    answer = select.poll()
+    answer.register(sock, select.POLLIN)
+    while not answer.poll(CONNECT_RETRY_S * 1000):
+        if given_up.is_set():
+            raise Unavailable("this process stops")
+        if time.monotonic() >= give_up_s:
+            raise TimeoutError
 
 
 class Region(SharedMemory):
@@ -360,13 +394,14 @@ class Region(SharedMemory):
         self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
 
     def filled(self) -> None:
-        """Tells the node that every write has ended. Raises ConfigError if the node is gone."""
+        """Tells the node that every write has ended. Raises Unavailable if the node is gone: a process that is started
+        again may find its next life."""
         if self.must_fill:
             self.must_fill = False
             try:
                 self._sock.sendall(line_to_bytes(RegionFilled(filled_bytes=self.size_bytes)))
             except OSError as error:
-                raise ConfigError(f"the KV node is gone: {error.strerror}") from None
+                raise Unavailable(f"the KV node is gone: {error.strerror}") from None
 
     def close(self) -> None:
         """Ends the use of the region. If it was not filled, another process fills it. Idempotent."""

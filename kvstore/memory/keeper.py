@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.memory.segment import Segment
-from pillion.net.private_socket import close_all, receive_line
+from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.keeper import (
     KEPT_DESCRIPTORS,
     MAX_KEEPER_LINE_BYTES,
@@ -59,27 +59,22 @@ class PoolKeeper:
             close_all(descriptors)
 
     def keep(self, name: str, segments: Sequence[Segment]) -> None:
-        """Has the segments kept under ``name``, in place of what is."""
+        """Has the segments kept under ``name``, in place of what is. Raises Unavailable, too, where another node that
+        lives keeps its own under that name."""
+        # By an open connection the keeper would take this node for another one.
+        self.close()
         hello = KeeperHello(action="keep", name=name)
         sock, reply, descriptors = self._ask(hello, [segment.fileno() for segment in segments])
         close_all(descriptors)
         if not reply.kept:
             sock.close()
             raise Unavailable(f"the pool's keeper keeps nothing: {reply.error or 'it did not say why'}")
-        self.close()
         sock.setblocking(False)
         self._connection = sock
 
     def lost(self) -> bool:
         """Whether the keeper that keeps this node's segments has ended."""
-        if self._connection is None:
-            return True
-        try:
-            return not self._connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        return self._connection is None or peer_gone(self._connection)
 
     def close(self) -> None:
         """Closes the connection; what is kept stays kept. Idempotent."""

@@ -1,25 +1,30 @@
 """The keeper of KV pools: a process that does nothing but hold descriptors, so that a pool outlives its KV node.
 
     node --"keep", descriptors--> kept under the node's name --"take"--> the node's next life, as often as it asks
-                                       '-- the node keeps others --> closed        '-- the keeper ends --> closed
+            |                          |-- the node keeps others, or its next life does --> closed
+            |                          |-- the node is gone for KEPT_WITHOUT_NODE_S --> closed
+            |                          '-- the keeper ends --> closed
+            '-- another node of that name lives --> refused
 
 It never maps what it keeps, and never looks at it. The kernel frees a pool with its last descriptor and mapping, so
 nothing is left where the keeper ends with the cluster, however that ends. Its socket is 0600 in a folder of 0700: who
 may connect may read all KV, as at the attach socket. (systemd has the same for its services, FileDescriptorStoreMax=.)
 
 One connection is served after the other, each within REQUEST_TIMEOUT_S; that of the last "keep" under a name stays
-open, which is how a node notices the keeper's end.
+open, which is how node and keeper notice each other's end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+import time
 from dataclasses import dataclass, field
 
-from pillion.errors import InvalidRequest, Overloaded, PillionError
-from pillion.net.private_socket import close_all, listen_private, receive_line
+from pillion.errors import Conflict, InvalidRequest, Overloaded, PillionError
+from pillion.net.private_socket import close_all, listen_private, peer_gone, receive_line
 from pillion.wire.keeper import (
     KEPT_DESCRIPTORS,
     MAX_KEEPER_LINE_BYTES,
@@ -35,14 +40,20 @@ REQUEST_TIMEOUT_S = 1.0
 KEEPER_BACKLOG = 16
 # Names under which something may be kept at once.
 MAX_KEPT = 64
+# How long a pool is kept whose node does not come back, and how often that is looked at. It may be most of the
+# machine's memory, and whoever starts a node again does so within minutes.
+KEPT_WITHOUT_NODE_S = 3600.0
+LOOK_S = 10.0
 
 
 @dataclass
 class _Kept:
-    """``node`` is the connection of the node that gave the descriptors."""
+    """``node`` is the connection of the node that gave the descriptors; ``gone_s``, on the monotonic clock, when its
+    end was first seen."""
 
     descriptors: list[int]
     node: socket.socket
+    gone_s: float | None = None
 
 
 @dataclass
@@ -74,6 +85,16 @@ class KeeperServer:
             if not stays:
                 sock.close()
 
+    def look(self, now_s: float) -> None:
+        """Gives up what no node has come back for within KEPT_WITHOUT_NODE_S; called every LOOK_S or more often."""
+        for name, kept in tuple(self.kept.items()):
+            if kept.gone_s is None and peer_gone(kept.node):
+                kept.gone_s = now_s
+            if kept.gone_s is not None and now_s - kept.gone_s >= KEPT_WITHOUT_NODE_S:
+                minutes = KEPT_WITHOUT_NODE_S / 60
+                log.warning("the pool of %s is dropped: that node did not come back within %g minutes", name, minutes)
+                self._drop(self.kept.pop(name))
+
     def close(self) -> None:
         """Gives up everything. Idempotent."""
         while self.kept:
@@ -84,12 +105,15 @@ class KeeperServer:
             raise InvalidRequest(f"{len(descriptors)} descriptors came, {KEPT_DESCRIPTORS} are a pool")
         if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
             raise Overloaded(f"{MAX_KEPT} pools are kept already")
-        before = self.kept.pop(hello.name, None)
+        before = self.kept.get(hello.name)
+        if before is not None and not peer_gone(before.node):
+            raise Conflict(f"another node of the name {hello.name} lives: give each node a --node-id of its own")
+        _answer(sock, KeeperReply(kept=True))
+        sock.setblocking(False)
         self.kept[hello.name] = _Kept(descriptors, sock)
         if before is not None:
             self._drop(before)
         log.info("keeps the pool of %s", hello.name)
-        _answer(sock, KeeperReply(kept=True))
 
     def _give(self, sock: socket.socket, name: str) -> None:
         kept = self.kept.get(name)
@@ -113,11 +137,12 @@ def run_keeper(path: str) -> None:
     """Keeps pools at the Unix socket ``path`` until the process ends. Raises ConfigError for a path that cannot be
     used."""
     server, keeper = listen_private(path, KEEPER_BACKLOG, "keep pools"), KeeperServer()
+    server.settimeout(LOOK_S)
     try:
         while True:
-            sock, _ = server.accept()
-            os.set_inheritable(sock.fileno(), False)
-            keeper.serve(sock)
+            with contextlib.suppress(TimeoutError):
+                keeper.serve(server.accept()[0])
+            keeper.look(time.monotonic())
     finally:
         keeper.close()
         server.close()

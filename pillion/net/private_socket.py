@@ -1,10 +1,12 @@
-"""Unix sockets that only processes of one user reach (0600 in a folder of 0700), and lines that bring descriptors."""
+"""Unix sockets that only processes of one user reach (0600 in a folder of 0700), lines that bring descriptors, and
+connections that stand for a process."""
 
 from __future__ import annotations
 
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 from pillion.errors import ConfigError
@@ -37,12 +39,15 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
 
 
 def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Returns one line, and the descriptors that came with it, which are the caller's to close. It blocks as long as
-    the socket's timeout allows. Raises ConnectionError where the connection ends before the line does, or the line is
-    too long; OSError."""
-    line, descriptors = b"", []
+    """Returns one line, and the descriptors that came with it, which are the caller's to close. The socket's timeout
+    bounds the wait for the whole line. Raises TimeoutError behind it, ConnectionError where the connection ends before
+    the line does, or the line is too long; OSError."""
+    line, descriptors, timeout_s = b"", [], sock.gettimeout()
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         while not line.endswith(b"\n"):
+            if until_s is not None:
+                sock.settimeout(_left_s(until_s))
             chunk, received, _, _ = socket.recv_fds(sock, max_line_bytes - len(line), max_descriptors)
             descriptors += received
             if not chunk or len(line) + len(chunk) >= max_line_bytes:
@@ -51,7 +56,26 @@ def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int)
     except BaseException:
         close_all(descriptors)
         raise
+    finally:
+        sock.settimeout(timeout_s)
     return line, descriptors
+
+
+def _left_s(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("no whole line came in time")
+    return left_s
+
+
+def peer_gone(sock: socket.socket) -> bool:
+    """Whether the end of a non-blocking connection can be seen by now; nothing is sent on it any more."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def close_all(descriptors: list[int]) -> None:

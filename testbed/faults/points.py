@@ -20,12 +20,17 @@ _POOL = "pillion.kvstore.node.pool:Pool"
 _LINK = "pillion.gateway.links.decode_link:DecodeLink"
 _SESSION = "pillion.decode_service.session:DecodeSession"
 _EPOCH = "pillion.engine.worker.worker_epoch:WorkerEpoch"
+_KEEPER = "pillion.kvstore.memory.keeper_process:KeeperServer"
 _WORKERS, _GATEWAY, _NODE = ("prefill", "decode"), ("gateway",), ("kvnode",)
+# Nodes on several hosts have no keeper there.
+_WITH_KEEPER = ("small", "wide")
 
 # Shapes of clusters (tests/faults/places.py) whose requests pass a point, where not all of them do.
 _ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("gateway", "a fetch"): ("nodes",),
     ("kvnode", "a fetch"): ("nodes",),
+    ("keeper", "a hand-over"): _WITH_KEEPER,
+    ("keeper", "a keeping"): _WITH_KEEPER,
 }
 # Roles, what happens at the seam, the seam, and how often.
 _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
@@ -67,6 +72,8 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_NODE, "a release", f"{_POOL}.release", PER_REQUEST),
     (_NODE, "a heartbeat", f"{_POOL}.heartbeat", PER_HEARTBEAT),
     (_NODE, "an announcement", "pillion.kvstore.index.redis_writer:IndexWriter.announce", PER_REQUEST),
+    (("keeper",), "a hand-over", f"{_KEEPER}._give", AT_START),
+    (("keeper",), "a keeping", f"{_KEEPER}._keep", AT_START),
 )
 
 

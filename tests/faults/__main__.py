@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from testbed.faults.points import POINTS
 from tests.faults import ledger
 from tests.faults.fault_runs import FaultRecord, FaultRunner, draw
-from tests.faults.places import FaultPlace, fault_place
+from tests.faults.places import ROLES, FaultPlace, fault_place
 
 # A supervisor gives up where a component dies six times within a minute.
 MOST_DEATHS, DEATHS_WINDOW_S = 4, 60.0
@@ -42,7 +42,8 @@ class Deaths:
 
 def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
     """Runs the seeds, each cluster until a run on it is not right."""
-    seeds = iter(range(args.seed, args.seed + args.runs))
+    drawn = (seed for seed in itertools.count(args.seed) if not args.role or _strikes(args, seed))
+    seeds = itertools.islice(drawn, args.runs)
     for seed in seeds:
         with fault_place(args.shape) as place:
             runner, deaths = FaultRunner(place), Deaths()
@@ -55,6 +56,12 @@ def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
                     break
                 if place.restarts_counted:
                     deaths.rest(record)
+
+
+def _strikes(args: argparse.Namespace, seed: int) -> bool:
+    """Whether a fault of a seed goes to a process of the role that was asked for."""
+    faults = draw(seed, args.shape, one_fault=args.one_fault).faults
+    return any((fault.victim or fault.point.role) == args.role for fault in faults)
 
 
 def _keep_log(folder: pathlib.Path | None, name: str, place: FaultPlace) -> None:
@@ -83,6 +90,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="the first seed; the others follow it")
     parser.add_argument("--shape", choices=ledger.SHAPES, default="wide")
+    parser.add_argument("--role", choices=ROLES, help="leave out seeds that strike no process of this role")
     parser.add_argument("--one-fault", action="store_true", help="never draw a second fault")
     parser.add_argument("--ledger", type=pathlib.Path, default=ledger.LEDGER)
     parser.add_argument("--logs", type=pathlib.Path, help="folder for logs of clusters in which a run was not right")

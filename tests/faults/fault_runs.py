@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
 from tests.faults.histories import RequestHistory, complaints, read_history
-from tests.faults.places import LOOK_EVERY_S, ROLES, FaultPlace
+from tests.faults.places import LOOK_EVERY_S, FaultPlace, roles_in
 from tests.faults.questions import QUESTIONS
 
 STREAMS = 6
@@ -96,9 +96,10 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     """What a seed stands for in a cluster of a shape."""
     chance = random.Random(seed)
     points = [point for point in POINTS if point.passed_in(shape)]
-    faults = [_fault(chance, [point for point in points if point.passed != AT_START])]
+    victims = roles_in(shape)
+    faults = [_fault(chance, [point for point in points if point.passed != AT_START], victims)]
     if not one_fault and chance.random() < SECOND_FAULT_SHARE:
-        faults.append(_fault(chance, [point for point in points if _may_follow(point, faults[0])]))
+        faults.append(_fault(chance, [point for point in points if _may_follow(point, faults[0])], victims))
     asked = [(chance.choice(tuple(QUESTIONS)), chance.random() < SALTED_SHARE) for _ in range(STREAMS)]
     # What is certain to pass some points: a long prompt that is new, and a stop string.
     if any(fault.point.role == "prefill" or fault.point.passed == SELDOM for fault in faults):
@@ -117,10 +118,10 @@ def _may_follow(point: FaultPoint, first: DrawnFault) -> bool:
     return first.number is signal.SIGKILL and (dead == point.role or dead == "kvnode")
 
 
-def _fault(chance: random.Random, points: list[FaultPoint]) -> DrawnFault:
+def _fault(chance: random.Random, points: list[FaultPoint], victims: Sequence[str]) -> DrawnFault:
     point = chance.choice(points)
     stops = chance.random() < STOP_SHARE
-    victim = chance.choice(ROLES) if chance.random() < OTHER_VICTIM_SHARE else ""
+    victim = chance.choice(victims) if chance.random() < OTHER_VICTIM_SHARE else ""
     return DrawnFault(
         point,
         chance.randint(1, MOST_PASSINGS[point.passed]),

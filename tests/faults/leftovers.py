@@ -43,7 +43,8 @@ def of_components(components: tuple[ComponentStatus, ...]) -> list[str]:
 def of_processes(pids: Mapping[str, list[int]], names: Collection[str]) -> list[str]:
     """Roles of which fewer or more processes serve than have names. The registry lists the dead for a while."""
     wanted = Counter("kvnode" if name.startswith("kv") else name.partition("-")[0] for name in names)
-    wanted["redis-server"] = 1
+    # No registry lists these.
+    wanted["redis-server"] = wanted["keeper"] = 1
     serving = {role: sum(map(_serves, found)) for role, found in pids.items()}
     return [f"{count} of {role} serve, not {wanted[role]}" for role, count in serving.items() if count != wanted[role]]
 

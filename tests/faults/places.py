@@ -29,7 +29,7 @@ from tests.support.own_cache import model_cache
 # that the components start on.
 WHOLE_WITHIN_S = 90.0
 LOOK_EVERY_S = 0.15
-ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server")
+ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server", "keeper")
 # Of each process of two nodes.
 MAX_LOG_CHARS = 200_000
 # Small prefill steps, so that a prompt has several.
@@ -42,10 +42,16 @@ POOL = ("--kv-pool-bytes", "8MiB")
 SMALL_POOL = ("--kv-pool-bytes", "3MiB")
 
 
+def roles_in(shape: str) -> tuple[str, ...]:
+    """Roles of the processes of a shape: what stands for several hosts has no keeper."""
+    return tuple(role for role in ROLES if shape != "nodes" or role != "keeper")
+
+
 @dataclass(frozen=True, slots=True)
 class FaultPlace:
     """A running cluster. ``targets`` are its gateways' addresses, ``names`` its components as the registry should list
-    them; ``restarts_counted`` says whether its supervisor gives up where one of them dies too often."""
+    them; ``restarts_counted`` says whether its supervisor gives up where one of them dies too often; ``roles`` are
+    those of its processes."""
 
     targets: tuple[str, ...]
     names: frozenset[str]
@@ -55,6 +61,7 @@ class FaultPlace:
     redis_socket: Callable[[], pathlib.Path]
     log: Callable[[], str]
     restarts_counted: bool = True
+    roles: tuple[str, ...] = ROLES
     _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
 
     def client(self, patience_s: float = 0.0) -> Client:
@@ -71,7 +78,7 @@ class FaultPlace:
             except Conflict as error:
                 return [f"no proof of integrity: {error.message}"]
             if not wrong:
-                return self._growth.look({pid: role for role in ROLES for pid in self.pids(role)})
+                return self._growth.look({pid: role for role in self.roles for pid in self.pids(role)})
             if time.monotonic() >= until_s:
                 return [f"after {WHOLE_WITHIN_S:g} s: {what}" for what in wrong]
             time.sleep(LOOK_EVERY_S)
@@ -91,7 +98,7 @@ class FaultPlace:
             if status.active_requests:
                 wrong.append(f"{status.active_requests} requests are under way at gateways")
             wrong += leftovers.of_components(status.components)
-        wrong += leftovers.of_processes({role: self.pids(role) for role in ROLES}, self.names)
+        wrong += leftovers.of_processes({role: self.pids(role) for role in self.roles}, self.names)
         if wrong:
             return wrong
         nodes = {}
@@ -170,4 +177,5 @@ def _two_nodes(
                 lambda: cluster.redis.socket,
                 lambda: cluster.logs(MAX_LOG_CHARS),
                 restarts_counted=False,
+                roles=roles_in("nodes"),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -326,6 +327,22 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.wait_for(workers.decode.stop(0.0), WITHIN_S)
         await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
         await workers.node.check_integrity()
+
+
+async def test_stopping_ends_the_wait_for_the_nodes_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers:
+        worker, waits, ended = workers.decode.worker, threading.Event(), list[bool]()
+
+        def renew(*words: Any) -> None:
+            waits.set()
+            ended.append(words[-1].wait(WITHIN_S))
+
+        monkeypatch.setattr(worker.attachment, "pool_id", "kept")
+        monkeypatch.setattr(worker.attachment, "renew", renew)
+        worker._on_node_gone()
+        await until("the worker to wait for its node", waits.is_set)
+        await asyncio.wait_for(workers.decode.stop(0.0), WITHIN_S)
+        assert ended == [True], "its thread uses the attachment, and was not waited for"
 
 
 async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatch) -> None:

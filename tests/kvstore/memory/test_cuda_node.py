@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
@@ -185,6 +185,14 @@ async def test_a_worker_of_too_many_processes_is_refused(short_folder: str) -> N
             mine.name_processes([os.getpid()] * 129)
         mine.close()
         await until("all workers to be gone", lambda: not node.pool.ledger.holders)
+
+
+async def test_a_worker_whose_node_is_gone_may_find_the_next_one(short_folder: str) -> None:
+    async with running(short_folder):
+        mine = await attached(short_folder)
+    with pytest.raises(Unavailable, match="the KV node is gone"):
+        mine.name_processes([os.getpid()])
+    mine.close()
 
 
 async def test_a_worker_that_detaches_frees_its_slots_and_lives_on(short_folder: str) -> None:

@@ -377,6 +377,16 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
         await until("all connections to end", lambda: not node.regions.waiting)
 
 
+async def test_a_filler_whose_node_is_gone_may_find_the_next_one(short_folder: str, kind: str) -> None:
+    """A worker's start that fails this way is tried again; one that fails by its flags ends the cluster."""
+    async with running(short_folder, kind):
+        region = await shared(short_folder)
+        assert region.must_fill
+    with pytest.raises(Unavailable, match="the KV node is gone"):
+        region.filled()
+    region.close()
+
+
 def test_no_node_no_region(tmp_path: pathlib.Path) -> None:
     with pytest.raises(Unavailable, match="no region from the KV node"):
         share_region(str(tmp_path / "none"), KEY, 1, 0.2)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -120,7 +121,8 @@ class Lives:
         return made
 
     async def renew(self, worker: Attachment) -> None:
-        await asyncio.to_thread(worker.renew, self.flags.attach_socket, "worker", "decode", NAMESPACE, WITHIN_S)
+        words = (self.flags.attach_socket, "worker", "decode", NAMESPACE, WITHIN_S)
+        await asyncio.to_thread(worker.renew, *words, threading.Event())
 
     @contextlib.asynccontextmanager
     async def opened(self, hashes: bytes) -> AsyncIterator[tuple[NodeClient, int, int]]:
@@ -252,6 +254,54 @@ async def test_a_worker_that_has_not_noticed_keeps_its_pool_to_itself(
             fresh = await lives.worker()
             assert fresh.pool_id != said
             assert await lives.hits(fresh, CHAIN) == 0
+
+
+@pytest.mark.parametrize("listens", [False, True])
+async def test_a_worker_that_stops_waits_for_no_node(lives: Lives, listens: bool) -> None:
+    """Neither for one that is not there yet, nor for one that does not answer."""
+    await lives.begin()
+    worker = await lives.worker()
+    await lives.end()
+    given_up = threading.Event()
+    words = (lives.flags.attach_socket, "worker", "decode", NAMESPACE, 1e6, given_up)
+    with contextlib.ExitStack() as stack:
+        if listens:
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.bind(lives.flags.attach_socket)
+            silent.listen()
+        renewing = asyncio.create_task(asyncio.to_thread(worker.renew, *words))
+        if listens:
+            silent.settimeout(WITHIN_S)
+            connection, _ = await asyncio.to_thread(silent.accept)
+            stack.enter_context(connection)
+            await asyncio.to_thread(connection.recv, 1)
+        given_up.set()
+        with pytest.raises(Unavailable, match=r"cannot attach again|this process stops"):
+            await asyncio.wait_for(renewing, WITHIN_S)
+
+
+async def test_a_second_living_node_of_one_name_keeps_nothing(
+    lives: Lives, short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clusters with one keeper, say: the first one's pool stays what is kept, and the second serves without."""
+    monkeypatch.setattr(kept_pool, "PATIENCE_S", 0.0)
+    await lives.begin()
+    await lives.commit(await lives.worker(), CHAIN)
+    other = Lives(short_folder, lives.flags.keeper_socket)
+    apart = {"node_listen": f"unix:{short_folder}/b.sock", "attach_socket": f"{short_folder}/b.attach"}
+    other.flags = replace(other.flags, **apart)
+    async with ended(other):
+        node = await other.begin()
+        await other.worker()
+        keeping = node.pool.keeping
+        assert keeping is not None
+        with pytest.raises(Unavailable, match="lives: give each node a --node-id of its own"):
+            await asyncio.to_thread(keeping._keeper.keep, lives.flags.node_id, keeping._pool.segments)
+        assert lives.node is not None
+        assert lives.node.pool.keeping is not None
+        assert not lives.node.pool.keeping._keeper.lost()
+        await lives.end()
+        await until("the keeper to have the second pool", lambda: not keeping._keeper.lost())
 
 
 async def another_model(lives: Lives) -> Attachment:

@@ -97,9 +97,9 @@ async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -
             assert expected in text
 
         # The blocking client, a stream, and two addresses of which the last one is named.
-        with Client(f"{nobody},{nobody}", connect_timeout_s=0) as blocking:
-            with pytest.raises(Unavailable, match="no server listens at"):
-                await asyncio.to_thread(lambda: list(blocking.generate("x")))
+        twice = Client(f"{nobody},{nobody}", connect_timeout_s=0)
+        with twice as blocking, pytest.raises(Unavailable, match="no server listens at"):
+            await asyncio.to_thread(lambda: list(blocking.generate("x")))
 
         # Clients of HTTP that meet a gRPC port, and the wrong kind of HTTP.
         for url, expected in {
