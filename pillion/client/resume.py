@@ -2,8 +2,8 @@
 
     first call --messages--> breaks --delay--> next call, behind the last tokens --messages--> ... --> end
                                 |  ^                            |
-                                |  +---- refused, or broken ----+   at most MAX_RESUME_ATTEMPTS times in a row,
-                                |                                   for at most ``resume_timeout_s``
+                                |  +---- refused, or broken ----+   for at most ``resume_timeout_s``, and at most
+                                |                                   MAX_RESUME_ATTEMPTS times in a row at a gateway
                                 +--> no gateway was there, or it is stopping: each address is called
                                      RETRY_ATTEMPTS times, with pauses between the rounds; where nobody
                                      listened, as long as ``connect_timeout_s`` allows
@@ -28,7 +28,7 @@ from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Res
 from pillion.v1.gateway_pb2 import GenerateResponse
 from pillion.wire.public import delta_from_pb, origin_from_pb
 
-# Calls in a row that bring nothing new.
+# Calls in a row that reach a gateway and bring nothing new. Those that reach none cost nobody anything.
 MAX_RESUME_ATTEMPTS = 20
 # How long a broken stream may take to go on, if the client does not say otherwise.
 RESUME_TIMEOUT_S = 30.0
@@ -88,6 +88,8 @@ class StreamProgress:
         # Since when nothing new has come; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
+        # Those of them that reached a gateway.
+        self._arrivals = 0
         self._resumes = 0
         # Whether the last message has come: how the call ends does not matter then.
         self.over = False
@@ -140,21 +142,24 @@ class StreamProgress:
             PillionError: where there is to be no further call; ``error``, or one that says what has been tried.
         """
         broken = is_loss(error, spoken)
-        self._reached = self._reached or not (spoken or error.message.startswith(_NOT_CONNECTED))
+        connected = not error.message.startswith(_NOT_CONNECTED)
+        self._reached = self._reached or (connected and not spoken)
         if not self._reached:
             return self._delay_before_connection_s(error, broken, now_s)
         if self._broke_s is None:
             # The stream was under way, or waited. Its attempts, and their time, are counted from here.
-            self._broke_s, self._attempts = now_s, 0
+            self._broke_s, self._attempts, self._arrivals = now_s, 0, 0
             if not broken or (self._received and self._origin is None) or self._resume_timeout_s <= 0:
                 raise error
         elif not (broken or isinstance(error, Overloaded | Unavailable)):
             raise error
+        else:
+            self._arrivals += connected
         waited_s = now_s - self._broke_s
-        if self._attempts >= MAX_RESUME_ATTEMPTS or (self._attempts and waited_s >= self._resume_timeout_s):
+        if self._arrivals >= MAX_RESUME_ATTEMPTS or (self._attempts and waited_s >= self._resume_timeout_s):
             text = f"the stream broke and was not resumed in {self._attempts} attempts within {waited_s:.1f} s"
             raise type(error)(f"{text}; the last one: {error.message}")
-        doubled_ms = FIRST_RESUME_DELAY_MS * 2 ** (self._attempts - 1) if self._attempts else 0
+        doubled_ms = FIRST_RESUME_DELAY_MS * 2 ** min(self._attempts - 1, MAX_RESUME_ATTEMPTS) if self._attempts else 0
         asked_ms = error.retry_after_ms if isinstance(error, Overloaded | Unavailable) else 0
         delay_ms = min(max(doubled_ms, asked_ms), MAX_RESUME_DELAY_MS) * random.uniform(0.5, 1)  # noqa: S311
         self._attempts += 1
