@@ -15,6 +15,7 @@ grammars/           the shape that an answer must have, as one grammar
 planning/           which workers serve a request, and where its prompt is split
 scaling/            how many workers are wanted for the objectives
 request/            the life of one request: state machine, calls to components, replays
+ui/                 the page for people: its files, and what its live picture shows
 links/              connections to the registry, KV nodes, prefill and decode workers
 
 A gateway computes no model and holds no KV: it never imports torch, kernels or a backend.

@@ -394,7 +394,7 @@ class Gateway:
         await self._adapters_of(tenant).unload(name)
 
     def _adapters_of(self, tenant: Tenant | None) -> AdapterNames:
-        self._operators_only(tenant)
+        self.operators_only(tenant)
         if self.adapters is None:
             raise PermissionDenied("this gateway serves no adapters: --enable-lora changes that")
         return self.adapters
@@ -418,13 +418,13 @@ class Gateway:
 
     def metrics(self, tenant: Tenant | None = None) -> Values:
         """This gateway's metrics. Raises PermissionDenied for a tenant that is no operator."""
-        self._operators_only(tenant)
+        self.operators_only(tenant)
         return self.meters.collect()
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
         """The cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant that is
         no operator."""
-        self._operators_only(tenant)
+        self.operators_only(tenant)
         others = self.cluster.other_gateways()
         totals: list[Usage | ComponentRecord] = [self.totals, *others]
         return ClusterStatus(
@@ -461,7 +461,8 @@ class Gateway:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
 
-    def _operators_only(self, tenant: Tenant | None) -> None:
+    def operators_only(self, tenant: Tenant | None) -> None:
+        """Raises PermissionDenied for a tenant that is no operator, Unauthenticated for nobody."""
         if not self._known(tenant).operator:
             raise PermissionDenied(
                 "only a tenant with operator = true may do this: pillion keys add FILE --tenant NAME --operator"

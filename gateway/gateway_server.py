@@ -212,6 +212,8 @@ def _check(flags: GatewayFlags) -> None:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
+    if flags.ui and not flags.api_keys and not is_local(f"{flags.host}:0"):
+        raise ConfigError(f"--ui at {flags.host} needs --api-keys: any stranger would see the cluster")
 
 
 async def serve_models(

@@ -493,6 +493,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
+    ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
     lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
     allow_runtime_lora_updating: bool = flag(
         False, "Let operators load and unload adapters of --lora-path while the gateway runs."

@@ -296,6 +296,8 @@ class Timings:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     system_fingerprint: str = ""
+    fetched_tokens: int = 0
+    restored_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +356,9 @@ class ComponentStatus:
     processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
     prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
     ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
+    ``steps``, ``steps_s``, ``step_*_tokens``: a worker's steps since its process started, the seconds that they took,
+    and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
+    ``disk_blocks``: blocks in its disk tier.
     """
 
     component_id: str
@@ -376,6 +381,16 @@ class ComponentStatus:
     fenced_components: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
+    steps: int = 0
+    steps_s: float = 0.0
+    step_decode_tokens: int = 0
+    step_tail_tokens: int = 0
+    step_prefill_tokens: int = 0
+    step_speculative_tokens: int = 0
+    step_forced_tokens: int = 0
+    step_idle_tokens: int = 0
+    pinned_blocks: int = 0
+    disk_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

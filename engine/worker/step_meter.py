@@ -38,6 +38,12 @@ class StepMeter:
             self._tokens[use].add(tokens)
         return used
 
+    def totals(self) -> dict[str, int | float]:
+        """What :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
+        duration = self._duration.now()
+        tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}
+        return {"steps": duration.count, "steps_s": round(duration.total, 6), **tokens}
+
     def count_outcome(self, outcome: Outcome) -> None:
         """Count the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)

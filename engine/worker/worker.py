@@ -272,6 +272,7 @@ class Worker:
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
             **asdict(load),
+            **self._meter.totals(),
             core_board=self.flags.core_board if self.model.core_share else "",
             core_share=self.model.core_share,
             max_loras=self.model.backend.max_adapters,

@@ -26,6 +26,7 @@ responses_api.py     the handler of OpenAI's Responses
 responses_fields.py  the fields of its bodies
 responses_requests.py  from bodies to requests of the gateway
 responses_events.py  from deltas to events, or to one response
+ui_api.py            handlers of the page for people, and of the live picture that it shows
 
 Policy never comes in here: it belongs to gateway/gateway.py, which the gRPC service shares.
 """

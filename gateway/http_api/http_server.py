@@ -37,6 +37,7 @@ from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pillion.gateway.http_api.responses_api import ResponsesApi
 from pillion.gateway.http_api.responses_fields import ResponsesBody
+from pillion.gateway.http_api.ui_api import UiApi
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
 from pillion.types import ModelInfo
@@ -199,6 +200,13 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]
+    if flags.ui:
+        ui = UiApi(gateway)
+        routes += [
+            Route("/ui", Endpoint("GET", ui.page)),
+            Route("/ui/cluster", Endpoint("GET", ui.cluster, tenant_of)),
+            Route("/ui/{name}", Endpoint("GET", ui.file)),
+        ]
     pages.routes = routes
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
     origins = listed_origins(flags.allowed_origins)

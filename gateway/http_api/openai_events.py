@@ -18,7 +18,7 @@ from pillion.gateway.http_api.delta_reader import DeltaBatch
 from pillion.gateway.http_api.model_calls import AnswerWriter
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
-from pillion.types import Delta, TokenLogprob, ToolCallDelta, Usage
+from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
@@ -74,19 +74,25 @@ class ResponseWriter(AnswerWriter):
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
+        # Of the call's one prompt; they come with its last delta.
+        self._timings: Timings | None = None
         # Log probabilities of each prompt; the first token has none.
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """One event for each delta, some with an opening before it."""
         so_far = usage_json(usage()) if self._asked.continuous_usage else b""
+        if batch:
+            self._timings = batch[-1][1].timings
         return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
 
     def last_events(self, usage: Usage) -> bytes:
-        """The event with the usage, where it was asked for, and the mark of the end."""
-        if not self._asked.include_usage:
+        """The event with the usage and the timings, where they were asked for, and the mark of the end."""
+        found: dict[str, Any] = {"usage": usage_fields(usage)} if self._asked.include_usage else {}
+        found |= self._asked_timings()
+        if not found:
             return DONE
-        return self._common + b',"choices":[],"usage":' + usage_json(usage) + b"}" + _END + DONE
+        return self._common + b',"choices":[],' + _encode(found)[1:] + _END + DONE
 
     def failed(self, error: bytes) -> bytes:
         """The error as the last event of a stream; OpenAI's clients raise it."""
@@ -116,6 +122,7 @@ class ResponseWriter(AnswerWriter):
 
     def keep(self, prompt: int, delta: Delta) -> None:
         """Collects a delta for :meth:`whole`."""
+        self._timings = delta.timings
         if delta.prompt_logprobs:
             self._scores[prompt].extend(delta.prompt_logprobs)
             self.size_bytes += self._score_copies * _score_bytes(delta.prompt_logprobs)
@@ -142,7 +149,10 @@ class ResponseWriter(AnswerWriter):
                 # The field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
-        return _encode({**whole, **self._around()})
+        return _encode({**whole, **self._asked_timings(), **self._around()})
+
+    def _asked_timings(self) -> dict[str, Any]:
+        return {"timings": self._timings} if self._asked.timings and self._timings is not None else {}
 
     @property
     def _score_copies(self) -> int:

@@ -126,6 +126,8 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         model: the served model's name; may be left out where one model is served.
         stream: send the answer as server-sent events while it grows.
         stream_options: options of that stream.
+        timings: report where the prompt's tokens and the request's time went, beside the usage, as the SDK's Timings
+            has it; in a stream with its last event. Only with one prompt.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
         prompt_logprobs: report log probabilities of the prompt's tokens and of this many alternatives, as vLLM does;
             not with stream.
@@ -156,6 +158,7 @@ class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int | None = None
+    timings: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     response_format: Raw = Raw()

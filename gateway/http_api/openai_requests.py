@@ -93,6 +93,7 @@ class OpenAIRequest(AskedCall):
 
     Attributes:
         include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
+        timings: whether the whole answer, or the stream's end, says where the prompt and the time went.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
         prompt_logprobs: with how many alternatives those of the prompt are listed; None lists none.
@@ -100,6 +101,7 @@ class OpenAIRequest(AskedCall):
 
     include_usage: bool
     continuous_usage: bool
+    timings: bool
     echo: bool
     logprobs: bool
     prompt_logprobs: int | None = None
@@ -336,6 +338,8 @@ def _openai_request(
         raise refused(
             "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
         )
+    if body.timings and len(requests) > 1:
+        raise refused("timings", "it needs a single prompt")
     if body.stream_options is not None:
         if not body.stream:
             raise refused("stream_options", "it needs stream to be true")
@@ -346,6 +350,7 @@ def _openai_request(
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
+        timings=bool(body.timings),
         echo=echo,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,

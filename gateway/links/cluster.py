@@ -130,7 +130,7 @@ class Cluster:
         self.demand = Demand()
         self.forecaster = forecaster or WorkerForecaster()
         self.view = ClusterView(grace_s)
-        self._gateway_id = gateway_id
+        self.gateway_id = gateway_id
         self.registry = registry
         # By role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
@@ -180,7 +180,7 @@ class Cluster:
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
-            self.forecaster.tick(now, self.view, self._gateway_id)
+            self.forecaster.tick(now, self.view, self.gateway_id)
 
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
         """How ``model``, with adapters of a rank, is served now by components that answer. Raises Unavailable, naming
@@ -299,7 +299,7 @@ class Cluster:
 
     def other_gateways(self) -> list[ComponentRecord]:
         """Live gateways besides this one."""
-        return [record for record in self.view.of("gateway") if record.component_id != self._gateway_id]
+        return [record for record in self.view.of("gateway") if record.component_id != self.gateway_id]
 
     def _other_gateway_ids(self) -> list[str]:
         return [record.component_id for record in self.other_gateways()]
@@ -503,7 +503,7 @@ class Cluster:
                 if name in links and links[name].address != record.address:
                     self._close(links.pop(name))
                 if name not in links:
-                    links[name] = LINKS[role](record, self._gateway_id)
+                    links[name] = LINKS[role](record, self.gateway_id)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
         """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come

@@ -74,14 +74,12 @@ class RequestMeter:
         now_s: float,
         usage: Usage,
         timings: Timings,
-        brought: BroughtTokens,
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
         """Notes the end of the request; called once.
 
         Args:
-            brought: tokens of the prompt that were not computed, nor in the node's pool.
             reasons: why each answer that is given ended, where it did.
             error: why the request failed.
         """
@@ -98,12 +96,13 @@ class RequestMeter:
         meters.counter(names.REPLAYS, model).add(timings.replays)
         if error is None or any(self._counts):
             # Else it is not known what of the prompt was computed.
-            self._prompt(usage, timings, brought)
+            self._prompt(usage, timings)
 
-    def _prompt(self, usage: Usage, timings: Timings, brought: BroughtTokens) -> None:
+    def _prompt(self, usage: Usage, timings: Timings) -> None:
         model, meters = self._model, self._meters
         waited_ms = timings.admission_ms + timings.decode_queue_ms
         meters.distribution(names.QUEUE_TIME, model).observe(waited_ms / 1000)
+        brought = BroughtTokens(timings.fetched_tokens, timings.restored_tokens, timings.bucket_tokens)
         sources = {
             "pool": max(0, usage.cached_tokens - sum(brought)),
             **brought._asdict(),

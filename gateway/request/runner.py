@@ -219,8 +219,7 @@ class Generation:
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
         if all(self._reasons) and not self.ended:
-            timings = self._choices.timings(time.monotonic())
-            self._outbox.end(self.usage(), replace(timings, system_fingerprint=self.job.system_fingerprint))
+            self._outbox.end(self.usage(), self._timings(time.monotonic()))
             self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
             self._end(None)
 
@@ -246,12 +245,20 @@ class Generation:
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
         span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._choices.machines))
         span.end()
-        now, brought = time.monotonic(), self._calls[0].brought_tokens
-        timings = self._choices.timings(now)
-        self._meter.ended(now, usage, timings, brought, self._reasons, error)
+        now = time.monotonic()
+        timings = self._timings(now)
+        self._meter.ended(now, usage, timings, self._reasons, error)
         self._log_end(usage, timings, error)
         self._on_end(usage)
         self._wake()
+
+    def _timings(self, now: float) -> Timings:
+        timings, (fetched, restored) = self._choices.timings(now), self._calls[0].brought_tokens
+        # A later attempt may bring back more than the first one found.
+        fetched = min(fetched, timings.cached_tokens)
+        restored = min(restored, timings.cached_tokens - fetched)
+        fingerprint = self.job.system_fingerprint
+        return replace(timings, fetched_tokens=fetched, restored_tokens=restored, system_fingerprint=fingerprint)
 
     def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
         """Writes the request's line into the log."""

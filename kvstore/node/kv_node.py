@@ -337,6 +337,8 @@ class KVNode:
             leased_blocks=status.leased_blocks,
             committed_blocks=status.committed_blocks,
             quarantined_blocks=status.quarantined_blocks,
+            pinned_blocks=status.pinned_blocks,
+            disk_blocks=status.disk_blocks,
             object_url=self._object_url(),
             fenced_components=tuple(status.fenced_components),
         )

@@ -82,7 +82,8 @@ def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
     """Prints the fifth line, and below it two commands that work as they stand, less what only their user knows."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
-    notices.fact("ready", f"after {seconds:.1f} s: gRPC {host}:{flags.grpc_port}, HTTP {url}", "bold green")
+    page = f", page for people {url}/ui" if flags.ui else ""
+    notices.fact("ready", f"after {seconds:.1f} s: gRPC {host}:{flags.grpc_port}, HTTP {url}{page}", "bold green")
     notices.command(" ".join(_curl(flags, url)))
     notices.command(" ".join(_chat(flags, host)))
 

@@ -28,7 +28,7 @@ from pillion.errors import PillionError
 from pillion.net.advice import http_advice
 from pillion.net.listener import find_listener
 from pillion.net.tls import client_context
-from pillion.top.top_figures import ClusterReading
+from pillion.top.top_figures import ClusterReading, History
 from pillion.top.top_pages import ComponentPage, locate, parse
 from pillion.top.top_view import FrameStyle, frame
 
@@ -113,23 +113,6 @@ def _advice(place: SplitResult, error: Exception) -> str:
     return http_advice(place.netloc, listener, place.scheme == "https") if listener else ""
 
 
-class History:
-    """Readings of the last seconds, oldest first."""
-
-    def __init__(self) -> None:
-        self._readings: list[ClusterReading] = []
-
-    def add(self, reading: ClusterReading) -> ClusterReading | None:
-        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before."""
-        before = [old for old in self._readings if reading.at_s - old.at_s <= WINDOW_S] or self._readings[-1:]
-        self._readings = [*before, reading]
-        return before[0] if before else None
-
-    def newest(self) -> ClusterReading | None:
-        """The reading that was added last, None before the first."""
-        return self._readings[-1] if self._readings else None
-
-
 def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, once: bool) -> int:
     """Shows frames until Ctrl-C, or one frame. Raises PillionError where the gateway does not answer at first.
 
@@ -140,7 +123,7 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
         once: print one frame, with the rates of one interval.
     """
     target = reach["target"]
-    pages, console, history = _page_reader(reach, places), Console(highlight=False), History()
+    pages, console, history = _page_reader(reach, places), Console(highlight=False), History(WINDOW_S)
     with Client(**reach) as client:
 
         def read() -> ClusterReading:

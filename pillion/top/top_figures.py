@@ -16,6 +16,8 @@ from pillion.top.top_pages import ComponentPage
 from pillion.types import ClusterStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
+# Tokens that grammars left no choice of; they are shown with the speculative ones.
+FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
@@ -43,6 +45,24 @@ class ClusterReading:
         return value if isinstance(value, int | float) else None
 
 
+class History:
+    """Readings of the last ``window_s`` seconds, oldest first."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._readings: list[ClusterReading] = []
+
+    def add(self, reading: ClusterReading) -> ClusterReading | None:
+        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before."""
+        before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s] or self._readings[-1:]
+        self._readings = [*before, reading]
+        return before[0] if before else None
+
+    def newest(self) -> ClusterReading | None:
+        """The reading that was added last, None before the first."""
+        return self._readings[-1] if self._readings else None
+
+
 @dataclass(frozen=True, slots=True)
 class Quantiles:
     """Quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
@@ -58,12 +78,15 @@ class StepFigures:
     """A worker's steps between two readings.
 
     Attributes:
+        p50_s: median duration; None where the worker's page was not read.
+        mean_s: mean duration; 0 where no step ran.
         busy: share of the time in which a step ran.
         shares: share of the steps' budgets by each of USES, adding up to 1; empty where no step ran.
     """
 
     per_second: float
-    p50_s: float
+    p50_s: float | None
+    mean_s: float
     busy: float
     shares: Mapping[str, float]
 
@@ -94,18 +117,19 @@ class GatewayFlow:
 
 
 def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
-    """One worker's steps; None where its page was not read both times."""
-    pair = _pair(before, now, component_id)
+    """One worker's steps, by its page or, where that was not read both times, by the status. None where neither says
+    it."""
     seconds = now.at_s - before.at_s
-    if pair is None or seconds <= 0:
+    if seconds <= 0:
         return None
+    pair = _pair(before, now, component_id)
+    if pair is None:
+        return _steps_of_status(before.status, now.status, component_id, seconds)
     durations = _together(_changes(pair, names.STEP_DURATION))
     tokens = {labels[0]: grown for labels, grown in _grown(pair, names.STEP_BUDGET)}
     if durations is None:
         return None
-    total = sum(tokens.values())
-    shares = {use: tokens.get(use, 0.0) / total for use in USES} if total else {}
-    return StepFigures(durations.count / seconds, quantile(durations, 0.5), min(1.0, durations.total / seconds), shares)
+    return _step_figures(durations.count, durations.total, quantile(durations, 0.5), tokens, seconds)
 
 
 def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
@@ -169,6 +193,30 @@ def quantile(found: Snapshot, share: float) -> float:
             return low + (found.bounds[number] - low) * (rank - below) / count
         below += count
     return 0.0
+
+
+def _steps_of_status(
+    before: ClusterStatus, now: ClusterStatus, component_id: str, seconds: float
+) -> StepFigures | None:
+    """A worker's steps by two heartbeats of one process; None where the process was started between them."""
+    first, second = ({one.component_id: one for one in status.components}.get(component_id) for status in (before, now))
+    if first is None or second is None or not second.steps:
+        return None
+    uses = (*USES, FORCED)
+    grown = {use: getattr(second, f"step_{use}_tokens") - getattr(first, f"step_{use}_tokens") for use in uses}
+    if min(second.steps - first.steps, *grown.values()) < 0:
+        return None
+    return _step_figures(second.steps - first.steps, second.steps_s - first.steps_s, None, grown, seconds)
+
+
+def _step_figures(
+    count: int, total_s: float, p50_s: float | None, tokens: Mapping[str, float], seconds: float
+) -> StepFigures:
+    total = sum(tokens.values())
+    # Both are tokens beside the one that a decode is owed.
+    beside = {"speculative": tokens.get("speculative", 0.0) + tokens.get(FORCED, 0.0)}
+    shares = {use: {**tokens, **beside}.get(use, 0.0) / total for use in USES} if total else {}
+    return StepFigures(count / seconds, p50_s, total_s / count if count else 0.0, min(1.0, total_s / seconds), shares)
 
 
 def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -> GatewayFlow:

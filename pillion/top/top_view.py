@@ -202,7 +202,8 @@ def _steps_table(
         else:
             shares = [found.shares[use] for use in USES]
             cells = [SegmentedBar(shares, style.glyphs), *map(_percent, shares), _rate(found.per_second, style)]
-            cells += [_time(found.p50_s, names.STEP_BOUNDS[-1]), _percent(found.busy)]
+            p50 = style.dash if found.p50_s is None else _time(found.p50_s, names.STEP_BOUNDS[-1])
+            cells += [p50, _percent(found.busy)]
         table.add_row(_clean(worker.component_id), *cells)
     return table
 
@@ -212,9 +213,12 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
     for node in _fitting(table, nodes, rows):
+        # A node's page is fresher than its heartbeat.
         pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
         disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
-        shown_as_pinned = min(pinned or 0, node.committed_blocks)
+        pinned = node.pinned_blocks if pinned is None else pinned
+        disk = node.disk_blocks if disk is None else disk
+        shown_as_pinned = min(pinned, node.committed_blocks)
         others, total = (node.leased_blocks, node.quarantined_blocks, node.free_blocks), node.total_blocks
         blocks = (node.committed_blocks - shown_as_pinned, shown_as_pinned, *others)
         table.add_row(

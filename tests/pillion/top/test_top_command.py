@@ -25,8 +25,8 @@ from prometheus_client import generate_latest
 from pillion.observability import metric_catalog as names
 from pillion.observability import metrics_export
 from pillion.observability.metrics import Meters
-from pillion.top.top import NO_PARSER, WINDOW_S, History, PageReader
-from pillion.top.top_figures import ClusterReading
+from pillion.top.top import NO_PARSER, WINDOW_S, PageReader
+from pillion.top.top_figures import ClusterReading, History
 from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
@@ -49,7 +49,7 @@ STATUS = ClusterStatus(
 
 
 def test_rates_are_taken_over_the_window() -> None:
-    history, looks = History(), [ClusterReading(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
+    history, looks = History(WINDOW_S), [ClusterReading(at_s, STATUS) for at_s in (0, 4, 8, 12, 12 + 2 * WINDOW_S)]
     assert history.newest() is None
     assert [before and before.at_s for before in map(history.add, looks)] == [None, 0, 0, 4, 12]
     assert history.newest() is looks[-1]

@@ -1,0 +1,48 @@
+"""Handlers of the page for people (--ui): its files, which are open, and the live picture, which operators may see."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from pillion.gateway.gateway import Gateway
+from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.ui.cluster_picture import ClusterPicture
+from pillion.gateway.ui.ui_files import HEADERS, PAGE, read_files
+
+
+class UiApi:
+    """The page of one gateway. Its files are read when it is made."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._picture = ClusterPicture(gateway.cluster.gateway_id)
+        self._files = read_files()
+
+    async def page(self, call: HttpCall) -> None:
+        """Shows a page for people: chat, and a live picture of the cluster. It holds no data."""
+        await self._send(call, PAGE)
+
+    async def file(self, call: HttpCall) -> None:
+        """Gives a style sheet or a script of that page."""
+        await self._send(call, str(call.parameters["name"]))
+
+    async def cluster(self, call: HttpCall) -> None:
+        """Gives operators what the live picture shows: parts, steps' budgets, pools, queues and hits, as rates of the
+        last seconds."""
+        # Asked for each viewer, also where the picture is one that another viewer's poll has made.
+        self._gateway.operators_only(call.tenant)
+        picture = self._picture.at(
+            time.monotonic(),
+            lambda: self._gateway.status(call.tenant),
+            lambda: self._gateway.metrics(call.tenant),
+        )
+        await call.answer(200, msgspec.json.encode(picture), HEADERS)
+
+    async def _send(self, call: HttpCall, name: str) -> None:
+        found = self._files.get(name)
+        if found is None:
+            raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
+        await call.answer(200, found.body, HEADERS, content_type=found.content_type)

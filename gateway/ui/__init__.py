@@ -1,0 +1,8 @@
+"""The page for people at /ui of the HTTP port: chat, and a live picture of the cluster.
+
+cluster_picture.py  what the picture shows, made of two readings of the cluster; open this first
+ui_files.py         the page's files, and the headers that they are sent with
+page/               the page itself: HTML, CSS and JavaScript modules that load nothing from elsewhere
+
+The handlers are in gateway/http_api/ui_api.py.
+"""

@@ -1,0 +1,142 @@
+"""What the live picture shows: the figures of `pillion top`, of heartbeats and of the gateway's own metrics.
+
+    every poll:  status, own metrics --> ClusterReading --> History --> figures over some seconds --> JSON
+
+Sans-IO (I9). Components' steps and pools come with their heartbeats, so no metrics page of theirs is needed. A figure
+that nobody reports is None, never zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+from dataclasses import asdict
+from typing import Any
+
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Values
+from pillion.top.top_figures import (
+    ClusterReading,
+    GatewayFlow,
+    History,
+    Quantiles,
+    StepFigures,
+    flow,
+    steps,
+    wanted_workers,
+)
+from pillion.top.top_pages import ComponentPage
+from pillion.types import ClusterStatus, ComponentStatus
+
+# Rates are taken over this time.
+WINDOW_S = 5.0
+# Viewers who ask sooner after each other get the same picture: more of them cost the gateway no more.
+REFRESH_S = 0.5
+# As in `pillion top`; seconds later a component's record is gone from the registry.
+LATE_MS = 3000
+WORKERS = ("prefill", "decode")
+
+
+class ClusterPicture:
+    """The picture that all viewers of one gateway process share. Not thread-safe.
+
+    Args:
+        component_id: the gateway's own.
+    """
+
+    def __init__(self, component_id: str) -> None:
+        self._component_id = component_id
+        self._history = History(WINDOW_S)
+        self._picture: dict[str, Any] = {}
+
+    def at(self, now_s: float, status: Callable[[], ClusterStatus], metrics: Callable[[], Values]) -> dict[str, Any]:
+        """The picture at ``now_s`` (monotonic seconds), or the last one where that is hardly older. ``status`` and
+        ``metrics`` are called where a new reading is taken."""
+        newest = self._history.newest()
+        if newest is not None and now_s - newest.at_s < REFRESH_S:
+            return self._picture
+        page = ComponentPage(self._component_id, "gateway", metrics())
+        now = ClusterReading(now_s, status(), {self._component_id: page})
+        before = self._history.add(now)
+        self._picture = self._drawn(before, now)
+        return self._picture
+
+    def _drawn(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
+        status = now.status
+        streams = flow(before, now) if before is not None else GatewayFlow(False, 0)
+        known = {one.component_id for one in status.components}
+        fenced = {name: node.component_id for node in status.components for name in node.fenced_components}
+        # The record of a component that only its node still knows has expired.
+        gone = [
+            ComponentStatus(component_id=name, role="", node_id=node)
+            for name, node in fenced.items()
+            if name not in known
+        ]
+        requests = {state: now.gauge(self._component_id, names.REQUESTS_NOW, state) for state in ("running", "waiting")}
+        return {
+            "version": status.version,
+            "gateway": self._component_id,
+            "rates_over_s": now.at_s - before.at_s if before is not None else None,
+            "active_requests": status.active_requests,
+            "index_available": status.index_available,
+            "requests_here": requests,
+            "wanted_workers": wanted_workers(now),
+            "flow": _flow(streams, sum(one.role == "gateway" for one in status.components)),
+            "components": [
+                _component(one, fenced, steps(before, now, one.component_id) if before is not None else None)
+                for one in (*status.components, *gone)
+            ],
+        }
+
+
+def _flow(streams: GatewayFlow, gateways: int) -> dict[str, Any]:
+    fields = ("generated", "prompt", "cached", "sources", "requests", "refused")
+    return {
+        **{name: getattr(streams, name) for name in fields},
+        "first_token": _quantiles(streams.first_token),
+        "between_tokens": _quantiles(streams.between_tokens),
+        "gateways_counted": streams.gateways,
+        "gateways": gateways,
+    }
+
+
+def _quantiles(found: Quantiles | None) -> dict[str, float | None] | None:
+    """JSON has no infinity: a quantile beyond the last bound is None."""
+    if found is None:
+        return None
+    p50, p99 = (None if math.isinf(value) else value for value in (found.p50, found.p99))
+    return {"p50_s": p50, "p99_s": p99, "last_bound_s": found.last_bound}
+
+
+def _component(one: ComponentStatus, fenced: Container[str], found: StepFigures | None) -> dict[str, Any]:
+    """A component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
+    late = one.heartbeat_age_ms >= LATE_MS
+    shown: dict[str, Any] = {
+        "component_id": one.component_id,
+        "role": one.role,
+        "model": one.model,
+        "node_id": one.node_id,
+        "state": "fenced" if one.component_id in fenced else "late" if late else "ok",
+        "heartbeat_age_ms": one.heartbeat_age_ms,
+        "running_requests": one.running_requests,
+        "waiting_requests": one.waiting_requests,
+        "steps": None,
+        "pool": None,
+    }
+    if one.role in WORKERS:
+        figures = None if found is None else asdict(found)
+        shown |= {"queued_tokens": one.queued_tokens, "free_seqs": one.free_seqs, "kernels": one.kernels}
+        shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": figures}
+    if one.role == "kvnode":
+        # Pinned blocks are committed ones; the picture shows them once, as pinned.
+        pinned = min(one.pinned_blocks, one.committed_blocks)
+        shown["pool"] = {
+            "total": one.total_blocks,
+            "cached": one.committed_blocks - pinned,
+            "pinned": pinned,
+            "leased": one.leased_blocks,
+            "quarantined": one.quarantined_blocks,
+            "free": one.free_blocks,
+            "disk": one.disk_blocks,
+        }
+    return shown

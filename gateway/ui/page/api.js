@@ -1,0 +1,76 @@
+// Calls to the gateway that served this page. The key is in this module's memory alone: a reload forgets it.
+
+let key = "";
+
+export const useKey = (text) => { key = text; };
+
+// An answer that is an error, in words for people. `status` is 0 where the gateway cannot be reached.
+export class Refusal extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const SAID = {
+  401: "This API key is not known here. Check it, and enter it again.",
+  403: "This key may not do that.",
+  429: "The gateway has too much to do, or a quota of this key is used up.",
+  503: "No worker serves this model now.",
+};
+
+async function refusalOf(answer) {
+  let message = "";
+  try {
+    message = String((await answer.json()).error.message);
+  } catch {
+    // A proxy's page is no text for people.
+  }
+  if (answer.status === 401) message = "";
+  const after = answer.headers.get("retry-after");
+  const again = after && answer.status !== 401 ? ` It may be tried again in ${after} s.` : "";
+  const begin = SAID[answer.status] ?? (message ? "" : `The gateway answers with status ${answer.status}.`);
+  return new Refusal([begin, message].filter(Boolean).join(" ") + again, answer.status);
+}
+
+// The response of a page of this gateway. Throws Refusal, and AbortError where `options.signal` was used.
+export async function ask(path, options = {}) {
+  const headers = new Headers(options.headers);
+  if (key) headers.set("authorization", `Bearer ${key}`);
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers, redirect: "error", cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal("The gateway cannot be reached.", 0);
+  }
+  if (!answer.ok) throw await refusalOf(answer);
+  return answer;
+}
+
+// The objects of a stream of server-sent events, as they come. Throws as `ask` does.
+export async function* stream(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  const answer = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let part;
+    try {
+      part = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Refusal("The connection to the gateway broke.", 0);
+    }
+    if (part.done) throw new Refusal("The answer ended too early.", 0);
+    const events = (rest + part.value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const found = JSON.parse(data);
+      if (found.error) throw new Refusal(String(found.error.message), 500);
+      yield found;
+    }
+  }
+}

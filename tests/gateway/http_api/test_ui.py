@@ -1,0 +1,96 @@
+"""The page for people over HTTP: who gets what, and the headers that bound what it may do. Its look: test_ui.py of
+tests/cluster."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from pillion.config import GatewayFlags
+from pillion.errors import ConfigError
+from pillion.gateway.admission.api_keys import hash_of
+from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.ui.ui_files import FOLDER, read_files
+from tests.support.fake_components import running_fake_cluster
+from tests.support.http import call
+
+KEY, TENANTS_KEY = "plk-" + "o" * 43, "plk-" + "a" * 43
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_without_the_flag_there_is_no_page() -> None:
+    async with running_fake_cluster() as fakes:
+        for path in ("/ui", "/ui/page.js", "/ui/cluster"):
+            assert (await call(fakes.gateway.http_address, path)).status == 404
+
+
+async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = f'[tenant.ops]\noperator = true\n[[key]]\ntenant = "ops"\nhash = "{hash_of(KEY)}"\n'
+    keys += f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(TENANTS_KEY)}"\n'
+    (tmp_path / "keys.toml").write_text(keys)
+    monkeypatch.setenv("PILLION_API_KEY", KEY)
+    async with running_fake_cluster(ui=True, api_keys=str(tmp_path / "keys.toml")) as fakes:
+        address = fakes.gateway.http_address
+        page = await call(address, "/ui")
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        files = re.findall(rb'(?:src|href)="(ui/[^"]+)"', page.body)
+        assert sorted(files) == [b"ui/page.css", b"ui/page.js"]
+        for name in (*read_files(), "../ui"):
+            file = await call(address, f"/ui/{name}")
+            assert file.status == (200 if name != "../ui" else 404)
+        for name in ("__init__.py", "%2e%2e%2fui_files.py", "nothing.js"):
+            assert (await call(address, f"/ui/{name}")).status == 404
+        for reply in (page, await call(address, "/ui/page.js")):
+            policy = reply.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; ")
+            assert "unsafe" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert (reply.headers["cache-control"], reply.headers["x-content-type-options"]) == ("no-store", "nosniff")
+        asked = {"": 401, "plk-wrong": 401, TENANTS_KEY: 403, KEY: 200}
+        for key, status in asked.items():
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            picture = await call(address, "/ui/cluster", headers=headers)
+            assert picture.status == status
+            # Also where an operator has just looked, so that a picture is there.
+            assert (b"decode-0" in picture.body) == (status == 200)
+        again = await call(address, "/ui/cluster", headers={"Authorization": f"Bearer {TENANTS_KEY}"})
+        assert (again.status, again.error["code"]) == (403, "permission_denied")
+
+
+def test_the_page_has_no_scripts_and_styles_of_its_own() -> None:
+    """The policy would keep them from running, and a handler in an attribute too."""
+    page = (FOLDER / "page.html").read_text()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=", page)
+    every = "".join(path.read_text() for path in sorted(FOLDER.iterdir()))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", every)
+    assert set(re.findall(r"https?://[^\s\"'%)]+", every)) == {"http://www.w3.org/2000/svg"}
+
+
+async def test_a_page_that_strangers_reach_needs_keys() -> None:
+    flags = GatewayFlags(model="toy", redis_url="redis://127.0.0.1:1", host="0.0.0.0", ui=True)
+    with pytest.raises(ConfigError, match=r"--ui at 0\.0\.0\.0 needs --api-keys"):
+        await start_gateway(flags)
+
+
+async def test_timings_are_the_sdks() -> None:
+    async with running_fake_cluster() as fakes:
+        address = fakes.gateway.http_address
+        whole = (await call(address, "/v1/chat/completions", CHAT | {"timings": True})).json
+        told = [delta async for delta in fakes.client.generate("hi")][-1].timings
+        assert told is not None
+        assert set(whole["timings"]) == set(told.__dataclass_fields__)
+        assert whole["timings"]["decode_worker"] == told.decode_worker == "decode-0"
+        spent = sum(whole["timings"][f"{kind}_tokens"] for kind in ("cached", "prefilled", "tail"))
+        assert spent == whole["usage"]["prompt_tokens"]
+        assert "timings" not in (await call(address, "/v1/chat/completions", CHAT)).json
+        streamed = CHAT | {"stream": True, "timings": True}
+        *events, last = (await call(address, "/v1/chat/completions", streamed)).events
+        assert not any("timings" in event for event in events)
+        assert (last["choices"], "usage" in last, last["timings"]["tail_tokens"] > 0) == ([], False, True)
+        both = streamed | {"stream_options": {"include_usage": True}}
+        last = (await call(address, "/v1/chat/completions", both)).events[-1]
+        assert last["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        several = await call(address, "/v1/completions", {"model": "toy", "prompt": ["a", "b"], "timings": True})
+        assert (several.status, several.error["param"]) == (400, "timings")
