@@ -298,6 +298,7 @@ class Timings:
     system_fingerprint: str = ""
     fetched_tokens: int = 0
     restored_tokens: int = 0
+    bucket_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

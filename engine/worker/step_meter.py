@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from pillion.engine.ranks.rank_processes import RankProcesses
 from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
@@ -38,7 +39,7 @@ class StepMeter:
             self._tokens[use].add(tokens)
         return used
 
-    def totals(self) -> dict[str, int | float]:
+    def totals(self) -> dict[str, Any]:
         """What :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
         duration = self._duration.now()
         tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}

@@ -253,12 +253,14 @@ class Generation:
         self._wake()
 
     def _timings(self, now: float) -> Timings:
-        timings, (fetched, restored) = self._choices.timings(now), self._calls[0].brought_tokens
+        timings, brought = self._choices.timings(now), self._calls[0].brought_tokens
         # A later attempt may bring back more than the first one found.
-        fetched = min(fetched, timings.cached_tokens)
-        restored = min(restored, timings.cached_tokens - fetched)
-        fingerprint = self.job.system_fingerprint
-        return replace(timings, fetched_tokens=fetched, restored_tokens=restored, system_fingerprint=fingerprint)
+        left = timings.cached_tokens
+        kept: dict[str, int] = {}
+        for source, tokens in brought._asdict().items():
+            kept[f"{source}_tokens"] = min(tokens, left)
+            left -= kept[f"{source}_tokens"]
+        return replace(timings, **kept, system_fingerprint=self.job.system_fingerprint)  # type: ignore[arg-type]
 
     def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
         """Writes the request's line into the log."""

@@ -463,6 +463,7 @@ class Timings(_message.Message):
     SYSTEM_FINGERPRINT_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     prefilled_tokens: _builtins.int
     """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
@@ -499,10 +500,11 @@ class Timings(_message.Message):
     fingerprint and, with an adapter, "_" and the beginning of its digest.
     """
     fetched_tokens: _builtins.int
-    """Of cached_tokens: those that came from other nodes, and those that came from lower tiers (disk, bucket). The others
-    were in the pool.
+    """Of cached_tokens: those that came from other nodes, from the node's own lower tiers (host memory, disk), and from a
+    bucket. The others were in the pool.
     """
     restored_tokens: _builtins.int
+    bucket_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -526,10 +528,11 @@ class Timings(_message.Message):
         system_fingerprint: _builtins.str = ...,
         fetched_tokens: _builtins.int = ...,
         restored_tokens: _builtins.int = ...,
+        bucket_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admission_ms", b"admission_ms", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "fetched_tokens", b"fetched_tokens", "guessed_tokens", b"guessed_tokens", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "restored_tokens", b"restored_tokens", "system_fingerprint", b"system_fingerprint", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admission_ms", b"admission_ms", "bucket_tokens", b"bucket_tokens", "cached_tokens", b"cached_tokens", "decode_queue_ms", b"decode_queue_ms", "decode_worker", b"decode_worker", "fetched_tokens", b"fetched_tokens", "guessed_tokens", b"guessed_tokens", "plan_reason", b"plan_reason", "preemptions", b"preemptions", "prefill_chunks", b"prefill_chunks", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "prefilled_tokens", b"prefilled_tokens", "replays", b"replays", "restored_tokens", b"restored_tokens", "system_fingerprint", b"system_fingerprint", "tail_steps", b"tail_steps", "tail_tokens", b"tail_tokens", "time_to_first_token_ms", b"time_to_first_token_ms", "total_ms", b"total_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,8 @@ import { Bar, byId, count, make, say, time } from "./draw.js";
 const WENT = [
   ["pool", "found in the pool"],
   ["fetched", "fetched from other nodes"],
-  ["restored", "restored from disk or a bucket"],
+  ["restored", "restored from lower tiers"],
+  ["bucket", "brought from a bucket"],
   ["prefill", "computed by a prefill worker"],
   ["tail", "computed by the decode worker, beside other streams"],
 ];
@@ -170,10 +171,10 @@ class Turn {
 
   // Shows where the prompt's tokens and the time went.
   account(usage, timings, id) {
-    const pool = timings.cached_tokens - timings.fetched_tokens - timings.restored_tokens;
+    const brought = [timings.fetched_tokens, timings.restored_tokens, timings.bucket_tokens];
+    const pool = brought.reduce((left, tokens) => left - tokens, timings.cached_tokens);
     const bar = new Bar(WENT, { always: false });
-    bar.update([pool, timings.fetched_tokens, timings.restored_tokens, timings.prefilled_tokens, timings.tail_tokens],
-      count);
+    bar.update([pool, ...brought, timings.prefilled_tokens, timings.tail_tokens], count);
     const afterMs = timings.total_ms - timings.time_to_first_token_ms;
     const speed = usage.completion_tokens > 1 && afterMs > 0 ? (usage.completion_tokens - 1) * 1000 / afterMs : null;
     const ms = (value) => time(value / 1000);

@@ -15,7 +15,8 @@ const MOST_CARDS = 48;
 const SOURCES = [
   ["pool", "found in the pool"],
   ["fetched", "fetched from other nodes"],
-  ["restored", "restored from disk or a bucket"],
+  ["restored", "restored from lower tiers"],
+  ["bucket", "brought from a bucket"],
   ["prefill", "prefill workers"],
   ["tail", "decode workers"],
 ];
@@ -33,9 +34,9 @@ const SLOTS = [
 ];
 const GROUPS = [
   ["gateway", "Gateways"],
+  ["kvnode", "KV nodes"],
   ["prefill", "Prefill workers"],
   ["decode", "Decode workers"],
-  ["kvnode", "KV nodes"],
   ["", "Known to a KV node alone"],
 ];
 const TILES = [
@@ -197,7 +198,7 @@ function newGroup(role, title) {
   };
   group.root.append(make("h3", {}, `${title} `, group.count), group.list, group.rest);
   groups.set(role, group);
-  // In the order in which a request meets them, whichever came first.
+  // In their order above, whichever came first.
   const order = GROUPS.map(([name]) => name).filter((name) => groups.has(name));
   byId("groups").append(...order.map((name) => groups.get(name).root));
   return group;
@@ -211,7 +212,7 @@ function newCard(one, list) {
   return card;
 }
 
-const STATES = { ok: "well", late: "late", fenced: "fenced" };
+const STATES = { ok: "live", late: "late", fenced: "fenced" };
 
 // A component: its name, its state, and a line of figures.
 class Card {

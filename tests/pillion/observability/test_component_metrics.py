@@ -201,18 +201,23 @@ def test_outcomes(error: errors.PillionError | None, reasons: list[str], outcome
     assert (values(meters, names.PROMPT_TOKENS) == {}) == (error is not None)
 
 
-@given(st.tuples(*[st.integers(0, 500)] * 5))
+@given(st.tuples(*[st.integers(0, 500)] * 6))
 def test_sources_add_up_to_the_prompt(tokens: tuple[int, ...]) -> None:
-    pool, fetched, restored, prefilled, prompt_tail = tokens
+    pool, fetched, restored, bucket, prefilled, prompt_tail = tokens
     meters, request = metered()
     request.tokens(0, 1, 100.1)
-    usage = Usage(sum(tokens), pool + fetched + restored, 1)
+    usage = Usage(sum(tokens), pool + fetched + restored + bucket, 1)
     timings = Timings(
-        prefilled_tokens=prefilled, tail_tokens=prompt_tail, fetched_tokens=fetched, restored_tokens=restored
+        prefilled_tokens=prefilled,
+        tail_tokens=prompt_tail,
+        fetched_tokens=fetched,
+        restored_tokens=restored,
+        bucket_tokens=bucket,
     )
     request.ended(100.2, usage, timings, ["stop"], None)
     found = {source: value for (_, source), value in values(meters, names.PROMPT_TOKENS).items()}
-    assert tuple(found[source] for source in ("pool", "fetched", "restored", "prefill", "tail")) == tokens
+    sources = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
+    assert tuple(found[source] for source in sources) == tokens
 
 
 def test_refusals_name_the_bound_and_not_the_tenant() -> None:
