@@ -1,7 +1,7 @@
 // The chat: one conversation, and below each answer where its prompt's tokens went.
 
 import { ask, stream } from "./api.js";
-import { Bar, byId, count, make, say, time } from "./draw.js";
+import { Bar, byId, count, make, say, some, time } from "./draw.js";
 
 const WENT = [
   ["pool", "found in the pool"],
@@ -181,26 +181,26 @@ class Turn {
     const figures = [
       ["first token", ms(timings.time_to_first_token_ms)],
       ["speed", speed === null ? "–" : `${speed.toFixed(1)} tokens/s`],
-      ["answer", `${count(usage.completion_tokens)} tokens`],
+      ["answer", some(usage.completion_tokens, "token")],
       ["ended", ENDED[this.reason] ?? this.reason],
     ];
     const more = [
       ["plan", timings.plan_reason],
       ["prefill worker", timings.prefill_worker
-        && `${timings.prefill_worker}, ${count(timings.prefill_chunks)} chunks in ${ms(timings.prefill_ms)}`],
-      ["decode worker", `${timings.decode_worker}, prompt tail in ${count(timings.tail_steps)} steps`],
+        && `${timings.prefill_worker}, ${some(timings.prefill_chunks, "chunk")} in ${ms(timings.prefill_ms)}`],
+      ["decode worker", `${timings.decode_worker}, prompt tail in ${some(timings.tail_steps, "step")}`],
       ["waited", `${ms(timings.admission_ms)} until admitted, ${ms(timings.decode_queue_ms)} at the decode worker`],
       ["guessed tokens", timings.guessed_tokens
         && `${count(timings.accepted_tokens)} of ${count(timings.guessed_tokens)} were right`],
       ["moved", (timings.replays || timings.preemptions)
-        && `${count(timings.replays)} times to another worker, ${count(timings.preemptions)} times preempted`],
+        && `${some(timings.replays, "time")} to another worker, ${some(timings.preemptions, "time")} preempted`],
       ["request", id],
     ];
     const list = (pairs, kind) => make("dl", { class: kind },
       ...pairs.filter(([, value]) => value).map(([name, value]) =>
         make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     this.below.replaceChildren(
-      make("p", { class: "caption" }, `Where the ${count(usage.prompt_tokens)} tokens of the prompt went`), bar.root,
+      make("p", { class: "caption" }, `Where the ${some(usage.prompt_tokens, "token")} of the prompt went`), bar.root,
       list(figures, "figures"), make("details", {}, make("summary", {}, "More of this request"), list(more, "more")));
   }
 

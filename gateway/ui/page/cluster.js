@@ -1,7 +1,7 @@
 // The live picture: what `pillion top` shows, drawn again every second while somebody can see it.
 
 import { Refusal, ask } from "./api.js";
-import { Bar, Strip, byId, count, make, percent, rate, say, time } from "./draw.js";
+import { Bar, Strip, byId, count, make, percent, rate, say, some, time } from "./draw.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
@@ -231,7 +231,7 @@ class Card {
   }
 
   words(one) {
-    return `${count(one.running_requests)} requests`;
+    return some(one.running_requests, "request");
   }
 }
 
@@ -261,8 +261,8 @@ class WorkerCard extends Card {
 
   words(one) {
     const parts = [`${count(one.running_requests)} running`, `${count(one.waiting_requests)} waiting`,
-      `${count(one.queued_tokens)} prompt tokens queued`, `${count(one.free_seqs)} slots free`];
-    if (one.adapters) parts.push(`${count(one.adapters)} adapters`);
+      `${some(one.queued_tokens, "prompt token")} queued`, `${some(one.free_seqs, "slot")} free`];
+    if (one.adapters) parts.push(some(one.adapters, "adapter"));
     if (one.ranks > 1) parts.push(`${count(one.ranks)} ranks`);
     return parts.join(" · ");
   }
@@ -283,7 +283,7 @@ class NodeCard extends Card {
 
   words(one) {
     const used = one.pool.total ? percent(1 - one.pool.free / one.pool.total) : "–";
-    const parts = [`${count(one.pool.total)} blocks, ${used} used`, `${count(one.running_requests)} tickets`];
+    const parts = [`${count(one.pool.total)} blocks, ${used} used`, some(one.running_requests, "ticket")];
     if (one.waiting_requests) parts.push(`${count(one.waiting_requests)} wait for memory`);
     if (one.pool.disk) parts.push(`${count(one.pool.disk)} on disk`);
     return parts.join(" · ");

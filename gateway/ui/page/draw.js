@@ -77,6 +77,7 @@ export class Strip {
 }
 
 export const count = (value) => Math.round(value).toLocaleString("en");
+export const some = (value, thing) => `${count(value)} ${thing}${Math.round(value) === 1 ? "" : "s"}`;
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
 export function rate(value) {
