@@ -200,13 +200,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]
-    if flags.ui:
-        ui = UiApi(gateway)
-        routes += [
-            Route("/ui", Endpoint("GET", ui.page)),
-            Route("/ui/cluster", Endpoint("GET", ui.cluster, tenant_of)),
-            Route("/ui/{name}", Endpoint("GET", ui.file)),
-        ]
+    routes += _ui_routes(gateway) if flags.ui else []
     pages.routes = routes
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
     origins = listed_origins(flags.allowed_origins)
@@ -220,6 +214,16 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         allow_credentials=flags.allow_credentials,
         expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
     )
+
+
+def _ui_routes(gateway: Gateway) -> list[Route]:
+    """The page for people, whose files are open, and what it shows of the cluster."""
+    ui = UiApi(gateway)
+    return [
+        Route("/ui", Endpoint("GET", ui.page)),
+        Route("/ui/cluster", Endpoint("GET", ui.cluster, gateway.tenant_of)),
+        Route("/ui/{name}", Endpoint("GET", ui.file)),
+    ]
 
 
 class HttpConnection(H11Protocol):
