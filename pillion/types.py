@@ -357,7 +357,7 @@ class ComponentStatus:
     processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
     prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
     ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
-    ``steps``, ``steps_s``, ``step_*_tokens``: a worker's steps since its process started, the seconds that they took,
+    ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process started, the time that they took,
     and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
     ``disk_blocks``: blocks in its disk tier.
     """
@@ -383,7 +383,7 @@ class ComponentStatus:
     adapters: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
     steps: int = 0
-    steps_s: float = 0.0
+    steps_ms: float = 0.0
     step_decode_tokens: int = 0
     step_tail_tokens: int = 0
     step_prefill_tokens: int = 0

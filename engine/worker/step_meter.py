@@ -43,7 +43,7 @@ class StepMeter:
         """What :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
         duration = self._duration.now()
         tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}
-        return {"steps": duration.count, "steps_s": round(duration.total, 6), **tokens}
+        return {"steps": duration.count, "steps_ms": round(duration.total * 1000, 3), **tokens}
 
     def count_outcome(self, outcome: Outcome) -> None:
         """Count the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""

@@ -206,7 +206,8 @@ def _steps_of_status(
     grown = {use: getattr(second, f"step_{use}_tokens") - getattr(first, f"step_{use}_tokens") for use in uses}
     if min(second.steps - first.steps, *grown.values()) < 0:
         return None
-    return _step_figures(second.steps - first.steps, second.steps_s - first.steps_s, None, grown, seconds)
+    total_s = (second.steps_ms - first.steps_ms) / 1000
+    return _step_figures(second.steps - first.steps, total_s, None, grown, seconds)
 
 
 def _step_figures(

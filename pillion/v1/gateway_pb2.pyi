@@ -666,7 +666,7 @@ class ComponentStatus(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
-    STEPS_S_FIELD_NUMBER: _builtins.int
+    STEPS_MS_FIELD_NUMBER: _builtins.int
     STEP_DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TAIL_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
@@ -702,10 +702,10 @@ class ComponentStatus(_message.Message):
     tensor_parallel_size: _builtins.int
     """Workers only: the processes over which a worker splits its model."""
     steps: _builtins.int
-    """Workers only, since the process started: steps, the seconds that they took, and what filled their token budgets;
+    """Workers only, since the process started: steps, the time that they took, and what filled their token budgets;
     idle tokens are those that stayed free.
     """
-    steps_s: _builtins.float
+    steps_ms: _builtins.float
     step_decode_tokens: _builtins.int
     step_tail_tokens: _builtins.int
     step_prefill_tokens: _builtins.int
@@ -747,7 +747,7 @@ class ComponentStatus(_message.Message):
         adapters: _abc.Iterable[_builtins.str] | None = ...,
         tensor_parallel_size: _builtins.int = ...,
         steps: _builtins.int = ...,
-        steps_s: _builtins.float = ...,
+        steps_ms: _builtins.float = ...,
         step_decode_tokens: _builtins.int = ...,
         step_tail_tokens: _builtins.int = ...,
         step_prefill_tokens: _builtins.int = ...,
@@ -759,7 +759,7 @@ class ComponentStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_s", b"steps_s", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,7 +59,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         tensor_parallel_size: the processes over which a worker splits its model.
         max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
         adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
-        steps, steps_s: a worker's steps since its process started, and the seconds that they took.
+        steps, steps_ms: a worker's steps since its process started, and the time that they took.
         step_*_tokens: what filled the token budgets of these steps.
         *_blocks: a node's slots by state; ``pinned_blocks`` are committed ones, ``disk_blocks`` are in its disk tier.
         object_url: the bucket that is a node's object tier; empty where it has none, or where that is paused.
@@ -116,7 +116,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     adapters: tuple[str, ...] = ()
     adapter_waits: Count = 0
     steps: Count = 0
-    steps_s: Amount = 0.0
+    steps_ms: Amount = 0.0
     step_decode_tokens: Count = 0
     step_tail_tokens: Count = 0
     step_prefill_tokens: Count = 0

@@ -43,7 +43,7 @@ def worked(times: int) -> ComponentStatus:
     return replace(
         DECODE,
         steps=10 * times,
-        steps_s=0.4 * times,
+        steps_ms=400.0 * times,
         step_decode_tokens=30 * times,
         step_tail_tokens=10 * times,
         step_speculative_tokens=10 * times,
