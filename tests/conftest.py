@@ -10,8 +10,10 @@ each other too, and so leave cores idle.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,6 +54,17 @@ COMPUTATIONS = (
     "tests/gpu/",
     "tests/gateway/tokens/test_demo_tokenizer.py",
 )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[object]:
+    """What the reading of all test modules makes stays until the end, so no search for garbage looks through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
