@@ -12,6 +12,7 @@ tokens/             tokenizer, chat template, detokenizer, stop strings
 formats/            how models write reasoning and calls of tools, and how both are read
 batches/            files of requests that run in the background
 grammars/           the shape that an answer must have, as one grammar
+prefixes/           prompts that are computed ahead, and pinned
 planning/           which workers serve a request, and where its prompt is split
 scaling/            how many workers are wanted for the objectives
 request/            the life of one request: state machine, calls to components, replays

@@ -184,6 +184,16 @@ class Gateway:
             return None if name else OPEN
         return self._ring.tenants.get(name)
 
+    @property
+    def needs_keys(self) -> bool:
+        """Whether every call needs an API key."""
+        return self._ring is not None
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether requests reuse KV of others."""
+        return self._options.prefix_caching
+
     def take_keys(self, ring: Keyring) -> None:
         """Replaces the API keys. Running requests go on; what a tenant has spent stays spent."""
         self._ring = ring
@@ -334,6 +344,11 @@ class Gateway:
         await self._check(request, model, tenant)
         async with self._counted(tenant):
             return (await self._tokenize(request, model, tenant, bare=bare))[0]
+
+    async def prompt_ids(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
+        """The ids of a prompt, for a request that has been checked and counted already. Raises InvalidRequest and
+        Overloaded."""
+        return (await self._tokenize(request, entry, tenant))[0]
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
         """The text of ids, special tokens skipped; counts as a request. Raises InvalidRequest, naming ``tokens``, and

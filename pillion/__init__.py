@@ -45,6 +45,7 @@ from pillion.types import (
     Delta,
     FinishReason,
     ModelInfo,
+    PinnedPrefix,
     SamplingParams,
     StructuredOutputs,
     Timings,
@@ -53,6 +54,7 @@ from pillion.types import (
     ToolCallDelta,
     ToolOptions,
     Usage,
+    WarmedPrefix,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ __all__ = [
     "Overloaded",
     "PermissionDenied",
     "PillionError",
+    "PinnedPrefix",
     "QuotaViolation",
     "RequestOutput",
     "SamplingParams",
@@ -113,5 +116,6 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "Usage",
+    "WarmedPrefix",
     "__version__",
 ]

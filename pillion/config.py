@@ -391,6 +391,10 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     )
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
+    max_pinned_percent: int = flag(
+        50, "Share of the pool that prefixes may have that users pin (pillion cache pin).", least=0, most=90
+    )
+    max_tenant_pinned_percent: int = flag(25, "Share of the pool that one tenant's pins may have.", least=0, most=90)
     low_watermark_percent: int = flag(
         2,
         "Free share of the pool below which blocks are evicted ahead of need.",

@@ -350,6 +350,41 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinnedPrefix:
+    """A prompt whose KV leaves its node's pool behind everything that nobody has pinned.
+
+    Attributes:
+        name: by which its tenant lists and drops it.
+        model: the model, or the adapter.
+        tokens: of the prompt.
+        blocks, present_blocks: its whole blocks, which are pinned, and those of them that are in the pool now.
+        expires_in_s: when it lapses.
+        hits: prompts that began with all of its blocks since it was pinned.
+        node_id: the KV node that has it.
+        ephemeral: whether a cache_control of the Messages API made it.
+    """
+
+    name: str
+    model: str = ""
+    tokens: int = 0
+    blocks: int = 0
+    present_blocks: int = 0
+    expires_in_s: int = 0
+    hits: int = 0
+    node_id: str = ""
+    ephemeral: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedPrefix:
+    """What warming a prompt took: its tokens that were computed and that were found, and its pin, if one was asked."""
+
+    computed_tokens: int
+    found_tokens: int
+    pin: PinnedPrefix | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentStatus:
     """One component of the cluster as its last heartbeat described it; block counts are a KV node's.
 

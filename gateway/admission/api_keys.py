@@ -54,7 +54,13 @@ MAX_BOUND = 10**12
 
 _HASH = "sha256:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_COUNTS = ("requests_per_minute", "tokens_per_minute", "max_inflight_requests", "max_inflight_tokens")
+_COUNTS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_inflight_requests",
+    "max_inflight_tokens",
+    "max_pinned_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)

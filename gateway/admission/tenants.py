@@ -23,6 +23,7 @@ class Tenant:
             other tenants' streams, so without a permission it is 0, the usual priority. At MAX_PRIORITY the tenant is
             served in the background.
         max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
+        max_pinned_tokens: what it may have pinned at each KV node, below --max-tenant-pinned-percent of the pool.
         cache_group: tenants of one group share KV; "" shares with nobody.
         operator: may see the whole cluster (GetStatus), and load and unload adapters.
         models: the names of the models and adapters that it may use; empty for all.
@@ -35,6 +36,7 @@ class Tenant:
     most_urgent_priority: int = 0
     max_inflight_requests: int = 0
     max_inflight_tokens: int = 0
+    max_pinned_tokens: int = 0
     cache_group: str = ""
     operator: bool = False
     models: tuple[str, ...] = ()

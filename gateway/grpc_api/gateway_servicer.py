@@ -6,16 +6,17 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from pillion.errors import InvalidRequest
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.request.message_bounds import check_generate_message
+from pillion.gateway.prefixes.prefix_pins import PrefixPins
+from pillion.gateway.request.message_bounds import check_generate_message, check_warm_message
 from pillion.gateway.request.validation import check_counts, is_request_id
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
@@ -25,15 +26,20 @@ from pillion.wire.public import (
     delta_to_pb,
     model_to_pb,
     origin_to_pb,
+    pin_to_pb,
     request_from_pb,
     status_to_pb,
+    warmed_to_pb,
 )
+
+M = TypeVar("M", bound=Message)
 
 # Without a deadline, gRPC gives one that is centuries away.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
 # Health and reflection are open to everybody.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
 _GENERATE = "/pillion.v1.Gateway/Generate"
+_WARM = "/pillion.v1.Gateway/WarmPrefix"
 _COUNTED = (
     "token_ids",
     "messages",
@@ -59,10 +65,13 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 class RawGenerate(grpc.aio.ServerInterceptor):
-    """Hands the messages of Generate on as bytes: the servicer counts what they hold before it reads them."""
+    """Hands the messages of Generate and WarmPrefix on as bytes: the servicer counts what they hold before it reads
+    them."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
+        if details.method == _WARM:
+            return grpc.unary_unary_rpc_method_handler(handler.unary_unary, None, handler.response_serializer)
         if details.method != _GENERATE:
             return handler
         return grpc.unary_stream_rpc_method_handler(handler.unary_stream, None, handler.response_serializer)
@@ -73,6 +82,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._prefixes = PrefixPins(gateway)
         # Streams whose last message has not been given to the transport.
         self.streams = 0
 
@@ -132,6 +142,39 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         await self._gateway.unload_adapter(self._tenant(context), request.name)
         return gateway_pb2.UnloadAdapterResponse()
 
+    async def WarmPrefix(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> gateway_pb2.WarmPrefixResponse:
+        """Computes a prompt ahead, and pins it; the call's end cancels what is left of that. The ``request`` is a
+        serialized WarmPrefixRequest, as RawGenerate hands it on."""
+        metadata = context.invocation_metadata()
+        tenant = self._tenant(context)
+        asked, prompt = await self._gateway.off_loop(tenant, len(request), read_warm, request)
+        warmed = await self._prefixes.warm(
+            prompt,
+            tenant,
+            pin=asked.pin,
+            name=asked.name,
+            ttl_s=asked.ttl_s,
+            timeout_s=_timeout_s(context),
+            parent=telemetry.extract(metadata),
+        )
+        return warmed_to_pb(warmed)
+
+    async def ListPrefixes(  # noqa: N802
+        self, request: gateway_pb2.ListPrefixesRequest, context: Any
+    ) -> gateway_pb2.ListPrefixesResponse:
+        """The tenant's pins."""
+        pins = await self._prefixes.pins(self._tenant(context))
+        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, pins))
+
+    async def DropPrefix(  # noqa: N802
+        self, request: gateway_pb2.DropPrefixRequest, context: Any
+    ) -> gateway_pb2.DropPrefixResponse:
+        """Ends a pin of the tenant."""
+        await self._prefixes.drop(request.name, self._tenant(context))
+        return gateway_pb2.DropPrefixResponse()
+
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
@@ -145,10 +188,24 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 def read_generate(raw: bytes) -> GenerateRequest:
     """Reads a serialized GenerateRequest. Raises InvalidRequest."""
     check_generate_message(raw)
+    return _generate_of(_parsed(raw, gateway_pb2.GenerateRequest))
+
+
+def read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
+    """Reads a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
+    check_warm_message(raw)
+    asked = _parsed(raw, gateway_pb2.WarmPrefixRequest)
+    return asked, _generate_of(asked.prompt)
+
+
+def _parsed(raw: bytes, kind: type[M]) -> M:
     try:
-        message = gateway_pb2.GenerateRequest.FromString(raw)
+        return kind.FromString(raw)
     except DecodeError as error:
         raise InvalidRequest(f"the message cannot be read: {str(error)[:200]}") from None
+
+
+def _generate_of(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
     check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
     check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
     return request_from_pb(message)

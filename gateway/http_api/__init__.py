@@ -8,6 +8,7 @@ delta_reader.py      deltas of one call with one prompt or several
 output_parts.py      from deltas to parts of an answer: what was thought, texts, calls of tools
 openai_api.py        handlers of OpenAI's endpoints
 adapters_api.py      handlers of the endpoints that load and unload adapters
+prefixes_api.py      handlers of /v1/cache/prefixes
 batches_api.py       handlers of /v1/files and /v1/batches
 batch_calls.py       the lines of batches, served like calls
 multipart.py         the form in which a file comes

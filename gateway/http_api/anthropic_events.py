@@ -6,7 +6,7 @@ message_start  ping  (content_block_start  content_block_delta ...  content_bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -35,17 +35,30 @@ _DELTAS = {
 _encode = msgspec.json.Encoder().encode
 
 
+@dataclass(frozen=True, slots=True)
+class CachedTo:
+    """Up to which token a prompt was pinned for breakpoints: for an hour, and at all. 0: not at all."""
+
+    hour_tokens: int = 0
+    tokens: int = 0
+
+
+NOT_PINNED = CachedTo()
+
+
 class MessageWriter(AnswerWriter):
     """Writes the response to one call of /v1/messages.
 
     Args:
         head: the message's fields "id", "model" and "system_fingerprint".
         shows_thinking: whether thinking blocks have their text.
+        cached_to: what was pinned of the prompt.
     """
 
-    def __init__(self, head: Mapping[str, Any], shows_thinking: bool) -> None:
+    def __init__(self, head: Mapping[str, Any], shows_thinking: bool, cached_to: CachedTo = NOT_PINNED) -> None:
         self._head = {**head, "type": "message", "role": "assistant"}
         self._shows_thinking = shows_thinking
+        self._cached_to = cached_to
         self._parts = OutputParts()
         self._begun = False
         # What stands before the text of the block that grows, in an event.
@@ -69,7 +82,7 @@ class MessageWriter(AnswerWriter):
     def last_events(self, usage: Usage) -> bytes:
         """The ends of the last block and of the message."""
         stopped = _block_stop(len(self._parts.all) - 1) if self._parts.all else b""
-        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage)})
+        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._cached_to)})
         return stopped + ended + _event("message_stop", {})
 
     def failed(self, error: bytes) -> bytes:
@@ -106,7 +119,7 @@ class MessageWriter(AnswerWriter):
             self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
 
     def _message(self, content: list[Any], usage: Usage) -> dict[str, Any]:
-        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage)}
+        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage, self._cached_to)}
 
     def _stop(self) -> dict[str, str | None]:
         """Why the answer ended."""
@@ -138,12 +151,16 @@ def _input(arguments: str) -> Raw | dict[str, str]:
     return Raw(arguments.encode())
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    """Usage by Anthropic's names: input tokens are those whose KV was not found."""
+def _usage(usage: Usage, cached_to: CachedTo) -> dict[str, Any]:
+    """Usage by Anthropic's names. The prompt is what was found, what was computed and pinned, and the other tokens."""
+    found = usage.cached_tokens
+    hour = max(0, cached_to.hour_tokens - found)
+    written = max(0, cached_to.tokens - found)
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
+        "input_tokens": usage.prompt_tokens - found - written,
+        "cache_creation_input_tokens": written,
+        "cache_creation": {"ephemeral_5m_input_tokens": written - hour, "ephemeral_1h_input_tokens": hour},
+        "cache_read_input_tokens": found,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }

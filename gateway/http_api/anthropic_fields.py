@@ -15,16 +15,28 @@ from pillion.gateway.http_api.json_objects import JsonObject
 from pillion.gateway.http_api.openai_fields import Int
 
 
+class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
+    """A breakpoint: the prompt up to the end of what has it is pinned, as far as the tenant's quota goes.
+
+    Attributes:
+        type: only "ephemeral" is known.
+        ttl: how long, from each request that has the breakpoint on; default: "5m".
+    """
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """Text.
 
     Attributes:
         text: the text.
-        cache_control: without effect: prefixes are cached anyway.
+        cache_control: a breakpoint behind the text.
     """
 
     text: str
-    cache_control: JsonObject = Raw()
+    cache_control: CacheControl | None = None
     citations: Raw = Raw()
 
 
@@ -47,13 +59,13 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unkn
         id: its name in the result.
         name: the tool's name.
         input: the arguments.
-        cache_control: without effect.
+        cache_control: a breakpoint behind the call.
     """
 
     id: str
     name: str
     input: JsonObject
-    cache_control: JsonObject = Raw()
+    cache_control: CacheControl | None = None
     caller: Raw = Raw()
     toolset_name: Raw = Raw()
 
@@ -65,13 +77,13 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", forbi
         tool_use_id: the id of the call.
         content: a text, or blocks of text.
         is_error: whether the tool failed; the model then reads "Error: " before the content.
-        cache_control: without effect.
+        cache_control: a breakpoint behind the result.
     """
 
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
-    cache_control: JsonObject = Raw()
+    cache_control: CacheControl | None = None
     toolset_name: Raw = Raw()
 
 
@@ -99,7 +111,7 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
         input_schema: the JSON schema of its arguments.
         strict: whether the arguments of its calls always fit the schema.
         eager_input_streaming: without effect: arguments are always streamed as they come.
-        cache_control: without effect.
+        cache_control: a breakpoint behind the system prompt, within which templates write tools.
     """
 
     name: str
@@ -108,7 +120,7 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
     description: str = ""
     strict: bool | None = None
     eager_input_streaming: bool | None = None
-    cache_control: JsonObject = Raw()
+    cache_control: CacheControl | None = None
     allowed_callers: Raw = Raw()
     defer_loading: Raw = Raw()
     input_examples: Raw = Raw()
@@ -187,7 +199,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         tool_choice: how they may be called.
         thinking: whether the model thinks before it answers.
         output_config: further options of the answer.
-        cache_control: without effect: prefixes are cached anyway.
+        cache_control: a breakpoint behind the last message.
         speed: only "standard" is supported.
     """
 
@@ -198,7 +210,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: JsonObject = Raw()
+    cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
     container: Raw = Raw()
     context_management: Raw = Raw()

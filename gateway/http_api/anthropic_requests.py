@@ -14,6 +14,7 @@ import msgspec
 from pillion.gateway.http_api.anthropic_fields import (
     AnthropicMessage,
     AnthropicTool,
+    CacheControl,
     CountTokensBody,
     MessagesBody,
     OutputConfig,
@@ -28,6 +29,7 @@ from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import parse, refuse_unsupported
 from pillion.gateway.http_api.openai_requests import check_label
+from pillion.gateway.prefixes.breakpoints import Breakpoint
 from pillion.gateway.request.validation import MAX_MESSAGES
 from pillion.types import (
     ChatMessage,
@@ -42,6 +44,8 @@ from pillion.types import (
 
 # Anthropic's own bound.
 MIN_THINKING_TOKENS = 1024
+MAX_BREAKPOINTS = 4
+_TTLS_S = {None: 300, "5m": 300, "1h": 3600}
 _CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 _NAMES: Mapping[str, str] = {
     "sampling.stop": "stop_sequences",
@@ -57,9 +61,11 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesRequest(AskedCall):
-    """A parsed call. ``shows_thinking``: whether thinking blocks have their text."""
+    """A parsed call. ``shows_thinking``: whether thinking blocks have their text. ``breakpoints``: those of its
+    cache_control, the deepest of each time to live, in the order of the prompt."""
 
     shows_thinking: bool
+    breakpoints: tuple[Breakpoint, ...] = ()
 
 
 def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
@@ -101,6 +107,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
         names=(conversation.names,),
         stream=bool(body.stream),
         shows_thinking=thinking.display != "omitted",
+        breakpoints=_breakpoints(body),
     )
 
 
@@ -116,14 +123,14 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
 
 
 class _BlockConversation:
-    """What a body says, as the gateway has it. Raises ApiError.
+    """What a body says, as the gateway has it; of one that is not ``whole``, the messages alone. Raises ApiError.
 
     Attributes:
         messages, options, tools: the gateway's own.
         names: the client's names of fields, by the gateway's.
     """
 
-    def __init__(self, body: CountTokensBody) -> None:
+    def __init__(self, body: CountTokensBody, *, whole: bool = True) -> None:
         if not body.messages:
             raise refused("messages", "at least one message is needed")
         self.messages: list[ChatMessage] = []
@@ -137,6 +144,8 @@ class _BlockConversation:
                 self._add(made, f"messages[{n}]")
         if len(self.messages) > MAX_MESSAGES:
             raise refused("messages", f"more than {MAX_MESSAGES} messages, results of tools included")
+        if not whole:
+            return
         self.options = _options(body)
         self.tools = _tools(body)
         for n in range(len(self.tools.tools)):
@@ -187,6 +196,41 @@ class _BlockConversation:
         text = ("Error: " if block.is_error else "") + _text(block.content or "", f"{path}.content")
         name = self._called.get(block.tool_use_id, "")
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
+    """The deepest breakpoint, and the deepest one that lasts longer. Raises ApiError for too many."""
+    marks = _marks(body)
+    if len(marks) > MAX_BREAKPOINTS:
+        raise refused("cache_control", f"{len(marks)} breakpoints; at most {MAX_BREAKPOINTS}")
+    chosen: list[Breakpoint] = []
+    for marked, cut in reversed(marks):
+        ttl_s = _TTLS_S[marked.ttl]
+        if not chosen or ttl_s > chosen[-1].ttl_s:
+            messages = None if cut is None else tuple(_BlockConversation(cut, whole=False).messages)
+            chosen.append(Breakpoint(messages, ttl_s))
+    return tuple(reversed(chosen))
+
+
+def _marks(body: CountTokensBody) -> list[tuple[CacheControl, CountTokensBody | None]]:
+    """Each cache_control of a body with the body cut off behind it, None for all of it, in the order of the prompt."""
+    replace = msgspec.structs.replace
+    found: list[tuple[CacheControl, CountTokensBody | None]] = []
+    # Something has to follow: most templates want a user's message.
+    start = replace(body, messages=[AnthropicMessage("user", ".")])
+    found += [(tool.cache_control, start) for tool in body.tools or () if tool.cache_control is not None]
+    for n, block in enumerate(body.system if isinstance(body.system, list) else ()):
+        if block.cache_control is not None:
+            assert isinstance(body.system, list)
+            found.append((block.cache_control, replace(start, system=body.system[: n + 1])))
+    for n, message in enumerate(body.messages):
+        for m, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, ThinkingBlock) and part.cache_control is not None:
+                last = AnthropicMessage(message.role, list(message.content[: m + 1]))  # type: ignore[arg-type]
+                found.append((part.cache_control, replace(body, messages=[*body.messages[:n], last])))
+    if body.cache_control is not None:
+        found.append((body.cache_control, None))
+    return found
 
 
 def _text(content: str | Sequence[TextBlock], path: str) -> str:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from pillion.errors import Internal, PillionError
+from pillion.gateway.request.job import PlacedPrefix
 from pillion.gateway.request.runner import DEFECT, Generation
 from pillion.types import Delta, GenerateRequest, Usage
 
@@ -51,6 +52,11 @@ class DeltaReader:
     def first_token(self, prompt: int) -> int:
         """The first token of a prompt of which a delta has come."""
         return self._generations[prompt].job.prompt[0]
+
+    def first_prompt(self) -> tuple[tuple[int, ...], PlacedPrefix | None]:
+        """The first prompt's ids, and where its blocks are; known after the first batch."""
+        generation = self._generations[0]
+        return generation.job.prompt, generation.placed_prefix()
 
     def usage(self) -> Usage:
         """Tokens of all prompts so far."""

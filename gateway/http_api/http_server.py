@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import PillionError, Unavailable
+from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import openapi
@@ -35,6 +36,7 @@ from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.multipart import FORM_TYPE, UploadForm
 from pillion.gateway.http_api.openai_api import OpenAIApi
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pillion.gateway.http_api.prefixes_api import PrefixBody, PrefixesApi
 from pillion.gateway.http_api.responses_api import ResponsesApi
 from pillion.gateway.http_api.responses_fields import ResponsesBody
 from pillion.gateway.http_api.ui_api import UiApi
@@ -193,6 +195,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         ),
         Route("/v1/batches/{id}", Endpoint("GET", files.batch, tenant_of)),
         Route("/v1/batches/{id}/cancel", Endpoint("POST", files.cancel_batch, tenant_of)),
+        *_prefix_routes(PrefixesApi(calls), tenant_of),
         Route("/v1/load_lora_adapter", Endpoint("POST", adapters.load_lora_adapter, tenant_of, LoadAdapterBody)),
         Route("/v1/unload_lora_adapter", Endpoint("POST", adapters.unload_lora_adapter, tenant_of, UnloadAdapterBody)),
         Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
@@ -223,6 +226,14 @@ def _ui_routes(gateway: Gateway) -> list[Route]:
         Route("/ui", Endpoint("GET", ui.page)),
         Route("/ui/cluster", Endpoint("GET", ui.cluster, gateway.tenant_of)),
         Route("/ui/{name}", Endpoint("GET", ui.file)),
+    ]
+
+
+def _prefix_routes(api: PrefixesApi, tenant_of: Callable[[str], Tenant]) -> list[Route]:
+    made = Endpoint("POST", api.warm, tenant_of, PrefixBody)
+    return [
+        Route("/v1/cache/prefixes", Methods(made, Endpoint("GET", api.prefixes, tenant_of))),
+        Route("/v1/cache/prefixes/{name}", Endpoint("DELETE", api.drop, tenant_of)),
     ]
 
 

@@ -93,10 +93,16 @@ class ModelCalls:
         self._texts: dict[str, TokenTexts] = {}
         self._pacer = WritePacer()
 
-    async def answer(self, call: HttpCall, read: Callable[[bytes, str], Asked], new_writer: NewWriter[Asked]) -> None:
+    async def answer(
+        self,
+        call: HttpCall,
+        read: Callable[[bytes, str], Asked],
+        new_writer: NewWriter[Asked],
+        begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
+    ) -> None:
         """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is
-        there. Raises ApiError."""
-        await call.while_connected(self._answer(call, read, new_writer, await call.body()))
+        there. ``begun`` is called when its model is known, before anything is computed. Raises ApiError."""
+        await call.while_connected(self._answer(call, read, new_writer, begun, await call.body()))
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
         """The model that a client's ``name`` means. Raises ApiError."""
@@ -113,13 +119,19 @@ class ModelCalls:
         return self._texts[name]
 
     async def _answer(
-        self, call: HttpCall, read: Callable[[bytes, str], Asked], new_writer: NewWriter[Asked], raw: bytes
+        self,
+        call: HttpCall,
+        read: Callable[[bytes, str], Asked],
+        new_writer: NewWriter[Asked],
+        begun: Callable[[HttpCall, Asked, ModelEntry], None],
+        raw: bytes,
     ) -> None:
         asked = await self.gateway.off_loop(call.tenant, len(raw), read, raw, call.request_id)
         # All prompts of a call are answered by what the name means now.
         entry, parent = await self.entry(asked.requests[0].model, call.tenant), call.trace_parent()
         if len(asked.requests) > 1:
             await self._check_prompts(asked, call.tenant)
+        begun(call, asked, entry)
 
         async def start(request: GenerateRequest) -> Generation:
             return await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)

@@ -59,6 +59,7 @@ class ComponentCalls:
     """One answer's calls. At most one look-up, ticket call, fetch or span is under way, and at most one decode stream.
 
     ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes an exception that no call should raise.
+    ``chain`` has the hashes of the latest attempt's whole blocks.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ComponentCalls:
         self._post = post
         self._broken = broken
         self._work: asyncio.Task[None] | None = None
-        self._chain = BlockHashChain()
+        self.chain = BlockHashChain()
         self.load = AssignedLoad(cluster.load)
         self._stream: tuple[str, int] | None = None
         self._adopted = False
@@ -126,7 +127,7 @@ class ComponentCalls:
             request_id=job.request_id,
             attempt=attempt,
             ticket_id=action.hold.ticket_id,
-            root_hash=self._chain.root,
+            root_hash=self.chain.root,
             token_ids=action.token_ids,
             prompt_tokens=len(job.prompt),
             sampling=sampling_to_pb(replace(job.resolved.sampling, seed=self._seed)),
@@ -201,19 +202,19 @@ class ComponentCalls:
         hashed = (root, action.token_ids[:whole], served.block_size)
         long = whole > LONG_CHAIN_TOKENS
         hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
-        self._chain = BlockHashChain(root, hashes)
+        self.chain = BlockHashChain(root, hashes)
         # Under a salt of its own a request can only meet itself, in a later attempt.
-        return bool(self._chain.hashes) and (job.options.prefix_caching or action.attempt > 1)
+        return bool(self.chain.hashes) and (job.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
         job, cluster = self._job, self._cluster
         known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
-            hits = await cluster.index.longest_prefix(self._chain.hashes) if known else ()
+            hits = await cluster.index.longest_prefix(self.chain.hashes) if known else ()
         unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
-        far = await cluster.far_hits(self._chain.hashes, blocks, components) if known else {}
+        far = await cluster.far_hits(self.chain.hashes, blocks, components) if known else {}
         mates = cluster.board_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         now = time.monotonic()
@@ -274,7 +275,7 @@ class ComponentCalls:
         job, node_id, total_blocks = self._job, action.plan.node_id, action.plan.total_blocks
         wait_s = job.wait_s(MAX_ADMISSION_WAIT_S)
         try:
-            link, hashes = self._cluster.node(node_id), self._chain.hashes
+            link, hashes = self._cluster.node(node_id), self.chain.hashes
             hold, pinned = await open_ticket(link, job, action, hashes, total_blocks, wait_s, self._span)
         except DeadlineExceeded:
             late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
@@ -286,7 +287,7 @@ class ComponentCalls:
             self._post(ev.TicketGranted(action.attempt, hold, pinned))
 
     async def _fetch(self, action: ev.Fetch) -> None:
-        hashes, pinned = self._chain.first(action.wanted.blocks), action.plan.cached_blocks
+        hashes, pinned = self.chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
             bounds_s = [bound_s for bound_s in (self._job.left_s(), action.wanted.limit_s) if bound_s is not None]
             brought = await self._cluster.fetch_blocks(
@@ -309,11 +310,11 @@ class ComponentCalls:
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    end_tokens = await RemoteSpan(self._cluster, job, self._chain, action, acked, queued).run()
+                    end_tokens = await RemoteSpan(self._cluster, job, self.chain, action, acked, queued).run()
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
-                    span = make_span(job, self._chain, action, action.hold.ticket_id, action.plan.cached_blocks)
+                    span = make_span(job, self.chain, action, action.hold.ticket_id, action.plan.cached_blocks)
                     link = self._cluster.prefill(worker.component_id)
                     async for ack in link.run_span(span, job.left_s(), queued):
                         end_tokens = ack.end_tokens

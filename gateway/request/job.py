@@ -104,3 +104,12 @@ class BlockHashChain:
     def before(self, blocks: int) -> bytes:
         """The parent of the block behind the first ``blocks``."""
         return self.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPrefix:
+    """Where a prompt's KV is: the KV node, and the hashes of its whole blocks of ``block_size`` tokens."""
+
+    node_id: str
+    hashes: bytes
+    block_size: int

@@ -41,6 +41,8 @@ _GENERATE: _Fields = {
     9: {2: {1: "resume.answers.token_ids"}},
     11: {1: {}},
 }
+# WarmPrefixRequest has one.
+_WARM: _Fields = {1: _GENERATE}
 # Kinds of fields. The two others are the marks around a group; what is between them counts like any field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Every byte of a number but its last one.
@@ -60,9 +62,18 @@ def holds_too_many_strings(body: bytes) -> bool:
 def check_generate_message(raw: bytes) -> None:
     """Counts the fields of a serialized GenerateRequest, up to MAX_FIELDS. One that is not well-formed passes up to
     where it is broken; reading it refuses it. Raises InvalidRequest."""
+    _check(raw, _GENERATE)
+
+
+def check_warm_message(raw: bytes) -> None:
+    """Counts the fields of a serialized WarmPrefixRequest in the same way. Raises InvalidRequest."""
+    _check(raw, _WARM)
+
+
+def _check(raw: bytes, fields: _Fields) -> None:
     check_size(len(raw))
     if len(raw) > LOOP_BYTES:
-        _count(raw, 0, len(raw), _GENERATE, Counter())
+        _count(raw, 0, len(raw), fields, Counter())
 
 
 def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str]) -> None:

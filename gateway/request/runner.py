@@ -22,7 +22,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.choices import AnswerAction, Choices
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.events import Action, Event
-from pillion.gateway.request.job import Job
+from pillion.gateway.request.job import Job, PlacedPrefix
 from pillion.gateway.request.outbox import Outbox
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.gateway.request.request_telemetry import RequestMeter
@@ -123,6 +123,15 @@ class Generation:
             return None
         seed = self.job.resolved.sampling.seed or 0
         return StreamOrigin(seed, self.job.digest(), self._choices.usage().cached_tokens)
+
+    def placed_prefix(self) -> PlacedPrefix | None:
+        """Where the prompt's whole blocks are, once its first delta is there; None before it has a plan."""
+        plan, chain = self._choices.machines[0].plan, self._calls[0].chain
+        if plan is None:
+            return None
+        # The last token is left to compute, and blocks of the answer are none of the prompt.
+        whole = (len(self.job.prompt) - 1) // plan.block_size
+        return PlacedPrefix(plan.node_id, chain.first(whole), plan.block_size)
 
     def __aiter__(self) -> Generation:
         return self

@@ -26,6 +26,7 @@ from pillion.v1.kvnode_pb2 import (
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
+    Retention,
 )
 from pillion.wire.common import check_hello, hello_to_pb
 
@@ -208,6 +209,22 @@ class NodeClient:
         )
         reply: kvnode_pb2.FindBlocksReply = await call_unary(self._stub.FindBlocks, request, timeout_s)
         return reply.blocks
+
+    async def retain(self, request: kvnode_pb2.RetainChainRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> Retention:
+        """Retains a chain for a tenant. Raises Overloaded beyond a quota, InvalidRequest."""
+        return await call_unary(self._stub.RetainChain, request, timeout_s)
+
+    async def drop_retention(self, epoch: int, owner: str, name: str) -> bool:
+        """Ends a tenant's retention; returns whether there was one. Idempotent."""
+        request = kvnode_pb2.DropRetentionRequest(epoch=epoch, owner=owner, name=name)
+        reply: kvnode_pb2.DropRetentionReply = await call_unary(self._stub.DropRetention, request)
+        return reply.found
+
+    async def list_retentions(self, epoch: int, owner: str) -> Sequence[Retention]:
+        """Returns a tenant's retentions at the node, the oldest first."""
+        request = kvnode_pb2.ListRetentionsRequest(epoch=epoch, owner=owner)
+        reply: kvnode_pb2.ListRetentionsReply = await call_unary(self._stub.ListRetentions, request)
+        return reply.retentions
 
     async def read_adapter(
         self, digest: str, timeout_s: float, *, ask_others: bool = True

@@ -11,6 +11,7 @@
     shared_buckets.py  SharedBuckets: tenants' quotas that all gateways share.
     shared_loads.py    SharedLoads: what gateways have under way, for each other.
     shared_names.py    SharedNames: names of adapters that all gateways share.
+    retention_records.py  RetentionRecords: what a KV node has retained, for its next life.
     advertise.py       the address that a component advertises in the registry.
 
 No block's bytes and no decision about the pool come in here.

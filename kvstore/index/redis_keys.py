@@ -32,6 +32,8 @@ ADAPTERS = PREFIX + b"adapters"
 _BUCKETS = PREFIX + b"q:{%b}"
 # What gateways have under way, under one hash tag, so that one script reads it all.
 _LOADS = PREFIX + b"{load}:%b"
+# What a KV node has retained.
+_RETENTIONS = PREFIX + b"retentions:%b"
 
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
@@ -52,6 +54,11 @@ def buckets_of(owner: str) -> bytes:
 def load_of(gateway_id: str) -> bytes:
     """Returns the key of what a gateway has under way (shared_loads.py)."""
     return _LOADS % gateway_id.encode()
+
+
+def retentions_of(node_id: str) -> bytes:
+    """Returns the key of a KV node's record of retentions (retention_records.py)."""
+    return _RETENTIONS % node_id.encode()
 
 
 def bucket(segment: bytes) -> bytes:

@@ -1,5 +1,5 @@
 """Eviction policies: which committed block leaves the pool first. :class:`EvictionPolicy` is the contract, LRU and LFU
-are the implementations, and the block tree feeds them.
+are the implementations, RetainingEviction puts what is retained behind all else, and the block tree feeds them.
 
 All policies keep one rule: a block leaves only after all its descendants, because a block whose parent is gone can
 never be found by a prefix look-up. LRU gets this for free from the order in which chains are released. LFU gets it from
@@ -132,6 +132,41 @@ class LfuEviction:
         while rank not in self._queues:
             rank += 1
         return rank
+
+
+class RetainingEviction:
+    """Evicts retained blocks last: first those of ``plain`` by its rule, and only when none is left there, the retained
+    one that lost its protection, or was retained, first.
+
+    ``Block.retained`` says which part knows a block. It changes only while the block is in neither. Every ancestor of a
+    retained block is retained too, so both parts keep the chain rule, and so do they together.
+    """
+
+    def __init__(self, plain: EvictionPolicy) -> None:
+        self.plain = plain
+        self._retained = LruEviction()
+
+    def add(self, block: Block) -> None:
+        self._part(block).add(block)
+
+    def remove(self, block: Block) -> None:
+        self._part(block).remove(block)
+
+    def pop(self) -> Block:
+        return self.plain.pop() if len(self.plain) else self._retained.pop()
+
+    def drop(self, block: Block) -> None:
+        self._part(block).drop(block)
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self._retained)
+
+    def __iter__(self) -> Iterator[Block]:
+        yield from self.plain
+        yield from self._retained
+
+    def _part(self, block: Block) -> EvictionPolicy:
+        return self._retained if block.retained else self.plain
 
 
 def _count_uses(block: Block) -> int:

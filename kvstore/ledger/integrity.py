@@ -19,7 +19,7 @@ class IntegrityError(Conflict):
 
 def check_integrity(ledger: Ledger) -> None:
     """Raises IntegrityError with everything that does not add up, at most MAX_FINDINGS findings."""
-    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
+    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger), *ledger.retentions.check()]
     if findings:
         raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
 

@@ -41,6 +41,7 @@ from pillion.kvstore.ledger.records import (
     IndexEvent,
     TicketState,
 )
+from pillion.kvstore.ledger.retentions import Retentions
 from pillion.kvstore.ledger.tree import BlockTree, Match
 from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
@@ -55,10 +56,15 @@ class Ledger:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
         policy: decides which block is evicted first; LRU by default.
+        retained_percents: shares of the pool that all tenants, and one of them, may have retained.
     """
 
     def __init__(
-        self, new_id: Callable[[], int], decode_reserve_percent: int = 10, policy: EvictionPolicy | None = None
+        self,
+        new_id: Callable[[], int],
+        decode_reserve_percent: int = 10,
+        policy: EvictionPolicy | None = None,
+        retained_percents: tuple[int, int] = (50, 25),
     ) -> None:
         self._new_id = new_id
         self._reserve_percent = decode_reserve_percent
@@ -66,6 +72,7 @@ class Ledger:
         self.decode_reserve = 0
         self.free: list[int] = []
         self.tree = BlockTree(policy if policy is not None else LruEviction())
+        self.retentions = Retentions(self.tree, *retained_percents)
         self.holders: dict[int, Holder] = {}
         self.tickets: dict[int, TicketState] = {}
         self.by_opener: dict[tuple[int, int], TicketState] = {}
@@ -83,6 +90,7 @@ class Ledger:
         self.num_slots = num_slots
         self.decode_reserve = num_slots * self._reserve_percent // 100
         self.free = list(range(num_slots - 1, -1, -1))
+        self.retentions.shape(num_slots)
 
     @property
     def available(self) -> int:
@@ -113,6 +121,9 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
+            retentions=len(self.retentions.all),
+            retained_blocks=self.retentions.blocks,
+            retention_hits=self.retentions.hits_ever,
             fenced_components=sorted(fenced - well),
         )
 
@@ -201,6 +212,7 @@ class Ledger:
             return None
         if match.tail is not None:
             self.tree.pin(match.tail)
+        self.retentions.used(hashes, match.blocks)
         return self._opened(holder, nonce, match.tail, total_blocks - match.blocks)
 
     def _opened(self, holder: Holder, nonce: int, tail: Block | None, reserved: int) -> TicketState:
@@ -356,7 +368,7 @@ class Ledger:
         for slot, block_hash in run:
             del holder.leased[slot]
             tail = self.tree.add(slot, block_hash, tail)
-            self._events.append(IndexEvent(block_hash, here=True, segment=tail.segment))
+            self._came(tail)
             blocks.append(tail)
         if tail is not None:
             self.tree.unpin(tail)
@@ -384,8 +396,13 @@ class Ledger:
     def _evict(self) -> int:
         return self._evicted(self.tree.evict())
 
+    def _came(self, block: Block) -> None:
+        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment))
+        self.retentions.came(block)
+
     def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
+        self.retentions.went(block)
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 
@@ -474,7 +491,7 @@ class Ledger:
             del holder.leased[slot]
             self.committed_ever += 1
             ticket.tail = block = self.tree.add(slot, block_hash, ticket.tail)
-            self._events.append(IndexEvent(block_hash, here=True, segment=block.segment))
+            self._came(block)
             return slot
         holder.leased[slot] = LOST_RACE
         if block.depth >= ticket.blocks:

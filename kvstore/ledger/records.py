@@ -44,6 +44,7 @@ class Block:
         segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
         holds: pins on the block itself plus its protected children; the block is protected while this is not 0.
         children: committed blocks whose parent it is.
+        retained: retentions that end with the block plus its retained children; it is evicted late while this is not 0.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
         uses, child_uses, rank: written by :class:`pillion.kvstore.ledger.eviction.LfuEviction` alone.
     """
@@ -55,6 +56,7 @@ class Block:
     segment: bytes = field(repr=False)
     holds: int = 0
     children: int = 0
+    retained: int = 0
     checksum: int = 0
     uses: int = 0
     child_uses: int = 0
@@ -103,6 +105,50 @@ class TicketState:
     def blocks(self) -> int:
         """Length of the pinned chain."""
         return self.tail.depth + 1 if self.tail else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionWish:
+    """What is to be retained, by whom, and for how long.
+
+    Attributes:
+        owner: the tenant; names are its own.
+        name: unique for an owner. A later wish of the same name takes the place of the earlier one.
+        tail_hash: the last block of the chain, which names the whole chain.
+        blocks, tokens: length of the chain, and of the prompt that it is the beginning of.
+        until_s: when it lapses, on the ledger's clock.
+        model: for people who list it.
+        ephemeral: made for a moment's conversation. A longer one of the same owner takes the place of those that it
+            covers.
+    """
+
+    owner: str
+    name: str
+    tail_hash: bytes
+    blocks: int
+    until_s: float
+    tokens: int = 0
+    model: str = ""
+    ephemeral: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Retention:
+    """A wish and how far it is met.
+
+    Attributes:
+        end: the last block of the chain that is in the pool; None where none is known to be.
+        hits: tickets whose pinned chain had the whole wish in it.
+    """
+
+    wish: RetentionWish
+    end: Block | None = None
+    hits: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the chain that are retained now."""
+        return self.end.depth + 1 if self.end is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ A pin on a chain's last block protects the whole chain. ``Block.holds`` counts t
 protected children, so "protected" means ``holds > 0``, and a pin or unpin walks only those ancestors whose protection
 really changes. Every block is either protected or known to the eviction policy, so what could be evicted is counted
 exactly, at any time, in O(1).
+
+A retention marks a chain in the same way, by ``Block.retained``: what is marked can be evicted, behind everything that
+is not.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 
 from pillion.errors import Internal
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
-from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.eviction import EvictionPolicy, RetainingEviction
 from pillion.kvstore.ledger.records import Block
 
 
@@ -42,7 +45,7 @@ class BlockTree:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.by_hash: dict[bytes, Block] = {}
-        self.policy = policy
+        self.policy = RetainingEviction(policy)
         self.protected = 0
 
     def __len__(self) -> int:
@@ -109,6 +112,34 @@ class BlockTree:
             self.policy.add(at)
             at = at.parent
 
+    def retain(self, block: Block) -> None:
+        """Marks the chain that ends with ``block``. O(blocks of the chain)."""
+        at: Block | None = block
+        grows = True
+        while at is not None:
+            # Also where nothing grows any more: an ancestor has to stand behind what was just marked.
+            if not at.holds:
+                self.policy.remove(at)
+            at.retained += grows
+            grows = grows and at.retained == 1
+            if not at.holds:
+                self.policy.add(at)
+            at = at.parent
+
+    def unretain(self, block: Block) -> None:
+        """Takes a mark back. What nothing marks any more is evicted like everything else."""
+        at: Block | None = block
+        while at is not None:
+            if at.retained > 1:
+                at.retained -= 1
+                return
+            if not at.holds:
+                self.policy.remove(at)
+            at.retained = 0
+            if not at.holds:
+                self.policy.add(at)
+            at = at.parent
+
     def evict(self) -> Block:
         """Removes the policy's next victim and returns it. Raises Internal if the policy broke its rule."""
         block = self.policy.pop()
@@ -126,3 +157,6 @@ class BlockTree:
         del self.by_hash[block.hash]
         if block.parent is not None:
             block.parent.children -= 1
+            if block.retained:
+                # The marks of those that ended here are the parent's from now on.
+                block.parent.retained += block.retained - 1

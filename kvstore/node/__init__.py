@@ -8,6 +8,7 @@
     region_server.py  the attach socket's connections that want a region.
     adapter_files.py  adapters' files, for workers whose machine lacks them.
     keeping.py        Keeping: what outlives this process, and what an earlier life of the node has left.
+    retaining.py      Retaining: the retentions of a pool, their end, and their record.
     storage.py        Storage: the pool's memory, lower tiers, fetches and reads, once the pool has a shape.
 
 Which slot may be given to whom is decided in kvstore/ledger; no model and no request's text comes in here.

@@ -19,6 +19,7 @@ from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.index.retention_records import RetentionRecords
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
 from pillion.kvstore.memory.domain import device_indexes
@@ -78,6 +79,8 @@ class KVNode:
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             policy=make_policy(flags.eviction_policy),
+            retained_percents=(flags.max_pinned_percent, flags.max_tenant_pinned_percent),
+            records=RetentionRecords(flags.redis_url, flags.node_id) if flags.redis_url else None,
             announce=self._announce,
             shaped=self._shaped,
         )
@@ -190,6 +193,7 @@ class KVNode:
         announcer, self._announcer = self._announcer, None
         if announcer is not None:
             await announcer.leave()
+        await self.pool.retaining.aclose()
         await self._attach.stop()
         server, self._server = self._server, None
         if server is not None:
@@ -291,6 +295,7 @@ class KVNode:
         )
         self.pool.fetcher = self._storage.fetcher
         self._spawn(self._storage.run(), "storage")
+        self._spawn(self.pool.retaining.run(), "retaining")
         kept, keeper = self._memory.kept, self._memory.keeper
         if kept is not None and keeper is not None:
             memory, ledger = self._memory.pool, self.pool.ledger
@@ -392,6 +397,9 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
         yield names.KV_MOVED, (direction,), getattr(status, f"{direction}_blocks")
     yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
     yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes
+    yield names.KV_USER_PINS, (), status.retentions
+    yield names.KV_USER_PINNED, (), status.retained_blocks
+    yield names.KV_USER_PIN_HITS, (), status.retention_hits
     yield names.KV_CORRUPT, (), status.corrupt_blocks
     yield names.KV_SHORT_FETCHES, (), status.short_fetches
 

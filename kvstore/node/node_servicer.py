@@ -76,6 +76,15 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
         return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
+    async def RetainChain(self, request: pb.RetainChainRequest, context: Context) -> pb.Retention:
+        return self._pool.retaining.retain(request)
+
+    async def DropRetention(self, request: pb.DropRetentionRequest, context: Context) -> pb.DropRetentionReply:
+        return pb.DropRetentionReply(found=self._pool.retaining.drop(request))
+
+    async def ListRetentions(self, request: pb.ListRetentionsRequest, context: Context) -> pb.ListRetentionsReply:
+        return self._pool.retaining.listed(request)
+
     async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
         async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
             async for piece in pieces:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
+from pillion.kvstore.index.retention_records import RetentionRecords
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.node.keeping import Keeping
+from pillion.kvstore.node.retaining import Retaining
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -56,14 +58,16 @@ class Pool:
 
     Args:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent, policy, max_waiting: see :class:`Ledger` and :class:`WaitingQueue`.
+        decode_reserve_percent, policy, retained_percents, max_waiting: see :class:`Ledger` and :class:`WaitingQueue`.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
+        records: where retentions are written for the node's next life; None: nowhere.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
 
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
+        retaining: the retentions, for callers.
         keeping: set with the pool's shape, where the pool outlives the node.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
@@ -78,6 +82,8 @@ class Pool:
         max_waiting: int,
         heartbeat_timeout_s: float,
         policy: EvictionPolicy | None = None,
+        retained_percents: tuple[int, int] = (50, 25),
+        records: RetentionRecords | None = None,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
     ) -> None:
@@ -103,7 +109,8 @@ class Pool:
         self._last_epoch: dict[int, int] = {}
         # By the first epoch: the last one that was replaced, and by which.
         self._replaced: dict[int, tuple[int, int]] = {}
-        self.ledger = Ledger(_new_id, decode_reserve_percent, policy)
+        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, retained_percents)
+        self.retaining = Retaining(self.ledger, records)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
 
     # -- holders

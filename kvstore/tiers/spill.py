@@ -140,8 +140,8 @@ class Spiller:
 
     async def _evict_some(self, missing: int) -> bool:
         """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
-        # The policy names a chain's tail before its head.
-        victims = list(islice(self._ledger.tree.policy, min(missing, BATCH_BLOCKS)))
+        # The policy names a chain's tail before its head. What is retained leaves by need alone.
+        victims = list(islice(self._ledger.tree.policy.plain, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
         while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:

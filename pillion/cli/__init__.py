@@ -10,6 +10,7 @@
     certs.py, keys.py  certificates for development, API keys
     accuracy_table.py  the table of prepare --quantization
     adapters.py        adapters of a running cluster
+    cache.py           prompts that are computed ahead, and pins
     models.py          models of the hub in this machine's cache
     console.py         what commands print on standard error
 

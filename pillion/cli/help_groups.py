@@ -14,6 +14,7 @@ GROUPS = {
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
+    " max_pinned_percent max_tenant_pinned_percent"
     " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool keeper_socket",
     "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts",

@@ -44,15 +44,26 @@ from pillion.client.connection import Pem, connect
 from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, is_loss
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
-from pillion.types import ClusterStatus, Delta, GenerateRequest, ModelInfo, SamplingParams, Tool
+from pillion.types import (
+    ClusterStatus,
+    Delta,
+    GenerateRequest,
+    ModelInfo,
+    PinnedPrefix,
+    SamplingParams,
+    Tool,
+    WarmedPrefix,
+)
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from pillion.wire.public import model_from_pb, status_from_pb
+from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warmed_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 # For models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
 # An adapter may have gigabytes, which are copied, checked and brought to other machines before its name is given.
 LOAD_ADAPTER_TIMEOUT_S = 600.0
+# A long prompt that waits until nobody else wants the places.
+WARM_TIMEOUT_S = 600.0
 
 
 class Client:
@@ -259,6 +270,48 @@ class Client:
         """Takes the name of a LoRA adapter away; answers that run with it go on. The client needs an operator's key.
         Raises NotFound, and PillionError where it may not be unloaded."""
         self._unary("UnloadAdapter", gateway_pb2.UnloadAdapterRequest(name=name))
+
+    def warm_prefix(
+        self,
+        prompt: Item,
+        *,
+        pin: bool = False,
+        name: str = "",
+        ttl_s: int = 0,
+        model: str = "",
+        cache_salt: str = "",
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float = WARM_TIMEOUT_S,
+    ) -> WarmedPrefix:
+        """Computes the KV of a prompt ahead, behind all other requests, and generates nothing. Later prompts that begin
+        with it find it.
+
+        Args:
+            prompt: text, token ids, or a conversation, which is rendered without the beginning of an answer.
+            pin: keep it in its node's pool before everything that is not pinned.
+            name: the pin's; a name that is used already gets the new prompt. "": one that follows from the prompt.
+            ttl_s: how long it is pinned, up to 30 days. 0: a day.
+            model, cache_salt, tools, chat_template_kwargs: as the requests have them that are to find it.
+            timeout_s: time for the whole call.
+
+        Raises:
+            PillionError: Overloaded where the pin would be beyond a quota; the prompt is computed then.
+        """
+        request = client_requests.prefix_request(
+            prompt, model=model, cache_salt=cache_salt, tools=tools, chat_template_kwargs=chat_template_kwargs
+        )
+        message = client_requests.warm_message(request, pin, name, ttl_s)
+        return warmed_from_pb(self._unary("WarmPrefix", message, timeout_s))
+
+    def prefixes(self) -> list[PinnedPrefix]:
+        """The caller's own pins, by name. Raises PillionError."""
+        reply = self._unary("ListPrefixes", gateway_pb2.ListPrefixesRequest())
+        return [pin_from_pb(pin) for pin in reply.pins]
+
+    def drop_prefix(self, name: str) -> None:
+        """Ends one of the caller's own pins; its blocks stay until they have to go. Raises NotFound."""
+        self._unary("DropPrefix", gateway_pb2.DropPrefixRequest(name=name))
 
     def status(self) -> ClusterStatus:
         """The cluster's components, their load, and totals. Raises PillionError."""

@@ -109,6 +109,31 @@ def item_request(item: Item, **options: Any) -> GenerateRequest:
     return prompt_request(item, **options)  # type: ignore[arg-type]
 
 
+def prefix_request(
+    prompt: Item,
+    *,
+    model: str,
+    cache_salt: str,
+    tools: Sequence[Tool | Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> GenerateRequest:
+    """The request whose prompt is computed ahead; a conversation ends with its last message. Raises InvalidRequest."""
+    is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
+    of_chat: dict[str, Any] = {}
+    if is_chat:
+        of_chat["chat"] = chat_options(False, False, chat_template_kwargs)
+        of_chat["tools"] = tool_options(tools, "", None)
+    return item_request(prompt, model=model, cache_salt=cache_salt, **of_chat)
+
+
+def warm_message(request: GenerateRequest, pin: bool, name: str, ttl_s: int) -> gateway_pb2.WarmPrefixRequest:
+    """The message that has a prompt computed ahead. Raises InvalidRequest for a value that fits no field."""
+    try:
+        return gateway_pb2.WarmPrefixRequest(prompt=to_pb(request), pin=pin, name=name, ttl_s=ttl_s)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(str(error)) from None
+
+
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown keyword."""
     if sampling is not None and fields:

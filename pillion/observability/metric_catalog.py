@@ -188,6 +188,13 @@ KV_HELD = _gauge("pillion.kv.held_blocks", "{block}", "Committed blocks that are
 KV_USAGE = _gauge(
     "pillion.kv.usage", "1", "Share of the pool that a new prompt cannot have: leased, quarantined, pinned, reserved."
 )
+KV_USER_PINS = _gauge("pillion.kv.user_pins", "{pin}", "Prefixes that users have pinned at a node.")
+KV_USER_PINNED = _gauge(
+    "pillion.kv.user_pinned_blocks", "{block}", "Blocks of the prefixes that users have pinned, present or not."
+)
+KV_USER_PIN_HITS = _counter(
+    "pillion.kv.user_pin_hits", "{prompt}", "Prompts that began with the whole of a prefix that a user has pinned."
+)
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
 KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that the node knows to be in its bucket.")

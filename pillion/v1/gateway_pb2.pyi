@@ -625,6 +625,187 @@ class ListModelsResponse(_message.Message):
 Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
 
 @_typing.final
+class WarmPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    pin: _builtins.bool
+    """Keep it in the pool of its KV node before what is not pinned."""
+    name: _builtins.str
+    """The pin's name; a name that is used already gets the new prompt. Empty: one that follows from the prompt."""
+    ttl_s: _builtins.int
+    """How long it is pinned. 0: a day. At most 30 days."""
+    @_builtins.property
+    def prompt(self) -> Global___GenerateRequest:
+        """The prompt: its model, its text, token_ids or messages with chat and tools, and its cache_salt. Nothing else counts."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___GenerateRequest | None = ...,
+        pin: _builtins.bool = ...,
+        name: _builtins.str = ...,
+        ttl_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pin", b"pin", "prompt", b"prompt", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmPrefixRequest: _TypeAlias = WarmPrefixRequest  # noqa: Y015
+
+@_typing.final
+class WarmPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FOUND_TOKENS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    computed_tokens: _builtins.int
+    """Tokens of the prompt: those that were computed now, and those that were found."""
+    found_tokens: _builtins.int
+    @_builtins.property
+    def pin(self) -> Global___PinnedPrefix:
+        """Set where it was pinned."""
+
+    def __init__(
+        self,
+        *,
+        computed_tokens: _builtins.int = ...,
+        found_tokens: _builtins.int = ...,
+        pin: Global___PinnedPrefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "found_tokens", b"found_tokens", "pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WarmPrefixResponse: _TypeAlias = WarmPrefixResponse  # noqa: Y015
+
+@_typing.final
+class PinnedPrefix(_message.Message):
+    """A prompt whose KV leaves the pool last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PRESENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_S_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    EPHEMERAL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    model: _builtins.str
+    tokens: _builtins.int
+    """Tokens of the prompt; its whole blocks are pinned."""
+    blocks: _builtins.int
+    """Whole blocks, and those of them that are in the pool now."""
+    present_blocks: _builtins.int
+    expires_in_s: _builtins.int
+    hits: _builtins.int
+    """Prompts that began with all of it since it was pinned."""
+    node_id: _builtins.str
+    ephemeral: _builtins.bool
+    """Made by a cache_control of the Messages API."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        present_blocks: _builtins.int = ...,
+        expires_in_s: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        node_id: _builtins.str = ...,
+        ephemeral: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ephemeral", b"ephemeral", "expires_in_s", b"expires_in_s", "hits", b"hits", "model", b"model", "name", b"name", "node_id", b"node_id", "present_blocks", b"present_blocks", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedPrefix: _TypeAlias = PinnedPrefix  # noqa: Y015
+
+@_typing.final
+class ListPrefixesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixesRequest: _TypeAlias = ListPrefixesRequest  # noqa: Y015
+
+@_typing.final
+class ListPrefixesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedPrefix]: ...
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___PinnedPrefix] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixesResponse: _TypeAlias = ListPrefixesResponse  # noqa: Y015
+
+@_typing.final
+class DropPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropPrefixRequest: _TypeAlias = DropPrefixRequest  # noqa: Y015
+
+@_typing.final
+class DropPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropPrefixResponse: _TypeAlias = DropPrefixResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

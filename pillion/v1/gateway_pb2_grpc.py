@@ -55,6 +55,21 @@ class GatewayStub(object):
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.WarmPrefix = channel.unary_unary(
+                '/pillion.v1.Gateway/WarmPrefix',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.WarmPrefixRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.WarmPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPrefixes = channel.unary_unary(
+                '/pillion.v1.Gateway/ListPrefixes',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.ListPrefixesRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
+        self.DropPrefix = channel.unary_unary(
+                '/pillion.v1.Gateway/DropPrefix',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pillion.v1.Gateway/GetStatus',
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.GetStatusRequest.SerializeToString,
@@ -103,6 +118,29 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WarmPrefix(self, request, context):
+        """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+
+        RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPrefixes(self, request, context):
+        """The caller's own pins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropPrefix(self, request, context):
+        """Ends one of the caller's own pins. NOT_FOUND where there is no such name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Components with their load and pool use, and the gateway's counters.
         """
@@ -132,6 +170,21 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'WarmPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.WarmPrefix,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.WarmPrefixRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.WarmPrefixResponse.SerializeToString,
+            ),
+            'ListPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixes,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.ListPrefixesRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.ListPrefixesResponse.SerializeToString,
+            ),
+            'DropPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropPrefix,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -248,6 +301,87 @@ class Gateway(object):
             '/pillion.v1.Gateway/UnloadAdapter',
             pillion_dot_v1_dot_gateway__pb2.UnloadAdapterRequest.SerializeToString,
             pillion_dot_v1_dot_gateway__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WarmPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/WarmPrefix',
+            pillion_dot_v1_dot_gateway__pb2.WarmPrefixRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.WarmPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/ListPrefixes',
+            pillion_dot_v1_dot_gateway__pb2.ListPrefixesRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/DropPrefix',
+            pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,15 @@ class GatewayStub:
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]
     """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
+    WarmPrefix: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.WarmPrefixRequest, _gateway_pb2.WarmPrefixResponse]
+    """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+
+    RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
+    """
+    ListPrefixes: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListPrefixesRequest, _gateway_pb2.ListPrefixesResponse]
+    """The caller's own pins."""
+    DropPrefix: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DropPrefixRequest, _gateway_pb2.DropPrefixResponse]
+    """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -79,6 +88,15 @@ class GatewayAsyncStub(GatewayStub):
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
+    WarmPrefix: _aio.UnaryUnaryMultiCallable[_gateway_pb2.WarmPrefixRequest, _gateway_pb2.WarmPrefixResponse]  # type: ignore[assignment]
+    """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+
+    RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
+    """
+    ListPrefixes: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListPrefixesRequest, _gateway_pb2.ListPrefixesResponse]  # type: ignore[assignment]
+    """The caller's own pins."""
+    DropPrefix: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DropPrefixRequest, _gateway_pb2.DropPrefixResponse]  # type: ignore[assignment]
+    """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -127,6 +145,33 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.UnloadAdapterResponse, _abc.Awaitable[_gateway_pb2.UnloadAdapterResponse]]:
         """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
+
+    @_abc_1.abstractmethod
+    def WarmPrefix(
+        self,
+        request: _gateway_pb2.WarmPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.WarmPrefixResponse, _abc.Awaitable[_gateway_pb2.WarmPrefixResponse]]:
+        """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+
+        RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
+        """
+
+    @_abc_1.abstractmethod
+    def ListPrefixes(
+        self,
+        request: _gateway_pb2.ListPrefixesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ListPrefixesResponse, _abc.Awaitable[_gateway_pb2.ListPrefixesResponse]]:
+        """The caller's own pins."""
+
+    @_abc_1.abstractmethod
+    def DropPrefix(
+        self,
+        request: _gateway_pb2.DropPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DropPrefixResponse, _abc.Awaitable[_gateway_pb2.DropPrefixResponse]]:
+        """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -506,6 +506,183 @@ class FindBlocksReply(_message.Message):
 Global___FindBlocksReply: _TypeAlias = FindBlocksReply  # noqa: Y015
 
 @_typing.final
+class RetainChainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    MOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    EPHEMERAL_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The caller's session."""
+    owner: _builtins.str
+    """The tenant, "" for that of an open gateway, and the name that the tenant gives."""
+    name: _builtins.str
+    block_hashes: _builtins.bytes
+    """Hashes of the chain from its first block, 32 bytes each."""
+    ttl_s: _builtins.int
+    most_blocks: _builtins.int
+    """Most blocks that the tenant may have retained at this node. 0: as the node's own flags say."""
+    tokens: _builtins.int
+    """For people who list it: tokens of the prompt, and the model."""
+    model: _builtins.str
+    ephemeral: _builtins.bool
+    """Made for a conversation: a longer one of the same chain takes its place."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        name: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+        ttl_s: _builtins.int = ...,
+        most_blocks: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        model: _builtins.str = ...,
+        ephemeral: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "ephemeral", b"ephemeral", "epoch", b"epoch", "model", b"model", "most_blocks", b"most_blocks", "name", b"name", "owner", b"owner", "tokens", b"tokens", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainChainRequest: _TypeAlias = RetainChainRequest  # noqa: Y015
+
+@_typing.final
+class Retention(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PRESENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    EPHEMERAL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    model: _builtins.str
+    tokens: _builtins.int
+    blocks: _builtins.int
+    """Blocks of the chain, and those of them that are here."""
+    present_blocks: _builtins.int
+    left_s: _builtins.int
+    hits: _builtins.int
+    """Prompts that began with the whole chain."""
+    ephemeral: _builtins.bool
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        present_blocks: _builtins.int = ...,
+        left_s: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        ephemeral: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ephemeral", b"ephemeral", "hits", b"hits", "left_s", b"left_s", "model", b"model", "name", b"name", "present_blocks", b"present_blocks", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
+@_typing.final
+class DropRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    owner: _builtins.str
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "name", b"name", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropRetentionRequest: _TypeAlias = DropRetentionRequest  # noqa: Y015
+
+@_typing.final
+class DropRetentionReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropRetentionReply: _TypeAlias = DropRetentionReply  # noqa: Y015
+
+@_typing.final
+class ListRetentionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    owner: _builtins.str
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRetentionsRequest: _TypeAlias = ListRetentionsRequest  # noqa: Y015
+
+@_typing.final
+class ListRetentionsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RETENTIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
+    def __init__(
+        self,
+        *,
+        retentions: _abc.Iterable[Global___Retention] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["retentions", b"retentions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRetentionsReply: _TypeAlias = ListRetentionsReply  # noqa: Y015
+
+@_typing.final
 class ReattachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -852,6 +1029,9 @@ class NodeStatus(_message.Message):
     OBJECT_PAUSED_FIELD_NUMBER: _builtins.int
     TAKEN_OVER_BLOCKS_FIELD_NUMBER: _builtins.int
     KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    RETENTIONS_FIELD_NUMBER: _builtins.int
+    RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RETENTION_HITS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -899,6 +1079,10 @@ class NodeStatus(_message.Message):
     leased ones, that are yet to be looked at.
     """
     kept_blocks: _builtins.int
+    retentions: _builtins.int
+    """Retentions (users' pins), the blocks of their chains, and prompts that began with the whole chain of one."""
+    retained_blocks: _builtins.int
+    retention_hits: _builtins.int
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -938,10 +1122,13 @@ class NodeStatus(_message.Message):
         object_paused: _builtins.bool = ...,
         taken_over_blocks: _builtins.int = ...,
         kept_blocks: _builtins.int = ...,
+        retentions: _builtins.int = ...,
+        retained_blocks: _builtins.int = ...,
+        retention_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "retained_blocks", b"retained_blocks", "retention_hits", b"retention_hits", "retentions", b"retentions", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

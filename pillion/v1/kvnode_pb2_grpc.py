@@ -85,6 +85,21 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.FromString,
                 _registered_method=True)
+        self.RetainChain = channel.unary_unary(
+                '/pillion.v1.KVNode/RetainChain',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.Retention.FromString,
+                _registered_method=True)
+        self.DropRetention = channel.unary_unary(
+                '/pillion.v1.KVNode/DropRetention',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.FromString,
+                _registered_method=True)
+        self.ListRetentions = channel.unary_unary(
+                '/pillion.v1.KVNode/ListRetentions',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.FromString,
+                _registered_method=True)
         self.ReadAdapter = channel.unary_stream(
                 '/pillion.v1.KVNode/ReadAdapter',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReadAdapterRequest.SerializeToString,
@@ -209,6 +224,29 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetainChain(self, request, context):
+        """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
+        the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+        RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropRetention(self, request, context):
+        """Ends a retention. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRetentions(self, request, context):
+        """A tenant's retentions at this node, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReadAdapter(self, request, context):
         """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
         that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -316,6 +354,21 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.FindBlocks,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.SerializeToString,
+            ),
+            'RetainChain': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetainChain,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.Retention.SerializeToString,
+            ),
+            'DropRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropRetention,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.SerializeToString,
+            ),
+            'ListRetentions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRetentions,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.SerializeToString,
             ),
             'ReadAdapter': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadAdapter,
@@ -624,6 +677,87 @@ class KVNode(object):
             '/pillion.v1.KVNode/FindBlocks',
             pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetainChain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/RetainChain',
+            pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.Retention.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/DropRetention',
+            pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRetentions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.KVNode/ListRetentions',
+            pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -80,6 +80,15 @@ class KVNodeStub:
     """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
     well (a bucket) is asked; what it does not answer in time does not count.
     """
+    RetainChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]
+    """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
+    the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
+    """
+    DropRetention: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.DropRetentionRequest, _kvnode_pb2.DropRetentionReply]
+    """Ends a retention. Idempotent."""
+    ListRetentions: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ListRetentionsRequest, _kvnode_pb2.ListRetentionsReply]
+    """A tenant's retentions at this node, the oldest first."""
     ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -148,6 +157,15 @@ class KVNodeAsyncStub(KVNodeStub):
     """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
     well (a bucket) is asked; what it does not answer in time does not count.
     """
+    RetainChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]  # type: ignore[assignment]
+    """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
+    the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
+    """
+    DropRetention: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.DropRetentionRequest, _kvnode_pb2.DropRetentionReply]  # type: ignore[assignment]
+    """Ends a retention. Idempotent."""
+    ListRetentions: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ListRetentionsRequest, _kvnode_pb2.ListRetentionsReply]  # type: ignore[assignment]
+    """A tenant's retentions at this node, the oldest first."""
     ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -273,6 +291,33 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
         well (a bucket) is asked; what it does not answer in time does not count.
         """
+
+    @_abc_1.abstractmethod
+    def RetainChain(
+        self,
+        request: _kvnode_pb2.RetainChainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.Retention, _abc.Awaitable[_kvnode_pb2.Retention]]:
+        """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
+        the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+        RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
+        """
+
+    @_abc_1.abstractmethod
+    def DropRetention(
+        self,
+        request: _kvnode_pb2.DropRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.DropRetentionReply, _abc.Awaitable[_kvnode_pb2.DropRetentionReply]]:
+        """Ends a retention. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ListRetentions(
+        self,
+        request: _kvnode_pb2.ListRetentionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvnode_pb2.ListRetentionsReply, _abc.Awaitable[_kvnode_pb2.ListRetentionsReply]]:
+        """A tenant's retentions at this node, the oldest first."""
 
     @_abc_1.abstractmethod
     def ReadAdapter(

@@ -17,6 +17,7 @@ from pillion.types import (
     FinishReason,
     GenerateRequest,
     ModelInfo,
+    PinnedPrefix,
     Resume,
     SamplingParams,
     StreamOrigin,
@@ -28,6 +29,7 @@ from pillion.types import (
     ToolCallDelta,
     ToolOptions,
     Usage,
+    WarmedPrefix,
 )
 from pillion.v1 import common_pb2, gateway_pb2
 
@@ -264,6 +266,30 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Reads one entry of ListModels."""
     return ModelInfo(**_named(ModelInfo, message))
+
+
+def pin_to_pb(pin: PinnedPrefix) -> gateway_pb2.PinnedPrefix:
+    """Writes a pinned prefix."""
+    return gateway_pb2.PinnedPrefix(**asdict(pin))
+
+
+def pin_from_pb(message: gateway_pb2.PinnedPrefix) -> PinnedPrefix:
+    """Reads a pinned prefix."""
+    return PinnedPrefix(**_named(PinnedPrefix, message))
+
+
+def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
+    """Writes what warming took."""
+    pin = None if warmed.pin is None else pin_to_pb(warmed.pin)
+    return gateway_pb2.WarmPrefixResponse(
+        computed_tokens=warmed.computed_tokens, found_tokens=warmed.found_tokens, pin=pin
+    )
+
+
+def warmed_from_pb(message: gateway_pb2.WarmPrefixResponse) -> WarmedPrefix:
+    """Reads what warming took."""
+    pin = pin_from_pb(message.pin) if message.HasField("pin") else None
+    return WarmedPrefix(message.computed_tokens, message.found_tokens, pin)
 
 
 def status_to_pb(status: ClusterStatus) -> gateway_pb2.GetStatusResponse:

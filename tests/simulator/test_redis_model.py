@@ -191,6 +191,11 @@ scripts = st.one_of(
     st.builds(lambda ms: _registry("components", ms), st.sampled_from([0, BEGIN_US // 1000, BEGIN_US // 1000 + 400])),
     st.just(_registry("nodes")),
     st.builds(
+        lambda ttl, record: ("script", "retentions", [keys.retentions_of("n")], ttl, record),
+        st.sampled_from([0, 500]),
+        st.sampled_from([b"", b"r"]),
+    ),
+    st.builds(
         _announce,
         st.sampled_from(ENTRIES),
         st.sampled_from([1, 2, 32]),

@@ -224,3 +224,51 @@ def test_text_that_is_not_text_is_refused() -> None:
     with pytest.raises(ApiError) as caught:
         messages_request(body, "r")
     assert caught.value.param == "tools[0].input_schema"
+
+
+def test_breakpoints_are_the_deepest_of_each_time_to_live() -> None:
+    short, long = {"cache_control": {"type": "ephemeral"}}, MARK
+    text = {"type": "text", "text": "t"}
+    # The deepest one counts, and before it the deepest one that lasts longer.
+    asked = read(
+        system=[{**text, **long}, {**text, "text": "u", **short}],
+        messages=[
+            {"role": "user", "content": [{**text, "text": "a", **short}, {**text, "text": "b"}]},
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": "d"},
+        ],
+    )
+    hour, minutes = asked.breakpoints
+    assert (hour.ttl_s, minutes.ttl_s) == (3600, 300)
+    assert [(one.role, one.content) for one in hour.messages or ()] == [("system", "t"), ("user", ".")]
+    assert [(one.role, one.content) for one in minutes.messages or ()] == [("system", "t\nu"), ("user", "a")]
+    # What lasts longer and is deeper covers the rest; at the top it is the whole prompt.
+    (only,) = read(system=[{**text, **short}], tools=[TOOL], **long).breakpoints
+    assert (only.messages, only.ttl_s) == (None, 3600)
+    # A tool's is behind the system prompt, within which templates write tools.
+    (of_tool,) = read(system="s", tools=[TOOL]).breakpoints
+    assert [(one.role, one.content) for one in of_tool.messages or ()] == [("system", "s"), ("user", ".")]
+    assert read(system="s").breakpoints == ()
+
+
+def test_a_breakpoint_may_stand_behind_a_call_and_its_result() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{**call, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": [result]},
+    ]
+    (behind_call,) = read(messages=turns).breakpoints
+    assert [one.role for one in behind_call.messages or ()] == ["user", "assistant"]
+    turns[1]["content"], turns[2]["content"] = [call], [{**result, "cache_control": {"type": "ephemeral"}}]
+    (behind_result,) = read(messages=turns).breakpoints
+    assert [(one.role, one.name) for one in behind_result.messages or ()][-1] == ("tool", "weather")
+
+
+def test_too_many_or_strange_breakpoints_are_refused() -> None:
+    text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
+    assert "at most 4" in refusal(system=[text] * 5).message
+    assert "at most 4" in refusal(system=[text] * 4, cache_control={"type": "ephemeral"}).message
+    for wrong in ({"type": "persistent"}, {"type": "ephemeral", "ttl": "2h"}, {}, "ephemeral"):
+        refusal(system=[{**text, "cache_control": wrong}])

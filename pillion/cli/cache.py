@@ -1,0 +1,144 @@
+"""`pillion cache`: prompts of a file that are computed ahead, and pinned, over the SDK.
+
+``reach``: the arguments of :class:`pillion.Client`. A file is one prompt, its text, or, with the ending .jsonl, an
+object on each line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from pillion.cli.console import table_console
+from pillion.client.batch import OVERLOAD_RETRIES, wait_s
+from pillion.client.client import Client
+from pillion.client.client_requests import Item
+from pillion.errors import ConfigError, Overloaded
+from pillion.types import WarmedPrefix
+
+TABLE_WIDTH = 120
+# Prompts of one file. Each takes a call.
+MAX_PROMPTS = 10_000
+_PROMPTS = ("text", "messages", "tokens")
+_OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@dataclass(frozen=True, slots=True)
+class FilePrompt:
+    """One prompt of a file: where it stands, and the arguments of :meth:`pillion.Client.warm_prefix`."""
+
+    where: str
+    prompt: Item
+    options: dict[str, Any]
+
+
+def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
+    """Computes the prompts of a file, and pins them where ``common`` says so; prints a line for each. ``common`` holds
+    for all prompts, and what a line says goes before it. Raises PillionError."""
+    prompts = read_prompts(path)
+    if common.get("name") and len(prompts) > 1:
+        raise ConfigError(f"--name is one prompt's, and {path} has {len(prompts)}: give each line a name")
+    with Client(**reach) as client:
+        for prompt in prompts:
+            warmed = _warm(client, prompt, common)
+            said = f"{prompt.where}: computed {warmed.computed_tokens} tokens, found {warmed.found_tokens}"
+            if warmed.pin is not None:
+                pin = warmed.pin
+                said += f"; pinned as {pin.name}: {pin.blocks} blocks at {pin.node_id} for {duration(pin.expires_in_s)}"
+            print(said, flush=True)
+
+
+def run_list(reach: dict[str, Any]) -> None:
+    """Prints a row for each pin. Raises PillionError."""
+    with Client(**reach) as client:
+        pins = client.prefixes()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("name", "model", "tokens", "blocks", "node", "expires", "hits"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("tokens", "blocks", "hits") else "left")
+    for pin in pins:
+        blocks = str(pin.blocks) if pin.present_blocks == pin.blocks else f"{pin.present_blocks} of {pin.blocks}"
+        expires = f"in {duration(pin.expires_in_s)}"
+        table.add_row(pin.name, pin.model, str(pin.tokens), blocks, pin.node_id, expires, str(pin.hits))
+    table_console(TABLE_WIDTH).print(table)
+
+
+def run_drop(reach: dict[str, Any], name: str) -> None:
+    """Ends a pin. Raises PillionError."""
+    with Client(**reach) as client:
+        client.drop_prefix(name)
+    print(f"dropped: {name}")
+
+
+def read_prompts(path: Path) -> list[FilePrompt]:
+    """Reads a file of prompts. Raises ConfigError, naming the line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if path.suffix != ".jsonl":
+        if not text:
+            raise ConfigError(f"{path} is empty")
+        return [FilePrompt(str(path), text, {})]
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not 0 < len(lines) <= MAX_PROMPTS:
+        raise ConfigError(f"{path} has {len(lines)} prompts; from 1 to {MAX_PROMPTS} are possible")
+    return [_read_line(f"{path}:{number}", line) for number, line in lines]
+
+
+def parse_duration(text: str) -> int:
+    """Reads 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no time such as 90s, 5m, 1h or 7d")
+    return int(found[1]) * _UNITS_S[found[2] or "s"]
+
+
+def duration(seconds: int) -> str:
+    """A time as people write it, in its largest unit that is at least two, rounded."""
+    for unit, length in reversed(_UNITS_S.items()):
+        if seconds >= 2 * length:
+            return f"{round(seconds / length)}{unit}"
+    return f"{seconds}s"
+
+
+def _warm(client: Client, prompt: FilePrompt, common: dict[str, Any]) -> WarmedPrefix:
+    for attempt in range(OVERLOAD_RETRIES + 1):
+        try:
+            return client.warm_prefix(prompt.prompt, **{**common, **prompt.options})
+        except Overloaded as error:
+            # One without a time to come again is a quota of pins, which time alone does not change.
+            if attempt == OVERLOAD_RETRIES or not error.retry_after_ms:
+                raise
+            time.sleep(wait_s(error))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _read_line(where: str, line: str) -> FilePrompt:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: this is no JSON: {error}") from None
+    if not isinstance(fields, dict) or sum(name in fields for name in _PROMPTS) != 1:
+        raise ConfigError(f"{where}: an object with one of {', '.join(_PROMPTS)} is needed")
+    for name, value in fields.items():
+        if name not in _PROMPTS and name not in _OPTIONS:
+            raise ConfigError(f"{where}: unknown field {name!r}")
+        wanted = _OPTIONS.get(name, str if name == "text" else list)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ConfigError(f"{where}: {name} is no {'text' if wanted is str else wanted.__name__}")
+    options = {name: value for name, value in fields.items() if name in _OPTIONS}
+    if adapter := options.pop("adapter", ""):
+        # An adapter is asked for by its own name, in the place of its model's.
+        options["model"] = adapter
+    prompt = next(fields[name] for name in _PROMPTS if name in fields)
+    if not prompt:
+        raise ConfigError(f"{where}: the prompt is empty")
+    return FilePrompt(where, prompt, options)

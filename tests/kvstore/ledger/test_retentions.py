@@ -1,0 +1,297 @@
+"""Retentions: random lives of a ledger with them, what they keep, and their bounds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pillion.errors import InvalidRequest, Overloaded
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION, Retention, RetentionWish
+from pillion.kvstore.ledger.retentions import MAX_OWNER_RETENTIONS, MAX_RETENTION_S
+from pillion.v1.kvnode_pb2 import CommitRun
+
+NUM_SLOTS = 12
+# Shares of the pool that all owners, and one, may have retained: 9 and 6 blocks.
+PERCENTS = 75, 50
+OWNERS = ("a", "b")
+# Beginnings of three texts, so that most chains share blocks, and many are each other's beginning.
+TEXTS = ([0] * 7, [0, 0, 1, 1, 1, 1, 1], [2] * 7)
+TOKENS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 7))
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    return split_hashes(chain_hashes(bytes(32), tokens, 1))
+
+
+class RetainedPool:
+    """A ledger with one caller, which serves prompts whole. It tells of each eviction what was left to evict."""
+
+    def __init__(self, policy: str = "lru", num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0, make_policy(policy), percents)
+        self.ledger.shape(num_slots)
+        self.epoch = self.ledger.attach("one", SESSION)
+        self.nonces = itertools.count(1)
+        evict = self.ledger.tree.evict
+
+        def watched_evict() -> object:
+            plain = [block for block in self.ledger.tree.policy if not block.retained]
+            block = evict()
+            assert not block.retained or not plain, "a retained block left before one that is not"
+            return block
+
+        self.ledger.tree.evict = watched_evict  # type: ignore[method-assign, assignment]
+
+    def open(self, hashes: list[bytes]) -> int | None:
+        """Serves a prompt and returns its ticket; None where memory is short."""
+        ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
+        if ticket is None:
+            return None
+        left = hashes[ticket.blocks :]
+        slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
+        if left:
+            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
+            [result] = self.ledger.commit(self.epoch, [run])
+            assert not result.refusal
+        return ticket.ticket_id
+
+    def serve(self, *tokens: int) -> None:
+        ticket_id = self.open(prompt(*tokens))
+        assert ticket_id is not None
+        self.ledger.release(self.epoch, [ticket_id])
+
+    def blocks(self, *tokens: int) -> int:
+        return self.ledger.tree.longest_prefix(prompt(*tokens)).blocks
+
+    def retain(self, owner: str, name: str, *tokens: int, ttl_s: float = 100.0, **fields: bool) -> Retention:
+        hashes = prompt(*tokens)
+        wish = RetentionWish(owner, name, hashes[-1], len(hashes), ttl_s, **fields)
+        return self.ledger.retentions.retain(wish, 0.0, hashes)
+
+
+class RetentionLife(RuleBasedStateMachine):
+    """Few texts and slots, two owners and three names, so that chains are shared, replaced, evicted and computed again
+    all the time."""
+
+    policy = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = RetainedPool(self.policy)
+        self.ledger, self.retentions = self.pool.ledger, self.pool.ledger.retentions
+        self.tickets: list[int] = []
+        self.now = 0.0
+        # What was retained, by owner and name: the chain, when it ends, and whether it gives way to longer ones.
+        self.wished: dict[tuple[str, str], tuple[list[bytes], float, bool]] = {}
+
+    @rule(tokens=TOKENS)
+    def come(self, tokens: list[int]) -> None:
+        ticket_id = self.pool.open(prompt(*tokens))
+        if ticket_id is not None:
+            self.tickets.append(ticket_id)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        ticket_id = data.draw(st.sampled_from(self.tickets))
+        self.tickets.remove(ticket_id)
+        self.ledger.release(self.pool.epoch, [ticket_id])
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        name=st.sampled_from("xyz"),
+        tokens=TOKENS,
+        ttl_s=st.integers(1, 5),
+        ephemeral=st.booleans(),
+    )
+    def retain(self, owner: str, name: str, tokens: list[int], ttl_s: int, ephemeral: bool) -> None:
+        hashes, until_s = prompt(*tokens), self.now + ttl_s
+        given_way = {(owner, name)} & self.wished.keys()
+        if ephemeral:
+            given_way |= {
+                key
+                for key, (chain, end_s, gives_way) in self.wished.items()
+                if key[0] == owner and gives_way and end_s <= until_s and chain == hashes[: len(chain)]
+            }
+        left = {key: wish for key, wish in self.wished.items() if key not in given_way}
+        owned = sum(len(chain) for (whose, _), (chain, _, _) in left.items() if whose == owner) + len(hashes)
+        total = sum(len(chain) for chain, _, _ in left.values()) + len(hashes)
+        wish = RetentionWish(owner, name, hashes[-1], len(hashes), until_s, ephemeral=ephemeral)
+        if owned > NUM_SLOTS * PERCENTS[1] // 100 or total > NUM_SLOTS * PERCENTS[0] // 100:
+            with pytest.raises(Overloaded):
+                self.retentions.retain(wish, self.now, hashes)
+            return
+        self.retentions.retain(wish, self.now, hashes)
+        self.wished = {**left, (owner, name): (hashes, until_s, ephemeral)}
+
+    @rule(owner=st.sampled_from(OWNERS), name=st.sampled_from("xyz"))
+    def drop(self, owner: str, name: str) -> None:
+        assert self.retentions.drop(owner, name) is (self.wished.pop((owner, name), None) is not None)
+
+    @rule(passed_s=st.integers(1, 3))
+    def time_passes(self, passed_s: int) -> None:
+        self.now += passed_s
+        before = len(self.wished)
+        self.wished = {key: wish for key, wish in self.wished.items() if wish[1] > self.now}
+        assert self.retentions.expire(self.now) == before - len(self.wished)
+
+    @rule()
+    def evict_ahead(self) -> None:
+        """As a spiller does, or a fault: a leaf goes out of turn."""
+        leaf = next((block for block in self.ledger.tree.policy if not block.children), None)
+        if leaf is not None:
+            self.ledger.evict_block(leaf)
+
+    @invariant()
+    def adds_up(self) -> None:
+        check_integrity(self.ledger)
+        assert self.retentions.all.keys() == self.wished.keys()
+        for key, (hashes, _, _) in self.wished.items():
+            assert self.retentions.all[key].blocks <= self.ledger.tree.longest_prefix(hashes).blocks
+
+    @invariant()
+    def nobody_waits_for_a_retention(self) -> None:
+        """All slots but those of tickets can be had, whatever is retained."""
+        assert self.ledger.available == NUM_SLOTS - self.ledger.tree.protected
+
+    def teardown(self) -> None:
+        for ticket_id in self.tickets:
+            self.ledger.release(self.pool.epoch, [ticket_id])
+        # The largest prompt gets in at once, though everything may be retained.
+        self.pool.serve(*[3] * NUM_SLOTS)
+        check_integrity(self.ledger)
+        assert all(retention.end is None for retention in self.retentions.all.values())
+
+
+class LfuRetentionLife(RetentionLife):
+    policy = "lfu"
+
+
+TestRetentionLife = RetentionLife.TestCase
+TestRetentionLife.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLfuRetentionLife = LfuRetentionLife.TestCase
+TestLfuRetentionLife.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    served=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=6), max_size=30),
+    policy=st.sampled_from(["lru", "lfu"]),
+)
+def test_what_is_retained_outlives_any_number_of_prompts_that_fit_beside_it(
+    served: list[list[int]], policy: str
+) -> None:
+    pool = RetainedPool(policy)
+    pool.serve(*[1] * 6)
+    retention = pool.retain("a", "x", *[1] * 6)
+    for tokens in served:
+        pool.serve(*tokens)
+    assert retention.blocks == pool.blocks(*[1] * 6) == 6
+
+
+def test_without_a_retention_the_same_prompts_evict_it() -> None:
+    pool = RetainedPool()
+    pool.serve(*[1] * 6)
+    for first in (2, 3):
+        pool.serve(*[first] * 6)
+    assert pool.blocks(*[1] * 6) == 0
+
+
+def test_a_dropped_one_is_evicted_like_everything_else() -> None:
+    pool = RetainedPool()
+    pool.serve(*[1] * 6)
+    pool.retain("a", "x", *[1] * 6)
+    assert pool.ledger.retentions.drop("a", "x")
+    for first in (2, 3):
+        pool.serve(*[first] * 6)
+    assert pool.blocks(*[1] * 6) == 0
+
+
+def test_a_request_that_needs_all_slots_evicts_it_and_it_is_retained_again_when_it_comes_back() -> None:
+    pool = RetainedPool()
+    pool.serve(*[1] * 6)
+    retention = pool.retain("a", "x", *[1] * 6)
+    pool.serve(*[2] * 10)
+    # The tail leaves before the head, and the head is retained still.
+    assert retention.blocks == pool.blocks(*[1] * 6) == 2
+    pool.serve(*[1] * 6)
+    assert retention.blocks == 6
+    check_integrity(pool.ledger)
+    pool.serve(*[3] * 6)
+    pool.serve(*[4] * 6)
+    assert pool.blocks(*[1] * 6) == 6
+
+
+def test_two_that_end_with_an_evicted_block_go_on_with_its_parent() -> None:
+    pool = RetainedPool()
+    pool.serve(1, 2, 3)
+    both = [pool.retain(owner, "x", 1, 2, 3) for owner in OWNERS]
+    pool.ledger.evict_block(pool.ledger.tree.by_hash[prompt(1, 2, 3)[-1]])
+    assert [retention.blocks for retention in both] == [2, 2]
+    check_integrity(pool.ledger)
+
+
+def test_hits_are_prompts_that_begin_with_all_of_it() -> None:
+    pool = RetainedPool()
+    pool.serve(1, 2, 3)
+    retention = pool.retain("a", "x", 1, 2, 3)
+    pool.serve(1, 2)
+    assert retention.hits == 0
+    pool.serve(1, 2, 3, 4)
+    pool.serve(1, 2, 3)
+    assert retention.hits == 2 == pool.ledger.status().retention_hits
+    assert pool.retain("a", "x", 1, 2, 3).hits == 2, "a renewal goes on counting"
+
+
+def test_a_longer_ephemeral_one_takes_the_place_of_those_that_it_covers() -> None:
+    pool = RetainedPool()
+    pool.serve(1, 2, 3, 4)
+    for length in range(1, 5):
+        pool.retain("a", f"turn {length}", *[1, 2, 3, 4][:length], ephemeral=True)
+    assert [one.wish.name for one in pool.ledger.retentions.of("a")] == ["turn 4"]
+    assert pool.ledger.retentions.blocks == 4
+    # That of another owner, and one that a user has named, stay.
+    pool.retain("b", "mine", 1, ephemeral=True)
+    pool.retain("a", "named", 1)
+    pool.retain("a", "turn 4", 1, 2, 3, 4, ephemeral=True)
+    assert len(pool.ledger.retentions.all) == 3
+
+
+def test_bounds() -> None:
+    pool = RetainedPool(num_slots=1000, percents=(90, 60))
+    hashes = prompt(1, 2, 3)
+    wish = RetentionWish("a", "x", hashes[-1], 3, 10.0)
+    with pytest.raises(Overloaded, match="at most 2"):
+        pool.ledger.retentions.retain(wish, 0.0, hashes, most_blocks=2)
+    for bad, now in ((wish, 10.0), (RetentionWish("a", "x", hashes[-1], 3, MAX_RETENTION_S + 1), 0.0)):
+        with pytest.raises(InvalidRequest):
+            pool.ledger.retentions.retain(bad, now)
+    for number in range(MAX_OWNER_RETENTIONS):
+        pool.retain("a", str(number), number)
+    with pytest.raises(Overloaded, match="pins"):
+        pool.retain("a", "one more", 1)
+    pool.retain("a", "7", 2)
+    assert pool.ledger.status().retentions == MAX_OWNER_RETENTIONS
+    check_integrity(pool.ledger)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["block.retained += 1", "retention.end = None", "retentions.blocks += 1", "retentions._by_tail.clear()"],
+)
+def test_the_proof_finds_damage(damage: str) -> None:
+    pool = RetainedPool()
+    pool.serve(1, 2)
+    retention = pool.retain("a", "x", 1, 2)
+    check_integrity(pool.ledger)
+    names = {"retentions": pool.ledger.retentions, "retention": retention, "block": retention.end}
+    exec(damage, names)
+    with pytest.raises(IntegrityError):
+        check_integrity(pool.ledger)
