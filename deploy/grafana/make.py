@@ -439,6 +439,16 @@ def _kv() -> Dashboard:
             ),
             "Evictions as fast as commits with few hits: prefixes are evicted before they are used again.",
         ),
+        Panel(
+            "Users' pins",
+            "suffix: blocks",
+            (
+                Query(f"sum by (component) (pillion_kv_user_pinned_blocks {OWNER})", "pinned {{component}}"),
+                Query(f"sum by (component) (pillion_kv_user_pins {OWNER})", "pins {{component}}"),
+                Query(rate_by_component("pillion_kv_user_pin_hits_total"), "hits/s {{component}}"),
+            ),
+            "Blocks of the prefixes that users have pinned, the pins, and prompts a second that began with one.",
+        ),
     )
     moves = (
         Panel(
