@@ -260,7 +260,7 @@ def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
     found = style.dash if streams.cached is None or prompt is None else _percent(streams.cached / prompt)
     shares = {name: tokens / prompt * 100 for name, tokens in sources.items()} if sources and prompt else {}
     parts = [f"{name} {f'{shares[name]:.0f}' if shares else style.dash}" for name in SOURCES]
-    return f"found {found} = {' + '.join(parts[:3])}; {', '.join(parts[3:])}"
+    return f"{found}: {', '.join(parts[:-2])}; {', '.join(parts[-2:])}"
 
 
 def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayFlow) -> list[str]:

@@ -176,7 +176,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
 def test_changes_are_those_of_the_window() -> None:
     one = flow(reading(0, gateway_page("gateway-0", 7)), reading(2, gateway_page("gateway-0", 9)))
     assert (one.from_pages, one.gateways, one.generated, one.prompt, one.cached) == (True, 1, 100, 100, 70)
-    assert one.sources == {"pool": 60, "fetched": 10, "restored": 0, "prefill": 20, "tail": 10}
+    assert one.sources == {"pool": 60, "fetched": 10, "restored": 0, "bucket": 0, "prefill": 20, "tail": 10}
     assert one.requests == {"answered": 2, "cancelled": 1, "failed": 3}
     assert one.refused == {"Overloaded: requests": 5}
     assert one.first_token is not None
@@ -236,7 +236,7 @@ def test_a_frame_with_every_page() -> None:
     assert row(shown, "kvnode-0").endswith(" 25 15 10 5 60 100 7,777")
     # Ten cached ones that are not pinned, 15 that are, and so on: each glyph is there.
     assert set(row(shown, "kvnode-0").split()[1]) == set(GLYPHS)
-    assert row(shown, "hits") == "hits found 70% = pool 60 + fetched 10 + restored 0; prefill 20, tail 10"
+    assert row(shown, "hits") == "hits 70%: pool 60, fetched 10, restored 0, bucket 0; prefill 20, tail 10"
     assert row(shown, "latency") == "latency first token p50 175 ms p99 248 ms next tokens p50 18 ms p99 >5.0 s"
     assert row(shown, "flow") == "flow tokens/s generated 100, prompts 100"
     refused = "refused 5.0 (Overloaded: requests 5.0)"
@@ -264,7 +264,7 @@ def test_a_frame_of_the_status_alone_has_dashes_not_zeros() -> None:
     cluster = status(*components, prompt_tokens=100, cached_tokens=40, completion_tokens=50)
     now = reading(2, cluster=cluster, troubles=("http://h/metrics: Connection refused",))
     shown = text(reading(0), now)
-    assert row(shown, "hits") == "hits found 40% = pool – + fetched – + restored –; prefill –, tail –"
+    assert row(shown, "hits") == "hits 40%: pool –, fetched –, restored –, bucket –; prefill –, tail –"
     assert row(shown, "latency") == "latency first token p50 – p99 – next tokens p50 – p99 –"
     assert row(shown, "flow") == "flow tokens/s generated 25, prompts 50"
     assert row(shown, "requests/s") == "requests/s answered –, cancelled –, failed –, refused –"
