@@ -545,6 +545,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     keep_pool: bool = flag(
         True, "Keep the KV pool in memory when the KV node dies: the next one takes over its blocks. CPU alone."
     )
+    fork_server: bool = flag(
+        True, "Start components as forks of a process that has imported their packages. Linux alone."
+    )
     standby: bool = flag(
         True, "Keep a started process beside each worker and KV node, which takes over at once when it dies."
     )

@@ -17,8 +17,9 @@ import psutil
 from pillion import Client
 from pillion.errors import Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.supervisor.fork_server_main import STANDBY_VARIABLE
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.standby import STANDBY_VARIABLE, WAITING_NAME
+from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
 
@@ -147,7 +148,7 @@ async def proven_status(address: str) -> NodeStatus | None:
 
 def stands_by(process: psutil.Process) -> bool:
     """Whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just now."""
-    if process.name() == WAITING_NAME:
+    if process.name() == WAITING_NAME or process.cmdline()[0].startswith(WAITING_TITLE):
         return True
     return STANDBY_VARIABLE in process.environ() and not any(one.laddr for one in process.net_connections("unix"))
 

@@ -56,11 +56,9 @@ log = logging.getLogger("pillion.worker")
 ATTACH_TIMEOUT_S = 30.0
 # Longest time that stopping waits for the node to answer the last orders.
 DRAIN_TIMEOUT_S = 2.0
-# Warming up with a huge budget would make the start long; larger steps allocate the rest when they come.
-MAX_WARM_UP_TOKENS = 512
-# A process that stands by computes beside one that serves, and may never be needed: so few tokens have it read all
-# weights and run all kernels once, and the memory of larger steps is taken when those come.
-STANDBY_WARM_UP_TOKENS = 16
+# So few tokens have a worker read all weights and run all kernels once. Larger steps take their memory when they come,
+# which costs milliseconds; to run one at each start would cost more than all else that a forked worker does.
+WARM_UP_TOKENS = 16
 
 
 class StartTurn(Protocol):
@@ -189,9 +187,9 @@ class Worker:
             if flags.enable_lora:
                 # Before the node makes the pool, which on a GPU takes the memory that is left.
                 await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            warm_up = partial(_warm_up, model, draft and draft[1])
+            warm_up = partial(_warm_up, model, draft and draft[1], min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
-                await asyncio.to_thread(warm_up, STANDBY_WARM_UP_TOKENS)
+                await asyncio.to_thread(warm_up)
             held_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
@@ -201,7 +199,7 @@ class Worker:
             await asyncio.to_thread(worker._bind)
             if not warm:
                 # This may take long: the node counts a silence from the first heartbeat on.
-                await asyncio.to_thread(warm_up, min(max_num_batched_tokens, MAX_WARM_UP_TOKENS))
+                await asyncio.to_thread(warm_up)
             undo.pop_all()
         worker._begin(time.monotonic() - began_s - held_s)
         return worker

@@ -7,6 +7,9 @@
     standby.py              a process that is started ahead and takes over when its component dies
     restarts.py             when a dead process is started again, and when the cluster gives up
     fence_watch.py          kills workers that stay fenced
+    fork_server.py          a process that has imported everything, of which components are forks: the supervisor's side
+    fork_server_main.py     its program
+    process_title.py        what the process table shows of a fork
     child_process.py        one child process: its command line and environment, its output, its end
     lifeline.py             a child dies with its supervisor
     component_process.py    one component in this process, from its flags to its exit status

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pillion.cli.flags import env_name, to_argv, without_flags
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
@@ -45,10 +45,27 @@ def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
     }
 
 
+class WatchedProcess(Protocol):
+    """What is used of asyncio's ``Process``; a forked one has the same (:mod:`pillion.supervisor.fork_server`)."""
+
+    pid: int
+    stdout: asyncio.StreamReader | None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, None while it runs."""
+
+    async def wait(self) -> int:
+        """The exit status, as soon as it has ended."""
+
+    def terminate(self) -> None:
+        """Sends SIGTERM. Raises ProcessLookupError where it has ended."""
+
+
 class ChildProcess:
     """A running or ended child process. :meth:`start` makes it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, forward: Callable[[str], None]) -> None:
+    def __init__(self, process: WatchedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
         self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
 
@@ -92,6 +109,7 @@ class ChildProcess:
         self.kill()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
         self._output.cancel()
+        self._bury_adopted()
         return code
 
     async def stop(self, grace_s: float) -> None:
@@ -110,11 +128,33 @@ class ChildProcess:
 
     def gone(self) -> bool:
         """Whether no process of the group lives."""
+        self._bury_adopted()
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return True
         return False
+
+    def _bury_adopted(self) -> None:
+        """Waits for dead processes of the group which this process has become the parent of, as it does where it
+        adopts orphans. They would be zombies as long as it lives."""
+        with contextlib.suppress(ChildProcessError):
+            while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
+                pass
+
+
+class Launch(Protocol):
+    """How a supervisor starts a process."""
+
+    async def __call__(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        forward: Callable[[str], None],
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> ChildProcess:
+        """As :meth:`ChildProcess.start`."""
 
 
 async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:

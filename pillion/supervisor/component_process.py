@@ -46,6 +46,12 @@ ROLES = {
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
 }
 WORKERS = ("prefill", "decode")
+# What components import later than their own modules, some behind their first requests.
+LATER_MODULES = (
+    *("pillion.cli.app", "pillion.kvstore.memory.keeper_process", "pillion.observability.metrics_export"),
+    *("pillion.engine.backends.cpu.cpu_backend", "llguidance"),
+)
+LATER_GPU_MODULES = ("pillion.engine.backends.gpu.gpu_loading",)
 # Time for running requests in a component without --drain-timeout-s, and time for the clean-up after them.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
@@ -60,6 +66,13 @@ def require_server_packages(needs: str = "servers need") -> None:
     missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{needs} {', '.join(missing)}: pip install 'pillion[server]'")
+
+
+def preloaded_modules(device: str) -> tuple[str, ...]:
+    """What is imported before a component of any role is forked, for workers that compute on ``device``. None of it
+    starts a thread or touches a GPU."""
+    gpu = LATER_GPU_MODULES if device == "cuda" else ()
+    return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *gpu)
 
 
 def name_of(role: str, flags: Any) -> str:
@@ -120,6 +133,8 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
                 os._exit(0)
             return 0
         component = started.result()
+        if standby is not None:
+            standby.serves()
         page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
         exports = Exports(component.meters, name, role, **page)
         LoopWatch(component.meters)

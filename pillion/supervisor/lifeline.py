@@ -1,7 +1,7 @@
 """A child's tie to its supervisor: when the supervisor dies, however it dies, the child dies too.
 
 On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
-process id. As a program (``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command
+process id. Linux also lets a supervisor adopt what a process between has left behind. As a program (``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command
 that knows nothing of supervisors, such as Redis.
 """
 
@@ -18,6 +18,7 @@ import time
 PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
 PARENT_POLL_MS = 500
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 KERNEL_TIES = sys.platform.startswith("linux")
 
 
@@ -37,6 +38,18 @@ def tie_to_parent(pid: int | None = None) -> None:
     # The parent may have died before prctl: then nobody sends the signal any more.
     if os.getppid() != pid:
         os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """Makes this process the parent of each descendant whose parent ends, from now on; returns whether the system can
+    do that, and watch such a process by its number."""
+    if not KERNEL_TIES:
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return not ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def run_tied(pid: int, command: list[str]) -> int:

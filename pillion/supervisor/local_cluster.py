@@ -27,8 +27,9 @@ from pillion.errors import ConfigError
 from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ
-from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, require_server_packages
+from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, preloaded_modules, require_server_packages
 from pillion.supervisor.fence_watch import watch_fences
+from pillion.supervisor.fork_server import ForkServer
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.preflight import check_cluster, wait_for_redis
@@ -57,6 +58,7 @@ class LocalCluster:
         self.runtime: RuntimeDir | None = None
         self._redis_binary: Path | None = None
         self._ports = PublicPorts()
+        self._fork_server: ForkServer | None = None
         # What stop() has to do, the last first.
         self._ending = contextlib.AsyncExitStack()
         self._ending.callback(self._ports.close)
@@ -77,6 +79,9 @@ class LocalCluster:
         settled = resolved(self.flags)
         check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
         self.flags = self._ports.hold(settled)
+        if self.flags.fork_server:
+            # Its imports take as long as all that is done before the first component starts.
+            self._begin_fork_server()
         if settled.redis_url:
             await wait_for_redis(settled.redis_url, self.notices)
         else:
@@ -106,7 +111,8 @@ class LocalCluster:
         if board is not None:
             self._ending.callback(board.close)
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary, board)
-        self.supervisor = Supervisor(specs, self.notices)
+        launch = self._fork_server.launch if self._fork_server is not None else None
+        self.supervisor = Supervisor(specs, self.notices, launch=launch)
         self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
@@ -120,9 +126,19 @@ class LocalCluster:
         """Stops everything and leaves nothing behind, also after a start that failed half-way. Idempotent."""
         await self._ending.aclose()
 
+    def _begin_fork_server(self) -> None:
+        """OpenMP reads its settings when torch is imported, so the server has those of the workers."""
+        environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
+        show = partial(self.notices.component, "fork-server")
+        self._fork_server = ForkServer(preloaded_modules(self.flags.device), environ, show)
+        self._ending.push_async_callback(self._fork_server.stop)
+        self._fork_server.start()
+
     def left_behind(self) -> list[str]:
         """Process groups and files that still exist after :meth:`stop`; empty unless something is wrong."""
         left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
+        if self._fork_server is not None and not self._fork_server.gone():
+            left.append("the fork server")
         if self.runtime is not None and self.runtime.path.exists():
             left.append(str(self.runtime.path))
         return left

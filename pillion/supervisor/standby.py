@@ -27,12 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pillion.config import WorkerFlags
-from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.child_process import ChildProcess, Launch
+from pillion.supervisor.fork_server_main import STANDBY_VARIABLE
+from pillion.supervisor.process_title import WAITING_NAME, show_title
 
-# Set for a process that is to wait for its turn.
-STANDBY_VARIABLE = "PILLION_AWAITS_TURN"
-# What `ps -o comm` shows of a process that waits.
-WAITING_NAME = "pillion-standby"
 READY, BEGIN = b"r", b"b"
 # The last lines of its output, which are shown when it takes over.
 MAX_KEPT_LINES = 20
@@ -84,6 +82,10 @@ class Standby:
         self._held_s = time.monotonic() - began_s
         return self._held_s
 
+    def serves(self) -> None:
+        """The process has taken over and serves: from now on the process table shows it as the component."""
+        show_title(waits=False)
+
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
         """A worker's factory of models: it loads one before the process waits where that costs no memory of its own,
         and else waits first."""
@@ -117,15 +119,15 @@ class Successor:
         self._reading.add_done_callback(self._read_ended)
 
     @classmethod
-    async def start(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Successor:
-        """Starts the process. Raises OSError."""
+    async def start(
+        cls, argv: Sequence[str], environ: Mapping[str, str], launch: Launch = ChildProcess.start
+    ) -> Successor:
+        """Starts the process by ``launch``. Raises OSError."""
         ours, theirs = socket.socketpair()
         output = _KeptOutput()
         try:
             with theirs:
-                child = await ChildProcess.start(
-                    argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno()
-                )
+                child = await launch(argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno())
         except BaseException:
             ours.close()
             raise

@@ -26,7 +26,7 @@ from typing import Any
 
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
-from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess
+from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
 from pillion.supervisor.restarts import GiveUp, RestartPolicy
 from pillion.supervisor.standby import Successor
 
@@ -92,7 +92,7 @@ class _SupervisedProcess:
 
 
 class Supervisor:
-    """Keeps the processes of ``specs`` alive.
+    """Keeps the processes of ``specs`` alive, which ``launch`` starts; without it, ChildProcess.start does.
 
     Use: ``await start()``, then ``await failed()`` as long as you like, then ``await stop()``, always.
     """
@@ -103,6 +103,7 @@ class Supervisor:
         notices: Notices,
         policy: RestartPolicy | None = None,
         *,
+        launch: Launch | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
@@ -111,6 +112,7 @@ class Supervisor:
         self._components = [_SupervisedProcess(spec) for spec in specs]
         self._notices = notices
         self._policy = policy or RestartPolicy()
+        self._launch: Launch = launch or ChildProcess.start
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._alive_interval_s = alive_interval_s
@@ -238,7 +240,7 @@ class Supervisor:
         successor, component.successor = component.successor, None
         child = successor.begin(forward) if successor is not None else None
         if child is None:
-            child = await ChildProcess.start(spec.argv, spec.environ, forward)
+            child = await self._launch(spec.argv, spec.environ, forward)
         component.child = child
         probing = asyncio.create_task(self._until_ready(component, child))
         try:
@@ -288,7 +290,7 @@ class Supervisor:
         """Returns when the standby waits, cannot be started or has ended, or after the time for a start."""
         spec = component.spec
         try:
-            component.successor = successor = await Successor.start(spec.argv, spec.environ)
+            component.successor = successor = await Successor.start(spec.argv, spec.environ, self._launch)
         except OSError as error:
             # It is tried again and again: a reason is worth saying once.
             if component.unaided != str(error):

@@ -1,6 +1,7 @@
 """Wraps the seams of a component's process: when a module with a seam has been imported, its points are passed.
 
-The role is the word behind ``-m pillion`` on the command line. A seam stays what it was to everybody who calls it: a
+The role is the word behind ``-m pillion`` on the command line. The fork server, of which components are forks, has the
+seams of all roles, and each fork passes the points of its own. A seam stays what it was to everybody who calls it: a
 function, a coroutine function or an asynchronous generator function of the same name.
 """
 
@@ -10,6 +11,7 @@ import functools
 import importlib.abc
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 from collections import defaultdict
@@ -23,25 +25,44 @@ from testbed.faults.board import FaultBoard
 from testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
+# Of the fork server's program: its forks have a role each.
+EVERY_ROLE = "every role"
+_FORK_SERVER = "pillion.supervisor.fork_server_main"
 
 
 def role_of(words: Sequence[str]) -> str:
-    """The role of a component by its command line; empty where it is none."""
+    """The role of a component by its command line; EVERY_ROLE for the fork server, empty for any other program."""
     for place, word in enumerate(words[:-1]):
         if pathlib.Path(word).name == "pillion" and words[place - 1] == "-m":
             return words[place + 1]
-    return ""
+    return EVERY_ROLE if _FORK_SERVER in words else ""
 
 
 def install(board: FaultBoard, role: str) -> None:
-    """Has this process pass the points of ``role`` from now on, as soon as their modules are imported."""
-    seams: dict[str, dict[str, dict[str, Pass]]] = defaultdict(lambda: defaultdict(dict))
+    """Has this process pass the points of ``role`` from now on, as soon as their modules are imported; with
+    ``EVERY_ROLE`` its forks those of the roles that they get."""
+    numbers: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for point in POINTS:
-        if point.role == role:
+        if role in (point.role, EVERY_ROLE):
             module, _, name = point.seam.partition(":")
-            seams[module][name][point.moment] = functools.partial(board.passes, point.number)
+            numbers[module, name, point.moment][point.role] = point.number
+    seams: dict[str, dict[str, dict[str, Pass]]] = defaultdict(lambda: defaultdict(dict))
+    for (module, name, moment), by_role in numbers.items():
+        seams[module][name][moment] = functools.partial(_pass, board, by_role)
     if seams:
         sys.meta_path.insert(0, _SeamFinder(seams))
+
+
+def _pass(board: FaultBoard, by_role: dict[str, int]) -> None:
+    number = by_role.get(_role_now(os.getpid()))
+    if number is not None:
+        board.passes(number)
+
+
+@functools.cache
+def _role_now(pid: int) -> str:
+    """The role of this process, whose number is ``pid``."""
+    return role_of(sys.orig_argv)
 
 
 class _SeamFinder(importlib.abc.MetaPathFinder):

@@ -10,7 +10,7 @@ import pytest
 from pillion.config import DecodeFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.worker import worker as worker_module
-from pillion.engine.worker.worker import STANDBY_WARM_UP_TOKENS
+from pillion.engine.worker.worker import WARM_UP_TOKENS
 from pillion.errors import ConfigError
 from pillion.kvstore.index.registry import Registry
 from testbed.conditions import WITHIN_S, until
@@ -126,7 +126,7 @@ async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(mo
         attached.clear()
         starting = asyncio.create_task(start_decode(flags, backend_factory=factory(backend), turn=turn))
         await until("it to stand by", turn.waited_for.is_set)
-        assert (backend.warm_ups, attached, socket.exists()) == ([STANDBY_WARM_UP_TOKENS], [], False)
+        assert (backend.warm_ups, attached, socket.exists()) == ([WARM_UP_TOKENS], [], False)
         turn.come.set()
         serving = await starting
         try:

@@ -1,0 +1,224 @@
+"""The supervisor's side of the fork server: components begin as forks of a process that has imported what they need.
+
+    the server   (none) --start()--> importing --READY--> forking --its end--> importing again, RESPAWN_DELAY_S later
+                                         '--its end--> none any more: what cannot import now will not import later
+    a component  asked for --> forked, this process's child --its number--> watched --its order--> runs as any other
+                                  '-- FORK_TIMEOUT_S, or the server's end --> started by its command line
+
+Starting Python and importing torch and its like takes seconds of a core. Each process of a cluster would take them, and
+a client's stream waits for them when its worker has died. A fork has it all at once, and shares the memory. Nothing
+depends on the server: without it, or where it fails, a component is started by its command line.
+
+A component is forked twice, and the process between ends at once. The kernel then makes it a child of the supervisor,
+which has asked to adopt orphans: exit status, tie to the supervisor and process group are those of any other child, and
+the fork server's death does not touch it. Linux alone has all of that. The server's program is
+:mod:`pillion.supervisor.fork_server_main`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.fork_server_main import FORK, READY, component_words, order_of
+from pillion.supervisor.lifeline import adopt_orphans
+
+PROGRAM = "pillion.supervisor.fork_server_main"
+# Imports take seconds, more on a machine whose cores others want.
+READY_TIMEOUT_S = 120.0
+# A fork takes some tens of milliseconds. A server that needs longer is taken for one that hangs, and is killed.
+FORK_TIMEOUT_S = 10.0
+# What such a server had forked before it was killed has so long to say its number.
+LATE_FORK_S = 1.0
+# Between a server's death and the next one: what has died with it needs the cores first.
+RESPAWN_DELAY_S = 2.0
+STOP_GRACE_S = 1.0
+MAX_NUMBER_BYTES = 16
+
+
+class ForkServer:
+    """Keeps a fork server alive and starts components by it; one event loop's.
+
+    Use: :meth:`start`, then ``await launch(...)`` as often as you like, then ``await stop()``, always.
+    """
+
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], show: Callable[[str], None]) -> None:
+        """``modules`` are imported by the server, in its environment ``environ``: what libraries read of that while
+        they are imported holds for all components. ``show`` gets the lines that the server writes."""
+        self._modules = tuple(modules)
+        self._environ = {**environ}
+        self._show = show
+        self._keeping: asyncio.Task[None] | None = None
+        self._server: ChildProcess | None = None
+        # The connection to a server that is ready.
+        self._control: socket.socket | None = None
+        # Set when the first server is ready, and when there will be none.
+        self._decided = asyncio.Event()
+
+    def start(self) -> None:
+        """Begins to start the server. From now on the kernel makes orphans among this process's descendants its
+        children."""
+        if adopt_orphans():
+            self._keeping = asyncio.create_task(self._keep(), name="fork server")
+        else:
+            self._decided.set()
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of a server that is ready, else None."""
+        return self._server.pid if self._server is not None and self._control is not None else None
+
+    async def launch(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        forward: Callable[[str], None],
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> ChildProcess:
+        """As :meth:`ChildProcess.start`. A component waits for the first server and is forked; any other program, and
+        a component that finds no server, is started by its command line."""
+        if component_words(argv) is not None:
+            await self._decided.wait()
+            child = await self._fork(argv, environ, forward, stdin)
+            if child is not None:
+                return child
+        return await ChildProcess.start(argv, environ, forward, stdin=stdin)
+
+    async def stop(self) -> None:
+        """Ends the server; components go on. Idempotent."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        self._decided.set()
+
+    def gone(self) -> bool:
+        """Whether no process of the server lives."""
+        return self._server is None or self._server.gone()
+
+    async def _keep(self) -> None:
+        while await self._live_once():
+            await asyncio.sleep(RESPAWN_DELAY_S)
+
+    async def _live_once(self) -> bool:
+        """One server, from its start to its end; returns whether it was ready."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        server = None
+        try:
+            with theirs:
+                argv = (sys.executable, "-m", PROGRAM, *self._modules)
+                server = await ChildProcess.start(argv, self._environ, self._show, stdin=theirs.fileno())
+            self._server = server
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                if await asyncio.get_running_loop().sock_recv(ours, len(READY)) != READY:
+                    self._show("it has ended; components are started without it")
+                    return False
+            self._control = ours
+            self._decided.set()
+            await server.wait()
+            return True
+        except (OSError, TimeoutError) as error:
+            self._show(f"components are started without it: {error or 'it was not ready in time'}")
+            return False
+        finally:
+            self._control = None
+            self._decided.set()
+            ours.close()
+            if server is not None:
+                await server.stop(STOP_GRACE_S)
+
+    async def _fork(
+        self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None], stdin: int
+    ) -> ChildProcess | None:
+        """The component, forked; None where the server cannot. Raises OSError where this process has no descriptors
+        left."""
+        control, server = self._control, self._server
+        if control is None or server is None:
+            return None
+        with contextlib.ExitStack() as ends:
+            connection, its_connection = map(ends.enter_context, socket.socketpair())
+            connection.setblocking(False)
+            output, its_output = os.pipe()
+            for end in (output, its_output):
+                ends.callback(os.close, end)
+            its_input = ends.enter_context(
+                open(os.devnull if stdin == asyncio.subprocess.DEVNULL else os.dup(stdin), "rb", 0)
+            )
+            try:
+                socket.send_fds(control, [FORK], [its_connection.fileno(), its_input.fileno(), its_output])
+            except OSError:
+                return None
+            # From here on the connection ends where nobody has the other end any more.
+            its_connection.close()
+            number = await _number_from(connection, server)
+            if not number:
+                return None
+            child = ChildProcess(ForkedProcess(number, await _reader(os.dup(output))), forward)
+            with contextlib.suppress(OSError):
+                # One that has died meanwhile is a child that has died, as any other.
+                await asyncio.get_running_loop().sock_sendall(connection, order_of(argv, environ))
+            return child
+
+
+async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
+    """The process id that a component tells, 0 where none comes. A server that hangs is killed."""
+    for patience_s in (FORK_TIMEOUT_S, LATE_FORK_S):
+        try:
+            async with asyncio.timeout(patience_s):
+                return int(await asyncio.get_running_loop().sock_recv(connection, MAX_NUMBER_BYTES) or 0)
+        except TimeoutError:
+            server.kill()
+        except OSError:
+            break
+    return 0
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    """Reads a pipe until its end, and closes it then."""
+    reader = asyncio.StreamReader()
+    pipe = open(descriptor, "rb", 0)  # noqa: SIM115  (the transport's from here on)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader
+
+
+class ForkedProcess:
+    """A child of this process which another process has forked, with what :class:`ChildProcess` uses of asyncio's
+    ``Process``. Made in the event loop that watches it."""
+
+    def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        # It is a zombie at worst: its number is its own until it is waited for.
+        self._watched = os.pidfd_open(pid)
+        self._loop.add_reader(self._watched, self._reap)
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal. Several tasks may await it."""
+        status: int = await asyncio.shield(self._ended)
+        return status
+
+    def terminate(self) -> None:
+        """Sends SIGTERM. Raises ProcessLookupError where it has ended."""
+        if self.returncode is not None:
+            raise ProcessLookupError
+        signal.pidfd_send_signal(self._watched, signal.SIGTERM)
+
+    def _reap(self) -> None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            return
+        self._loop.remove_reader(self._watched)
+        os.close(self._watched)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._ended.set_result(self.returncode)
