@@ -89,7 +89,7 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, pauses, split, structured or tracing
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, pauses, split, structured, tracing or warm_restart
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)

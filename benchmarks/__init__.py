@@ -13,7 +13,8 @@ Each module is a program, `python -m benchmarks.NAME`, which prints a table and 
   `eagle_head` (guessed tokens, and a head that is trained for it), `cpu_service`, `peers`, `llama_stream` and
   `closed_loop` (other servers beside Pillion), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane`, `kv_disk` and `kv_eviction`.
-- Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow) and
+- Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow),
+  `warm_restart` (how long a killed component takes until it is ready) and
   `pauses` (what clients see of killed and stopped components).
 - Shared code: `report` (results and the machine), `plot` (charts), `traces` and
   `mooncake` (made request traces).

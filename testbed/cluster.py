@@ -59,8 +59,7 @@ class ServedCluster:
         found = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                # Redis shows one word with spaces in it.
-                words = " ".join(process.cmdline()).split()
+                words = words_of(process)
                 named = any(pathlib.Path(word).name == role for word in words[:5])
                 if named and process.pid != self.process.pid and not stands_by(process):
                     found.append(process)
@@ -146,9 +145,17 @@ async def proven_status(address: str) -> NodeStatus | None:
         await client.aclose()
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """A process's command line, empty where it has ended. Forked components, as Redis, show one word with spaces in
+    it."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline()).split()
+    return []
+
+
 def stands_by(process: psutil.Process) -> bool:
     """Whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just now."""
-    if process.name() == WAITING_NAME or process.cmdline()[0].startswith(WAITING_TITLE):
+    if process.name() == WAITING_NAME or words_of(process)[:1] == [WAITING_TITLE]:
         return True
     return STANDBY_VARIABLE in process.environ() and not any(one.laddr for one in process.net_connections("unix"))
 

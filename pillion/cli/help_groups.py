@@ -12,7 +12,8 @@ GROUPS = {
     "Public ports": "host http_port grpc_port allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
-    " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s fork_server standby",
+    " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s fork_server"
+    " standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " max_pinned_percent max_tenant_pinned_percent"
     " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool keeper_socket",

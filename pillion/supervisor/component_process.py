@@ -37,6 +37,7 @@ PREPARED = "is ready at"
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
     *("jinja2", "xxhash", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
+    "setproctitle",
 )
 # Role -> module and function that start it.
 ROLES = {

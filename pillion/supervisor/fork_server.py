@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -39,6 +40,8 @@ LATE_FORK_S = 1.0
 # Between a server's death and the next one: what has died with it needs the cores first.
 RESPAWN_DELAY_S = 2.0
 STOP_GRACE_S = 1.0
+# The process table shows a fork's command line where the server's own and its environment are: this makes them longer.
+TITLE_ROOM_BYTES = 16 * 1024
 MAX_NUMBER_BYTES = 16
 
 
@@ -52,7 +55,7 @@ class ForkServer:
         """``modules`` are imported by the server, in its environment ``environ``: what libraries read of that while
         they are imported holds for all components. ``show`` gets the lines that the server writes."""
         self._modules = tuple(modules)
-        self._environ = {**environ}
+        self._environ = {**environ, "ROOM_FOR_COMMAND_LINES": " " * TITLE_ROOM_BYTES}
         self._show = show
         self._keeping: asyncio.Task[None] | None = None
         self._server: ChildProcess | None = None
@@ -104,7 +107,7 @@ class ForkServer:
         return self._server is None or self._server.gone()
 
     async def _keep(self) -> None:
-        while await self._live_once():
+        while await self._live_once():  # noqa: ASYNC110  (it waits for nothing but the delay)
             await asyncio.sleep(RESPAWN_DELAY_S)
 
     async def _live_once(self) -> bool:
@@ -146,14 +149,13 @@ class ForkServer:
         with contextlib.ExitStack() as ends:
             connection, its_connection = map(ends.enter_context, socket.socketpair())
             connection.setblocking(False)
+            nothing = os.open(os.devnull, os.O_RDONLY)
             output, its_output = os.pipe()
-            for end in (output, its_output):
+            for end in (nothing, output, its_output):
                 ends.callback(os.close, end)
-            its_input = ends.enter_context(
-                open(os.devnull if stdin == asyncio.subprocess.DEVNULL else os.dup(stdin), "rb", 0)
-            )
+            its_input = nothing if stdin == asyncio.subprocess.DEVNULL else stdin
             try:
-                socket.send_fds(control, [FORK], [its_connection.fileno(), its_input.fileno(), its_output])
+                socket.send_fds(control, [FORK], [its_connection.fileno(), its_input, its_output])
             except OSError:
                 return None
             # From here on the connection ends where nobody has the other end any more.
@@ -184,8 +186,8 @@ async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
 async def _reader(descriptor: int) -> asyncio.StreamReader:
     """Reads a pipe until its end, and closes it then."""
     reader = asyncio.StreamReader()
-    pipe = open(descriptor, "rb", 0)  # noqa: SIM115  (the transport's from here on)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))
     return reader
 
 
@@ -195,7 +197,7 @@ class ForkedProcess:
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
         self.pid = pid
-        self.stdout = stdout
+        self.stdout: asyncio.StreamReader | None = stdout
         self.returncode: int | None = None
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()

@@ -5,8 +5,9 @@
     importing --READY--> waiting --FORK, with three descriptors--> forked ---> waiting
                             '-- the connection ends --> exit
 
-    a fork:  the supervisor's child, tied to it, of its own session --its number--> waiting for the order
-             --the order--> `python -m pillion WORDS`, with the order's environment      '-- the connection ends --> exit
+    a fork:  the supervisor's child, tied to it, in its own session --its number--> waiting for its order
+                 --the order--> `python -m pillion WORDS`, in the order's environment
+                 '-- the connection ends --> exit
 
 It starts no thread and uses no GPU: a fork has only the thread that called it, and what others held stays locked.
 :mod:`pillion.supervisor.fork_server` is the supervisor's side, and says why there is such a thing.

@@ -1,8 +1,9 @@
 """A child's tie to its supervisor: when the supervisor dies, however it dies, the child dies too.
 
 On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
-process id. Linux also lets a supervisor adopt what a process between has left behind. As a program (``python -m pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command
-that knows nothing of supervisors, such as Redis.
+process id. On Linux a supervisor can also adopt children whose own parent has ended. As a program (``python -m
+pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command that knows nothing of supervisors, such
+as Redis.
 """
 
 from __future__ import annotations

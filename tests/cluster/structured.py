@@ -50,7 +50,7 @@ from pillion.types import (
 )
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import delta_from_pb, request_to_pb
-from testbed.cluster import ServedCluster, free_port, served
+from testbed.cluster import ServedCluster, free_port, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
@@ -390,9 +390,11 @@ def another_gateway(running: ServedCluster, policy: str) -> Iterator[str]:
     assert first is not None
     port = free_port()
     own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
-    environ = first.environ() | {PARENT_PID_VARIABLE: str(os.getpid())}
+    # A forked component has its environment from its supervisor, and not from the system.
+    redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
+    environ = {**os.environ, "PILLION_REDIS_URL": redis_url, PARENT_PID_VARIABLE: str(os.getpid())}
     with running.log.open("ab") as log:
-        process = subprocess.Popen([*first.cmdline(), *own], env=environ, stdout=log, stderr=log)
+        process = subprocess.Popen([*words_of(first), *own], env=environ, stdout=log, stderr=log)
     try:
         yield f"127.0.0.1:{port}"
     finally:

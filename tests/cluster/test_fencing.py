@@ -20,7 +20,7 @@ import pytest
 
 from pillion import Client
 from pillion.types import Delta
-from testbed.cluster import ServedCluster, alive, served
+from testbed.cluster import ServedCluster, alive, served, words_of
 from testbed.conditions import wait_for
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import ISA, needs_kernels
@@ -67,7 +67,7 @@ def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
     """Return the processes of the running workers by name."""
     found = {}
     for process in cluster.processes():
-        words = process.cmdline()
+        words = words_of(process)
         found |= {name: process for name in WORKERS if f"--component-id={name}" in words}
     return found
 

@@ -32,7 +32,7 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.kvstore.index import redis_keys
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served
+from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
@@ -97,7 +97,7 @@ def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
     """Return the living gateway processes by component id."""
     found = {}
     for process in cluster.processes():
-        words = process.cmdline()
+        words = words_of(process)
         if "gateway" in words[:4]:
             found[next(word for word in words if word.startswith("--component-id=")).partition("=")[2]] = process
     return found

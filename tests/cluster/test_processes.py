@@ -32,7 +32,7 @@ from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import ServedCluster, alive, served
+from testbed.cluster import ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
@@ -119,7 +119,7 @@ def test_no_core_idles_while_either_worker_has_work(cluster: ServedCluster) -> N
     assert worker is not None
     if usable_cores() < 2:
         pytest.skip("there is one core, and nothing to lend")
-    path = next((word.partition("=")[2] for word in worker.cmdline() if word.startswith("--core-board=")), "")
+    path = next((word.partition("=")[2] for word in words_of(worker) if word.startswith("--core-board=")), "")
     assert path, "workers of one host share a board of cores"
     board, lent, over = CoreBoard.open(path), set(), threading.Event()
 

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -20,18 +20,13 @@ from pillion.supervisor.fork_server import ForkServer
 from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.supervisor.standby import Successor
-from testbed.cluster import alive
+from testbed.cluster import alive, words_of
 from testbed.conditions import WITHIN_S, until
 from tests.support.processes import STAY, NewChildren, started
 
 PILLION = (sys.executable, "-m", "pillion")
 # Enough for a component without a model.
 MODULES = ("pillion.cli.app", "pillion.kvstore.memory.keeper_process")
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    """The command line that the process table shows."""
-    return " ".join(process.cmdline()).split()
 
 
 @contextlib.asynccontextmanager
@@ -48,7 +43,9 @@ async def serving(*modules: str, environ: dict[str, str] | None = None) -> Async
 
 
 @contextlib.asynccontextmanager
-async def keeper(server: ForkServer, folder: pathlib.Path, **more: str) -> AsyncIterator[tuple[ChildProcess, list[str]]]:
+async def keeper(
+    server: ForkServer, folder: pathlib.Path, **more: str
+) -> AsyncIterator[tuple[ChildProcess, list[str]]]:
     """The smallest component, once it listens, and its lines."""
     lines: list[str] = []
     path = folder / "k.sock"
@@ -219,7 +216,6 @@ async def test_who_adopts_orphans_buries_them() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _linux() -> Iterator[None]:
+def _linux() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux hands orphans over to a supervisor")
-    yield

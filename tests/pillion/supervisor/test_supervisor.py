@@ -16,8 +16,8 @@ import pytest
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.process_title import WAITING_NAME
+from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.standby import Successor
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
