@@ -408,6 +408,10 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         " with the node.",
         placement=True,
     )
+    kv_log_changes: int = flag(
+        65_536, "Newest changes of the pool's blocks that followers may still ask for (pillion events).", least=1
+    )
+    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0)
     kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."

@@ -491,6 +491,15 @@ def _kv() -> Dashboard:
             (Query(by_component("pillion_kv_late_blocks"), "{{component}}"),),
             "Slots that reads keep which outlived their fetch: a disk or a node that does not answer.",
         ),
+        Panel(
+            "Followers",
+            "short",
+            (
+                Query(by_component("pillion_kv_followers"), "{{component}}"),
+                Query(rate_by_component("pillion_kv_dropped_followers_total"), "{{component}} dropped/s"),
+            ),
+            "Routers that follow the pool's blocks. A dropped one was too slow; it follows again with a snapshot.",
+        ),
     )
     health = (
         Panel(

@@ -456,6 +456,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         namespace=model.namespace().hex(),
         kv_rows=2 * layout.num_layers,
         kv_heads=layout.num_kv_heads,
+        block_tokens=layout.block_size,
         timeout_s=ATTACH_TIMEOUT_S,
     )
 

@@ -106,7 +106,13 @@ class Attachment(SharedMemory):
     """
 
     def __init__(
-        self, sock: socket.socket, memory_fds: Sequence[int], reply: AttachReply, block_bytes: int, place: int = 0
+        self,
+        sock: socket.socket,
+        memory_fds: Sequence[int],
+        reply: AttachReply,
+        block_bytes: int,
+        place: int = 0,
+        block_tokens: int = 0,
     ) -> None:
         """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them; with ``place``,
         of a file that is opened anew and locked there. Raises ConfigError."""
@@ -124,6 +130,8 @@ class Attachment(SharedMemory):
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
+        # Said again when the worker attaches to the node's next life.
+        self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
 
     @property
@@ -152,6 +160,7 @@ class Attachment(SharedMemory):
             role=role,
             block_bytes=self.block_bytes,
             namespace=namespace,
+            block_tokens=self._block_tokens,
             takes_place=True,
             pool_id=self.pool_id,
             place=self._place,
@@ -239,10 +248,12 @@ def attach(
     namespace: str = "",
     kv_rows: int = 0,
     kv_heads: int = 0,
+    block_tokens: int = 0,
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
     ``kv_rows``, ``kv_heads``: rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
+    ``block_tokens``: tokens of a block, which the node tells those who follow its blocks.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -254,6 +265,7 @@ def attach(
         namespace=namespace,
         kv_rows=kv_rows,
         kv_heads=kv_heads,
+        block_tokens=block_tokens,
         takes_place=True,
     )
     with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
@@ -264,7 +276,8 @@ def attach(
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
-        attachment = Attachment(sock, fds, reply, block_bytes, reply.epoch if reply.pool_id else 0)
+        place = reply.epoch if reply.pool_id else 0
+        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens)
     sock.setblocking(False)
     return attachment
 

@@ -6,6 +6,7 @@
     retentions.py     Retentions: chains that are evicted last, for a while and within quotas; users call them pins.
     waiting_queue.py  WaitingQueue: OpenTicket calls that wait for memory.
     slot_table.py     SlotTable: committed blocks in memory that outlives the node's process, torn writes noticed.
+    block_log.py      BlockLog, FollowerStream: the newest changes by number, and what a follower is sent of them.
     kept_blocks.py    KeptBlocks: writes that table, and takes over what an earlier life of the node has left in it.
     integrity.py      check_integrity: the proof that everything adds up (I4).
     records.py        Block, Holder, TicketState, Retention, IndexEvent, PoolShape: plain data.

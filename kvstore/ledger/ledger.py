@@ -128,7 +128,7 @@ class Ledger:
         )
 
     def drain_events(self) -> list[IndexEvent]:
-        """Returns what changed for the index since the last call, in order."""
+        """Returns the blocks that came into the pool and left it since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -397,7 +397,8 @@ class Ledger:
         return self._evicted(self.tree.evict())
 
     def _came(self, block: Block) -> None:
-        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment))
+        parent = b"" if block.parent is None else block.parent.hash
+        self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
         self.retentions.came(block)
 
     def _evicted(self, block: Block) -> int:

@@ -153,8 +153,10 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """A block came (``here``) or went. ``segment``: see :class:`Block`."""
+    """A block came (``here``) or went. ``segment``: see :class:`Block`; ``parent``: of a block that came into the pool,
+    the hash of the block before it, empty for a chain's first."""
 
     block_hash: bytes
     here: bool
     segment: bytes = b""
+    parent: bytes = b""

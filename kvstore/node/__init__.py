@@ -3,6 +3,7 @@
     pool.py           Pool: ledger and waiting queue with real time and callers. Start here.
     node_servicer.py  the gRPC service (protos/pillion/v1/kvnode.proto): messages in, calls on the pool, messages out.
     kv_node.py        KVNode, start_kvnode: starts and stops everything; status, metrics, heartbeat record.
+    followers.py      Followers: streams of the pool's changes to those outside who follow them.
     attach_server.py  the attach socket: workers get the pool's memory; proof that a worker's process is gone.
     regions.py        memory beside the pool that workers share, such as weights. Sans-IO.
     region_server.py  the attach socket's connections that want a region.

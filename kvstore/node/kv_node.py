@@ -83,9 +83,14 @@ class KVNode:
             records=RetentionRecords(flags.redis_url, flags.node_id) if flags.redis_url else None,
             announce=self._announce,
             shaped=self._shaped,
+            node_id=flags.node_id,
+            kv_device=flags.kv_device,
+            max_log_changes=flags.kv_log_changes,
+            max_followers=flags.max_kv_followers,
         )
         self.meters = self.pool.meters
         self.meters.watch(lambda: metric_readings(self.status()))
+        self.meters.watch(self.pool.followers.readings)
         self._storage: Storage | None = None
         self._folder = DiskFolder(flags.disk_path) if flags.disk_path else None
         self._objects = ObjectStore(parse_object_url(flags.object_url)) if flags.object_url else None
@@ -186,6 +191,7 @@ class KVNode:
     async def stop(self, grace_s: float = 2.0) -> None:
         """Ends sessions and attachments, by which others learn of it, and frees the memory. Idempotent."""
         self._stopping.set()
+        self.pool.followers.close()
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

@@ -99,6 +99,10 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         await self._adapters.keep(aiter(request_iterator))
         return pb.KeepAdapterReply()
 
+    async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:
+        check_hello(request.hello)
+        await self._pool.followers.follow(request.log_epoch, request.number, context.write)
+
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)
 

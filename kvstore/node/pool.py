@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from pillion.kvstore.index.retention_records import RetentionRecords
+from pillion.kvstore.ledger.block_log import MAX_LOG_CHANGES, BlockLog
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
+from pillion.kvstore.node.followers import MAX_FOLLOWERS, Followers
 from pillion.kvstore.node.keeping import Keeping
 from pillion.kvstore.node.retaining import Retaining
 from pillion.kvstore.transfer.fetch import Fetcher
@@ -37,6 +39,7 @@ from pillion.v1.kvnode_pb2 import (
     NodeStatus,
     OpenTicketReply,
     OpenTicketRequest,
+    PoolFacts,
     PrefetchReply,
     PrefetchRequest,
 )
@@ -63,12 +66,15 @@ class Pool:
         records: where retentions are written for the node's next life; None: nowhere.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
+        node_id, kv_device: what followers are told.
+        max_log_changes, max_followers: see :class:`BlockLog` and :class:`Followers`.
 
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
         retaining: the retentions, for callers.
         keeping: set with the pool's shape, where the pool outlives the node.
+        followers: those outside who follow its blocks.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
         chain_waits: calls that wait for a ticket's chain to grow.
@@ -86,6 +92,10 @@ class Pool:
         records: RetentionRecords | None = None,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
+        node_id: str = "",
+        kv_device: str = "cpu",
+        max_log_changes: int = MAX_LOG_CHANGES,
+        max_followers: int = MAX_FOLLOWERS,
     ) -> None:
         self.fetcher: Fetcher | None = None
         self.keeping: Keeping | None = None
@@ -98,7 +108,8 @@ class Pool:
         self._namespace = ""
         self._timeout_s = heartbeat_timeout_s
         self._announce = announce
-        self._block_bytes = 0
+        self._block_bytes = self._block_tokens = 0
+        self._node_id, self._kv_device = node_id, kv_device
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
         # By ticket: the epoch that waits for its chain, the blocks it waits for, and the future that wakes it.
@@ -112,6 +123,8 @@ class Pool:
         self.ledger = Ledger(_new_id, decode_reserve_percent, policy, retained_percents)
         self.retaining = Retaining(self.ledger, records)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
+        log = BlockLog(_new_id(), max_log_changes)
+        self.followers = Followers(self.ledger.tree, log, self._facts, max_followers)
 
     # -- holders
 
@@ -144,7 +157,9 @@ class Pool:
             num_slots = slots_of(self.pool_bytes, hello.block_bytes)
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
+            self._block_tokens = hello.block_tokens
             self.ledger.shape(num_slots)
+            self.followers.wake()
             if self.keeping is not None:
                 self.keeping.begin()
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
@@ -380,6 +395,7 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises IntegrityError (a Conflict) with what does not add up."""
         check_integrity(self.ledger)
+        self.followers.log.check_integrity(self.ledger.tree)
         if self.keeping is not None:
             self.keeping.blocks.check_integrity()
         if len(self._waiting) != len(self.waiting):
@@ -463,7 +479,19 @@ class Pool:
         if self.keeping is not None:
             # Before anybody hears of a slot that has been freed.
             self.keeping.note(events)
+        self.followers.note(events)
         self._announce(events)
+
+    def _facts(self) -> PoolFacts | None:
+        if not self._block_bytes:
+            return None
+        return PoolFacts(
+            node_id=self._node_id,
+            kv_namespace=bytes.fromhex(self._namespace),
+            block_tokens=self._block_tokens,
+            block_bytes=self._block_bytes,
+            kv_device=self._kv_device,
+        )
 
     async def _bring_kept(self, hashes: Sequence[bytes]) -> None:
         if self.keeping is not None and self.keeping.blocks.pending:

@@ -6,6 +6,7 @@
     checks.py          refuses flags that cannot work
     talk.py, chat.py   generate, status; chat
     bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
+    events_command.py  events
     simulate_command.py  simulate; the fleet is :mod:`pillion.simulator.fleet`
     certs.py, keys.py  certificates for development, API keys
     accuracy_table.py  the table of prepare --quantization

@@ -305,9 +305,31 @@ def top(pages: tuple[str, ...], interval_s: float, once: bool, **values: Any) ->
     return run_top(pop_reach(values), pages, interval_s, once)
 
 
+# How a command that talks to a component, and not to a gateway, shows who it is.
+as_component = options(*(flag_option(field) for field in fields(CommonFlags) if field.name.startswith("internal_tls_")))
+
+
+@cli.command()
+@click.argument("node")
+@option("--once", "Print the blocks that the node has now, and exit.", False, is_flag=True)
+@as_component
+def events(node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> None:
+    """Print the blocks that the KV node at NODE has, and those that it stores and removes, as lines of JSON.
+
+    NODE is the node's --node-listen, host:port or unix:path. The command goes on through lost connections and the
+    node's restarts; Ctrl-C ends it.
+    """
+    from pillion.cli.events_command import run_events
+    from pillion.net import rpc, tls
+
+    rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
+    run_events(node, once)
+
+
 @cli.command()
 @click.argument("address")
-@options(CA, *(flag_option(field) for field in fields(CommonFlags) if field.name.startswith("internal_tls_")))
+@options(CA)
+@as_component
 def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> int:
     """Ask one component's gRPC health service at ADDRESS; the exit status is the answer.
 

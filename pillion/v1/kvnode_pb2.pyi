@@ -15,6 +15,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pillion.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -977,6 +978,164 @@ class HeartbeatReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatReply: _TypeAlias = HeartbeatReply  # noqa: Y015
+
+@_typing.final
+class FollowBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    LOG_EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    log_epoch: _builtins.int
+    """Epoch of the log and number of the last change that the caller knows. 0: it knows none, and gets a snapshot."""
+    number: _builtins.int
+    @_builtins.property
+    def hello(self) -> _common_pb2.Hello: ...
+    def __init__(
+        self,
+        *,
+        hello: _common_pb2.Hello | None = ...,
+        log_epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "log_epoch", b"log_epoch", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowBlocksRequest: _TypeAlias = FollowBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PoolFacts(_message.Message):
+    """What a follower has to know of a pool. Its blocks' hashes are chain hashes under the namespace (docs/events.md)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    KV_NAMESPACE_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    KV_DEVICE_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    kv_namespace: _builtins.bytes
+    """Base of the block hashes: model, dtype, layout, block size and sharding (32 bytes)."""
+    block_tokens: _builtins.int
+    """Tokens of every block, 0 where the workers did not say it, and bytes."""
+    block_bytes: _builtins.int
+    kv_device: _builtins.str
+    """Device of the pool: cpu or cuda:N."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        kv_namespace: _builtins.bytes = ...,
+        block_tokens: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        kv_device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "kv_device", b"kv_device", "kv_namespace", b"kv_namespace", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolFacts: _TypeAlias = PoolFacts  # noqa: Y015
+
+@_typing.final
+class BlockRun(_message.Message):
+    """Blocks that were stored, each the child of the one before, or blocks that were removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    removed: _builtins.bool
+    parent: _builtins.bytes
+    """Of stored blocks: hash of the block before the first one; empty where the first one begins a chain."""
+    block_hashes: _builtins.bytes
+    """32 bytes each."""
+    def __init__(
+        self,
+        *,
+        removed: _builtins.bool = ...,
+        parent: _builtins.bytes = ...,
+        block_hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "parent", b"parent", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockRun: _TypeAlias = BlockRun  # noqa: Y015
+
+@_typing.final
+class BlockChanges(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[BlockChanges._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_CHANGES: BlockChanges._Kind.ValueType  # 0
+        """Each block of the runs is a change: the last one has the message's number, the others the numbers before it."""
+        KIND_SNAPSHOT_PART: BlockChanges._Kind.ValueType  # 1
+        """Blocks that the pool has, parents before their children. What a follower knew before is void."""
+        KIND_SNAPSHOT_END: BlockChanges._Kind.ValueType  # 2
+        """The last part. The snapshot is the pool behind the change of the message's number."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_CHANGES: BlockChanges.Kind.ValueType  # 0
+    """Each block of the runs is a change: the last one has the message's number, the others the numbers before it."""
+    KIND_SNAPSHOT_PART: BlockChanges.Kind.ValueType  # 1
+    """Blocks that the pool has, parents before their children. What a follower knew before is void."""
+    KIND_SNAPSHOT_END: BlockChanges.Kind.ValueType  # 2
+    """The last part. The snapshot is the pool behind the change of the message's number."""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    LOG_EPOCH_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    kind: Global___BlockChanges.Kind.ValueType
+    log_epoch: _builtins.int
+    """Differs after every restart of the node."""
+    number: _builtins.int
+    blocks: _builtins.int
+    """With changes and at a snapshot's end: the number of blocks in the pool behind that change, and their digest, which
+    is the XOR of the first 8 bytes (big-endian) of all their hashes.
+    """
+    digest: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockRun]: ...
+    @_builtins.property
+    def pool(self) -> Global___PoolFacts:
+        """In the first message, or in the first one after a worker has given the pool its shape."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___BlockChanges.Kind.ValueType = ...,
+        log_epoch: _builtins.int = ...,
+        number: _builtins.int = ...,
+        runs: _abc.Iterable[Global___BlockRun] | None = ...,
+        blocks: _builtins.int = ...,
+        digest: _builtins.int = ...,
+        pool: Global___PoolFacts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "digest", b"digest", "kind", b"kind", "log_epoch", b"log_epoch", "number", b"number", "pool", b"pool", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockChanges: _TypeAlias = BlockChanges  # noqa: Y015
 
 @_typing.final
 class GetNodeStatusRequest(_message.Message):

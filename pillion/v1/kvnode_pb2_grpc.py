@@ -125,6 +125,11 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReattachReply.FromString,
                 _registered_method=True)
+        self.FollowBlocks = channel.unary_stream(
+                '/pillion.v1.KVNode/FollowBlocks',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.FollowBlocksRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.BlockChanges.FromString,
+                _registered_method=True)
         self.GetNodeStatus = channel.unary_unary(
                 '/pillion.v1.KVNode/GetNodeStatus',
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.GetNodeStatusRequest.SerializeToString,
@@ -288,6 +293,16 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowBlocks(self, request, context):
+        """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+        it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+        a number, and what came behind it. The first message comes at once.
+        RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetNodeStatus(self, request, context):
         """Slots by state, pins, reservations and counters.
         """
@@ -394,6 +409,11 @@ def add_KVNodeServicer_to_server(servicer, server):
                     servicer.Reattach,
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.ReattachReply.SerializeToString,
+            ),
+            'FollowBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.FollowBlocks,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.FollowBlocksRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.BlockChanges.SerializeToString,
             ),
             'GetNodeStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNodeStatus,
@@ -893,6 +913,33 @@ class KVNode(object):
             '/pillion.v1.KVNode/Reattach',
             pillion_dot_v1_dot_kvnode__pb2.ReattachRequest.SerializeToString,
             pillion_dot_v1_dot_kvnode__pb2.ReattachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pillion.v1.KVNode/FollowBlocks',
+            pillion_dot_v1_dot_kvnode__pb2.FollowBlocksRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.BlockChanges.FromString,
             options,
             channel_credentials,
             insecure,

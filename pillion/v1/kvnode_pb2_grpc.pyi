@@ -108,6 +108,12 @@ class KVNodeStub:
     of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
     FAILED_PRECONDITION: the epoch is a session's.
     """
+    FollowBlocks: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]
+    """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+    it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+    a number, and what came behind it. The first message comes at once.
+    RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+    """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
     """Slots by state, pins, reservations and counters."""
     CheckIntegrity: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.CheckIntegrityRequest, _kvnode_pb2.CheckIntegrityReply]
@@ -184,6 +190,12 @@ class KVNodeAsyncStub(KVNodeStub):
     """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
     of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
     FAILED_PRECONDITION: the epoch is a session's.
+    """
+    FollowBlocks: _aio.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]  # type: ignore[assignment]
+    """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+    it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+    a number, and what came behind it. The first message comes at once.
+    RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
     """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
     """Slots by state, pins, reservations and counters."""
@@ -366,6 +378,18 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
         of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
         FAILED_PRECONDITION: the epoch is a session's.
+        """
+
+    @_abc_1.abstractmethod
+    def FollowBlocks(
+        self,
+        request: _kvnode_pb2.FollowBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvnode_pb2.BlockChanges], _abc.AsyncIterator[_kvnode_pb2.BlockChanges]]:
+        """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
+        it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
+        a number, and what came behind it. The first message comes at once.
+        RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
         """
 
     @_abc_1.abstractmethod

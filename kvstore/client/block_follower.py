@@ -1,0 +1,90 @@
+"""Keeps a mirror of a KV node's pool over lost connections, slow times and the node's restarts.
+
+    follow from where the mirror stands --messages--> applied ... --the stream ends--> pause --> follow again
+                                                        '--one does not fit--> forgotten --> pause --> follow again
+
+The node's keepalive ends a stream whose other side is silent (:mod:`pillion.net.rpc`), so a mirror that is ``current``
+is at most that much behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, InvalidRequest, Overloaded, Unavailable
+from pillion.kvstore.client.block_mirror import BlockMirror
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.v1.kvnode_pb2 import BlockChanges
+
+log = logging.getLogger("pillion.follower")
+
+# Pauses before the stream is opened again: the first, and the longest, to which they double.
+RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+# Ends of a stream after which the next one may do better.
+_PASSING = (Unavailable, Overloaded, DeadlineExceeded, Cancelled)
+
+
+class BlockFollower:
+    """One reader of one node. The caller's loop makes all calls.
+
+    Args:
+        client: the node's; the caller closes it.
+
+    Attributes:
+        mirror: for reading, between two messages.
+        current: whether the mirror is that of a stream that is open, and whole.
+        resumed: streams that went on where the one before had ended.
+        snapshots: snapshots that came to their end.
+        misfits: messages that did not fit the mirror, each of which is a defect.
+    """
+
+    def __init__(self, client: NodeClient) -> None:
+        self.mirror = BlockMirror()
+        self.current = False
+        self.resumed = self.snapshots = self.misfits = 0
+        self._client = client
+        self._pause_s = RETRY_S
+
+    async def follow(self) -> AsyncGenerator[BlockChanges, None]:
+        """Yields every message once the mirror has it, and opens the stream again whenever it ends, without end.
+
+        Raises PillionError where that is of no use: the node refuses the caller, or does not know the call.
+        """
+        while True:
+            try:
+                async with contextlib.aclosing(self._stream()) as messages:
+                    async for message in messages:
+                        yield message
+            except _PASSING as error:
+                log.info("the stream of blocks ended: %s", error.message)
+            finally:
+                self.current = False
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, MAX_RETRY_S)
+
+    async def _stream(self) -> AsyncGenerator[BlockChanges, None]:
+        mirror = self.mirror
+        mirror.begin()
+        epoch, number = mirror.log_epoch, mirror.number
+        async with contextlib.aclosing(self._client.follow_blocks(epoch, number)) as messages:
+            async for message in messages:
+                try:
+                    mirror.apply(message)
+                except (Internal, InvalidRequest) as error:
+                    self.misfits += 1
+                    mirror.forget()
+                    log.error("what the KV node says does not fit, so all of it is read anew: %s", error.message)
+                    raise Unavailable("the mirror was forgotten") from None
+                self._count(message)
+                yield message
+
+    def _count(self, message: BlockChanges) -> None:
+        whole = message.kind != BlockChanges.KIND_SNAPSHOT_PART
+        self.snapshots += message.kind == BlockChanges.KIND_SNAPSHOT_END
+        self.resumed += whole and not self.current and message.kind == BlockChanges.KIND_CHANGES
+        if whole:
+            self.current, self._pause_s = True, RETRY_S

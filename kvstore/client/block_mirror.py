@@ -1,0 +1,140 @@
+"""The blocks of a KV node's pool, as one who follows them knows them. Sans-IO (I9).
+
+    nothing --snapshot parts, aside--> the snapshot's end: all of it at once --changes, by number--> ...
+       ^                                                                             |
+       +------ what the node says does not fit: forgotten, to be followed anew ------+
+
+The mirror is the node's pool behind change ``number`` of log ``log_epoch``. A number that does not follow, a block that
+came twice or left without having come, and a count or digest that is not the node's are noticed with the message that
+they come with, so a mirror never drifts unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import xor
+
+from pillion.errors import Internal
+from pillion.kvstore.hashing import digest_share, split_hashes
+from pillion.v1.kvnode_pb2 import BlockChanges, PoolFacts
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """A block of a pool came (``stored``) or went.
+
+    Attributes:
+        block_hash: its chain hash (32 bytes).
+        parent: of a block that came, the hash of the block before it; empty for the first block of a chain.
+    """
+
+    block_hash: bytes
+    stored: bool
+    parent: bytes = b""
+
+
+class BlockMirror:
+    """What is known of one node's pool.
+
+    Attributes:
+        blocks: the hash of each block's parent by the block's own, parents before their children.
+        log_epoch, number: where the mirror stands; 0 as long as it knows nothing.
+        pool: the node's name, namespace and block size; None as long as nobody has said them.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.log_epoch = self.number = 0
+        self.pool: PoolFacts | None = None
+        self._digest = 0
+        # Blocks of a snapshot whose end has not come.
+        self._coming: dict[bytes, bytes] | None = None
+
+    def begin(self) -> None:
+        """A new stream begins: a snapshot that did not end counts for nothing."""
+        self._coming = None
+
+    def forget(self) -> None:
+        """Knows nothing any more, so that the next stream brings a snapshot."""
+        self.blocks, self._coming = {}, None
+        self.log_epoch = self.number = self._digest = 0
+
+    def apply(self, message: BlockChanges) -> list[BlockChange]:
+        """Takes the next message of a stream. Returns what it says, in order; of a snapshot, the blocks of this part.
+
+        Raises Internal where the message does not fit what is known. The mirror is of no use then: :meth:`forget` it,
+        and follow anew.
+        """
+        changes = list(changes_of(message))
+        if message.HasField("pool"):
+            self.pool = message.pool
+        if message.kind == BlockChanges.KIND_CHANGES:
+            self._apply_changes(message, changes)
+        else:
+            self._apply_part(message, changes)
+        return changes
+
+    def check_integrity(self) -> None:
+        """Raises Internal where a block's parent is missing or comes behind it, or the digest is wrong. O(blocks)."""
+        self._check_parents(self.blocks)
+        if _digest(self.blocks) != self._digest:
+            raise Internal("the mirror's digest is not that of its blocks")
+
+    def _apply_changes(self, message: BlockChanges, changes: list[BlockChange]) -> None:
+        if self._coming is not None:
+            raise Internal("a snapshot was not brought to its end")
+        if (message.log_epoch, message.number - len(changes)) != (self.log_epoch, self.number):
+            raise Internal(f"changes end with number {message.number}, {self.number} is known, {len(changes)} came")
+        for change in changes:
+            if change.stored == (change.block_hash in self.blocks):
+                raise Internal("a block came twice, or left without having come")
+            self._digest ^= digest_share(change.block_hash)
+            if not change.stored:
+                del self.blocks[change.block_hash]
+                continue
+            if change.parent and change.parent not in self.blocks:
+                raise Internal("a block came without the one before it")
+            self.blocks[change.block_hash] = change.parent
+        self.number = message.number
+        if changes:
+            self._check_state(message)
+
+    def _apply_part(self, message: BlockChanges, changes: list[BlockChange]) -> None:
+        coming = {} if self._coming is None else self._coming
+        self._coming = coming
+        coming.update((change.block_hash, change.parent) for change in changes)
+        if message.kind != BlockChanges.KIND_SNAPSHOT_END:
+            return
+        self._check_parents(coming)
+        self.blocks, self._coming = coming, None
+        self.log_epoch, self.number = message.log_epoch, message.number
+        self._digest = _digest(coming)
+        self._check_state(message)
+
+    def _check_state(self, message: BlockChanges) -> None:
+        if (len(self.blocks), self._digest) != (message.blocks, message.digest):
+            raise Internal(f"the node has {message.blocks} blocks, the mirror {len(self.blocks)} or others")
+
+    @staticmethod
+    def _check_parents(blocks: dict[bytes, bytes]) -> None:
+        seen = {b""}
+        for block_hash, parent in blocks.items():
+            if parent not in seen:
+                raise Internal("a block stands without the one before it")
+            seen.add(block_hash)
+
+
+def changes_of(message: BlockChanges) -> Iterator[BlockChange]:
+    """The changes of a message, in order; of a snapshot's part, its blocks. Raises InvalidRequest for hashes of another
+    length."""
+    for run in message.runs:
+        parent = run.parent
+        for block_hash in split_hashes(run.block_hashes):
+            yield BlockChange(block_hash, not run.removed, b"" if run.removed else parent)
+            parent = block_hash
+
+
+def _digest(blocks: Iterable[bytes]) -> int:
+    return reduce(xor, map(digest_share, blocks), 0)
