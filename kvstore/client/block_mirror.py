@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from itertools import takewhile
 from operator import xor
 
 from pillion.errors import Internal
@@ -75,6 +76,10 @@ class BlockMirror:
         else:
             self._apply_part(message, changes)
         return changes
+
+    def prefix_blocks(self, hashes: Iterable[bytes]) -> int:
+        """Returns how many blocks the node has of a prompt's chain of block hashes, from its first one on."""
+        return sum(1 for _ in takewhile(self.blocks.__contains__, hashes))
 
     def check_integrity(self) -> None:
         """Raises Internal where a block's parent is missing or comes behind it, or the digest is wrong. O(blocks)."""

@@ -99,7 +99,8 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         await self._adapters.keep(aiter(request_iterator))
         return pb.KeepAdapterReply()
 
-    async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:
+    # It writes to the context, so that what a follower does not take can be bounded in time; the stubs know generators.
+    async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
         await self._pool.followers.follow(request.log_epoch, request.number, context.write)
 

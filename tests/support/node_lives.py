@@ -16,6 +16,7 @@ from pillion.config import KVNodeFlags
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun
 from testbed.conditions import WITHIN_S, until, wait_for
@@ -38,6 +39,11 @@ def running_keeper(path: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+def parents_of(ledger: Ledger) -> dict[bytes, bytes]:
+    """The hash of each committed block's parent by the block's own."""
+    return {block.hash: block.parent.hash if block.parent else b"" for block in ledger.tree.by_hash.values()}
 
 
 class Lives:
@@ -74,6 +80,7 @@ class Lives:
             block_bytes=BLOCK_BYTES,
             timeout_s=WITHIN_S,
             namespace=namespace,
+            block_tokens=1,
         )
         self.workers.append(made)
         return made
@@ -108,6 +115,16 @@ class Lives:
 
     async def commit(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
         """Computes a chain, and waits until it would outlive the node; returns its slots."""
+        slots = await self.compute(worker, hashes)
+        assert self.node is not None
+        keeping = self.node.pool.keeping
+        assert keeping is not None
+        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
+        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
+        return slots
+
+    async def compute(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
+        """Computes a chain; returns the slots of the blocks that were not there."""
         names = split_hashes(hashes)
         async with self.opened(hashes) as (client, ticket_id, pinned):
             slots = tuple((await client.adopt(worker.epoch, ticket_id, len(names) - pinned)).leased_slots)
@@ -117,11 +134,6 @@ class Lives:
             (result,) = await client.commit(worker.epoch, [run])
             assert not result.refusal
             await client.release(worker.epoch, [ticket_id])
-        assert self.node is not None
-        keeping = self.node.pool.keeping
-        assert keeping is not None
-        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
-        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
         return slots
 
 

@@ -17,21 +17,17 @@ from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger import block_log
 from pillion.kvstore.ledger.block_log import BlockLog, FollowerStream, to_runs
 from pillion.kvstore.ledger.eviction import LruEviction
-from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import BlockChanges, PoolFacts
 from tests.support.kept_node import KeptNode, random_act
+from tests.support.node_lives import parents_of
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 # Small, so that snapshots have several parts and followers are left behind.
 MESSAGE_BLOCKS, LOG_CHANGES = 2, 7
 FACTS = PoolFacts(node_id="kv", kv_namespace=b"n" * 32, block_tokens=1)
 A, B, C, D = split_hashes(chain_hashes(bytes(32), [1, 2, 3, 4], 1))
-
-
-def parents_of(ledger: Ledger) -> dict[bytes, bytes]:
-    return {block.hash: block.parent.hash if block.parent else b"" for block in ledger.tree.by_hash.values()}
 
 
 class LoggedNode(KeptNode):
