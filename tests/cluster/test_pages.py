@@ -67,6 +67,7 @@ NOT_RUN = {
     "pillion decode": "a component of several hosts",
     "pillion keeper": "it goes on until it is killed; tests/kvstore/node/test_takeover.py runs it",
     "pillion kvnode": "a component of several hosts",
+    "pillion events": "it goes on until it is killed; tests/kvstore/node/test_followers.py runs it",
     "pillion prepare FOLDER": "the folder is the reader's own; tests/engine/checkpoints prepares all formats",
     "pillion simulate": "a minute of computing; tests/pillion/cli/test_simulate.py runs it small",
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
