@@ -81,7 +81,8 @@ SPLIT = Metric(
 PROMPT_TOKENS = _counter(
     "pillion.prompt_tokens",
     "{token}",
-    "Prompt tokens by where their KV came from: pool, fetched (other nodes), restored (disk), prefill, tail.",
+    "Prompt tokens by where their KV came from: pool, fetched (other nodes), restored (host memory and disk), bucket, "
+    "prefill, tail.",
     MODEL,
     "source",
 )

@@ -251,7 +251,7 @@ async def test_a_caller_without_a_protocol_is_refused(lives: Lives) -> None:
     await client.aclose()
 
 
-class Reader:
+class HaltingReader:
     """Takes messages only while ``taking`` is set."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ class Reader:
 async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
     tree, log = BlockTree(LruEviction()), BlockLog(1, 3)
     followers = Followers(tree, log, lambda: PoolFacts())
-    reader = Reader()
+    reader = HaltingReader()
     following = asyncio.create_task(followers.follow(0, 0, reader.send))
     await loop_turns()
     followers.note([IndexEvent(h, here=True) for h in split_hashes(chain(0))[:4]])
@@ -280,14 +280,14 @@ async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest
     monkeypatch.setattr(followers_module, "STALL_S", 0.01)
     followers = Followers(BlockTree(LruEviction()), BlockLog(1), lambda: PoolFacts())
     with pytest.raises(Overloaded, match="has taken nothing"):
-        await followers.follow(0, 0, Reader().send)
+        await followers.follow(0, 0, HaltingReader().send)
     assert (followers.dropped, len(followers)) == (1, 0)
 
 
 async def test_changes_of_a_moment_are_one_message() -> None:
     """So that followers cost a node nothing for each commit."""
     followers = Followers(BlockTree(LruEviction()), BlockLog(1), lambda: PoolFacts())
-    reader = Reader()
+    reader = HaltingReader()
     reader.taking.set()
     following = asyncio.create_task(followers.follow(0, 0, reader.send))
     await until("the snapshot", lambda: len(reader.messages) == 1)
