@@ -8,12 +8,15 @@ whatever is in it: the worst mask within them takes some tens of milliseconds.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -43,6 +46,28 @@ _CUT_BYTES = 64
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
+def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
+    """A tokenizer as llguidance needs it; the one that was read last is kept, also for forks of this process, until its
+    file changes. It starts no thread. Raises as :meth:`GrammarCompiler.load` does."""
+    changed = path.stat()
+    return _read_tokenizer(path, (changed.st_mtime_ns, changed.st_size, changed.st_ino), vocab_size, end_ids)
+
+
+@lru_cache(maxsize=1)
+def _read_tokenizer(path: Path, changed: tuple[int, ...], vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=[*end_ids] or None)
+
+
+def read_ahead(text: str) -> None:
+    """Reads the tokenizer of JSON's [path, vocabulary's size, ids of ends] for forks of this process. What cannot be
+    read is left to who needs it, and says why."""
+    path, vocab_size, end_ids = json.loads(text)
+    with suppress(ImportError, OSError, ValueError):
+        read_tokenizer(Path(path), vocab_size, tuple(end_ids))
+
+
 class GrammarCompiler:
     """Makes the states of answers for one model. Safe to use from several threads.
 
@@ -64,11 +89,8 @@ class GrammarCompiler:
     def load(cls, folder: Path, vocab_size: int, end_ids: Seq[int]) -> GrammarCompiler:
         """Reads a prepared model's tokenizer. Raises ImportError without llguidance, OSError without a tokenizer, and
         ValueError for one that llguidance cannot use."""
-        from llguidance import LLTokenizer
-
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-        ends = [end for end in end_ids if end < vocab_size]
-        return cls(LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None), vocab_size, ends)
+        ends = tuple(end for end in end_ids if end < vocab_size)
+        return cls(read_tokenizer(folder / "tokenizer.json", vocab_size, ends), vocab_size, ends)
 
     def start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> Future[GrammarState]:
         """The state of an answer that has these tokens already. It takes as long as compiling the grammar, if that is

@@ -53,7 +53,8 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], show: Callable[[str], None]) -> None:
         """``modules`` are imported by the server, in its environment ``environ``: what libraries read of that while
-        they are imported holds for all components. ``show`` gets the lines that the server writes."""
+        they are imported holds for all components. One that is "MODULE:FUNCTION=TEXT" has FUNCTION(TEXT) called as
+        well. ``show`` gets the lines that the server writes."""
         self._modules = tuple(modules)
         self._environ = {**environ, "ROOM_FOR_COMMAND_LINES": " " * TITLE_ROOM_BYTES}
         self._show = show

@@ -1,6 +1,6 @@
 """The fork server's program: imports what components need, and then forks one whenever the supervisor asks for it.
 
-    python -m pillion.supervisor.fork_server_main MODULE...
+    python -m pillion.supervisor.fork_server_main MODULE|MODULE:FUNCTION=TEXT...     (which calls FUNCTION(TEXT), too)
 
     importing --READY--> waiting --FORK, with three descriptors--> forked ---> waiting
                             '-- the connection ends --> exit
@@ -65,8 +65,12 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # NumPy's BLAS would start its threads while it is imported, and is used for nothing that gains by them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    for word in sys.argv[1:]:
+        name, _, call = word.partition(":")
+        module = importlib.import_module(name)
+        if call:
+            function, _, text = call.partition("=")
+            getattr(module, function)(text)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{threads} threads run behind the imports, so nothing can be forked")
     # What is there now stays: collections need not look at it, which would copy its pages.

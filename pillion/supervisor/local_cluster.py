@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -79,9 +80,6 @@ class LocalCluster:
         settled = resolved(self.flags)
         check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
         self.flags = self._ports.hold(settled)
-        if self.flags.fork_server:
-            # Its imports take as long as all that is done before the first component starts.
-            self._begin_fork_server()
         if settled.redis_url:
             await wait_for_redis(settled.redis_url, self.notices)
         else:
@@ -96,6 +94,9 @@ class LocalCluster:
         elif speculation.model:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
+        if self.flags.fork_server:
+            # Its imports take longer than all that is left to do before the first component starts.
+            self._begin_fork_server()
         prepared, fit = prepared_model(self.flags)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
             # All components have to agree on the length that the pool allows.
@@ -130,7 +131,8 @@ class LocalCluster:
         """OpenMP reads its settings when torch is imported, so the server has those of the workers."""
         environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
         show = partial(self.notices.component, "fork-server")
-        self._fork_server = ForkServer(preloaded_modules(self.flags.device), environ, show)
+        modules = (*preloaded_modules(self.flags.device), tokenizer_to_read(self.flags))
+        self._fork_server = ForkServer(modules, environ, show)
         self._ending.push_async_callback(self._fork_server.stop)
         self._fork_server.start()
 
@@ -304,6 +306,19 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
         raise ConfigError(last.removeprefix(FAILED) or f"preparing the model ended with {code}")
+
+
+def tokenizer_to_read(flags: ServeFlags) -> str:
+    """Has a fork server read the prepared model's tokenizer for grammars, which takes a decode worker longer than all
+    else that it does before it serves."""
+    from pillion.engine.checkpoints.prepare import prepare
+    from pillion.engine.models.model_config import load_config
+
+    prepared = prepare(subset(ModelFlags, flags))
+    vocab_size = load_config(prepared.folder).vocab_size
+    ends = [end for end in prepared.eos_token_ids if end < vocab_size]
+    text = json.dumps([str(prepared.folder / "tokenizer.json"), vocab_size, ends])
+    return f"pillion.engine.grammars.compiler:read_ahead={text}"
 
 
 def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:

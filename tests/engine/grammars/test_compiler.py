@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import random
@@ -12,7 +13,7 @@ import pytest
 
 from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.grammars import compiler as compiler_module
-from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler
+from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
 from testbed.conditions import WITHIN_S
@@ -32,6 +33,20 @@ def compiler(tmp_path: pathlib.Path) -> GrammarCompiler:
     made = GrammarCompiler.load(pathlib.Path(folder), VOCAB_SIZE, [EOS])
     yield made
     made.close()
+
+
+def test_a_tokenizer_that_was_read_ahead_is_taken_until_its_file_changes(tmp_path: pathlib.Path) -> None:
+    path = pathlib.Path(write_tokenizer(tmp_path)) / "tokenizer.json"
+    read_ahead(json.dumps([str(path), VOCAB_SIZE, [EOS]]))
+    first = read_tokenizer(path, VOCAB_SIZE, (EOS,))
+    loaded = GrammarCompiler.load(path.parent, VOCAB_SIZE, [EOS, VOCAB_SIZE + 1])
+    loaded.close()
+    assert loaded._tokenizer is first
+    path.write_text(path.read_text() + "\n")
+    assert read_tokenizer(path, VOCAB_SIZE, (EOS,)) is not first
+    # What cannot be read is said by the worker that needs it.
+    path.write_text("{}")
+    read_ahead(json.dumps([str(path), VOCAB_SIZE, [EOS]]))
 
 
 def started(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import pathlib
 import subprocess
@@ -17,6 +18,8 @@ from pillion.cli.flags import env_name
 from pillion.config import PrepareFlags, ServeFlags
 from pillion.engine.backends.devices import resolved
 from pillion.engine.backends.loading import make_ready
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ
@@ -256,3 +259,21 @@ print({{"torch", "transformers", "triton", "huggingface_hub"}} & sys.modules.key
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_the_fork_server_reads_the_tokenizer_that_workers_ask_for(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
+    model = str(save_model(tmp_path / "tiny"))
+    prepared = prepare(PrepareFlags(model=model, device="cpu", dtype="float32"))
+    flags = ServeFlags(model=model, device="cpu", dtype="float32")
+    name, _, call = cluster.tokenizer_to_read(flags).partition(":")
+    function, _, text = call.partition("=")
+    module: Any = importlib.import_module(name)
+    read: list[Any] = []
+    monkeypatch.setattr(module, "_read_tokenizer", lambda *key: read.append(key))
+    getattr(module, function)(text)
+    GrammarCompiler.load(prepared.folder, prepared.vocab_size, prepared.eos_token_ids).close()
+    assert len(read) == 2
+    assert read[0] == read[1]
