@@ -27,7 +27,6 @@ span's context to the gateway.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -352,6 +351,11 @@ class AsyncClient:
                 self._channels[self._number] = channel, gateway_pb2_grpc.GatewayStub(channel)
             return self._number, self._channels[self._number][1]
 
+    def _channel(self) -> grpc.aio.Channel:
+        """The channel of the address to call."""
+        number, _ = self._stub()
+        return self._channels[number][0]
+
     def _leave(self, number: int) -> None:
         """Makes the next address the one that is called, unless another call has done so."""
         with self._opening:
@@ -413,7 +417,7 @@ class _AsyncStream:
                     raise await connection.explained_async(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
                     self._client._leave(self._number)
-                await asyncio.sleep(pause_s)
+                await self._client._connection.pause_async(self._client._channel(), pause_s, self._ended)
                 self._begin()
         finally:
             self.cancel()

@@ -352,6 +352,11 @@ class Client:
                 self._channels[self._number] = channel, gateway_pb2_grpc.GatewayStub(channel)
             return self._number, self._channels[self._number][1]
 
+    def _channel(self) -> grpc.Channel:
+        """The channel of the address to call."""
+        number, _ = self._stub()
+        return self._channels[number][0]
+
     def _leave(self, number: int) -> None:
         """Makes the next address the one that is called, unless another call has done so."""
         with self._opening:
@@ -413,7 +418,7 @@ class _BlockingStream:
                     raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
                     self._client._leave(self._number)
-                self._ended.wait(pause_s)
+                self._client._connection.pause(self._client._channel(), pause_s, self._ended)
                 self._begin()
         finally:
             self.cancel()

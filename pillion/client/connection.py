@@ -9,8 +9,10 @@ UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway that ans
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from pillion.observability import telemetry
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
+# A small call; it does not matter what the gateway answers.
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
@@ -83,6 +87,22 @@ class GatewayConnection:
     ) -> PillionError:
         """:meth:`explained`, off the event loop."""
         return await asyncio.to_thread(self.explained, error, found, spoken, number)
+
+    def pause(self, channel: grpc.Channel, pause_s: float, over: threading.Event) -> None:
+        """Waits until ``pause_s`` have passed or ``over`` is set, and lets a channel whose connection was lost connect
+        meanwhile. gRPC (1.78) does nothing for a blocking channel without a call that waits, but for a look every 5 s,
+        and a call that does not wait for the connection fails at once."""
+        if pause_s <= 0:
+            return
+        with contextlib.suppress(ValueError):  # The channel was closed meanwhile.
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+            waiting = ask.future(b"", timeout=pause_s, wait_for_ready=True)
+            over.wait(pause_s)
+            waiting.cancel()
+
+    async def pause_async(self, channel: grpc.aio.Channel, pause_s: float, over: threading.Event) -> None:
+        """:meth:`pause` for an asyncio channel, which connects without help. Whoever ends the stream cancels this."""
+        await asyncio.sleep(pause_s)
 
     def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
         target = self.targets[number]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from testbed.cluster import free_port
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import running_fake_cluster
 from tests.support.processes import started
@@ -272,6 +274,40 @@ def test_a_stream_ends_whose_gateway_is_killed_before_its_first_message() -> Non
             process.kill()
             with pytest.raises(Unavailable):
                 asked.result(WITHIN_S)
+
+
+PATIENT = """
+import sys
+from pillion import Client
+from pillion.client.resume import StreamProgress
+
+refused, delay_s = [], StreamProgress.delay_s
+
+def counted(*words):
+    refused.append(words)
+    print("refused", flush=True)
+    return delay_s(*words)
+
+StreamProgress.delay_s = counted
+with Client(sys.argv[1], connect_timeout_s=float(sys.argv[2])) as client:
+    print("answered", [delta.text for delta in client.generate("x")], flush=True)
+"""
+
+
+async def test_a_blocking_client_connects_while_it_waits_for_its_gateway() -> None:
+    """Without the look every 5 s by which gRPC would hide that nobody drives the connection: a busy machine has the
+    client miss that look for a minute."""
+    address, refused = f"127.0.0.1:{free_port()}", 0
+    command = [sys.executable, "-c", PATIENT, address, str(WITHIN_S / 2)]
+    environ = {**os.environ, "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "0"}
+    with started(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        while refused <= RETRY_ATTEMPTS:
+            assert await asyncio.to_thread(process.stdout.readline) == "refused\n"
+            refused += 1
+        async with serving(Scripted(), address):
+            said = await asyncio.to_thread(process.stdout.read)
+        assert said.splitlines()[-1:] == ["answered ['x']"]
 
 
 @pytest.mark.parametrize(
