@@ -117,3 +117,15 @@ def test_noise_is_counted_to_its_end(noise: bytes, cut: int) -> None:
     for raw in (noise + bytes(LARGE), good.SerializeToString()[:-1] + noise, good.SerializeToString()[: LARGE + cut]):
         with contextlib.suppress(InvalidRequest):
             bounds.check_generate_message(raw)
+
+
+def test_a_prompt_that_is_to_be_warmed_is_counted_like_one_that_is_to_be_answered() -> None:
+    ids = gateway_pb2.GenerateRequest(token_ids=[1] * (MAX_PROMPT_IDS + 1))
+    fields = gateway_pb2.GenerateRequest(messages=[gateway_pb2.ChatMessage(role="r", content="c")] * bounds.MAX_FIELDS)
+    for prompt in (ids, fields):
+        with pytest.raises(InvalidRequest):
+            bounds.check_warm_message(gateway_pb2.WarmPrefixRequest(prompt=prompt, pin=True).SerializeToString())
+    good = gateway_pb2.WarmPrefixRequest(prompt=gateway_pb2.GenerateRequest(token_ids=[1] * 10_000), name="n", ttl_s=60)
+    bounds.check_warm_message(good.SerializeToString())
+    with pytest.raises(InvalidRequest):
+        bounds.check_warm_message(bytes(MAX_REQUEST_BYTES + 1))
