@@ -365,3 +365,26 @@ async def test_answers_of_a_given_shape(components: Components) -> None:
     [output] = await components.client.batch([PROMPT], schema={"enum": [7, 8]}, max_tokens=20)
     assert output.outputs[0].parsed in (7, 8)
     await components.proven()
+
+
+async def test_heartbeats_tell_what_filled_the_steps(components: Components) -> None:
+    """A prompt's tokens and an answer's are found again in the totals of the worker that computed them."""
+
+    async def worker(name: str) -> Any:
+        return {one.component_id: one for one in (await components.client.status()).components}[name]
+
+    (output,) = await components.client.batch([[*PROMPT, 7]], max_tokens=8, ignore_eos=True, cache_salt="steps")
+    timings = output.timings
+    assert (timings.prefilled_tokens > 0, timings.tail_tokens > 0) == (True, True)
+    ran = components.decode.worker.describe().steps
+
+    async def told() -> bool:
+        return (await worker("decode-0")).steps >= ran
+
+    await until("the next heartbeat to reach the gateway", told)
+    found = await worker("decode-0")
+    assert found.steps_ms > 0
+    # The first token comes with the prompt's last one.
+    assert found.step_decode_tokens >= 7
+    assert found.step_tail_tokens >= timings.tail_tokens
+    assert (found.step_prefill_tokens, (await worker("prefill-0")).step_prefill_tokens > 0) == (0, True)
