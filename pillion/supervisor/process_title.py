@@ -8,8 +8,9 @@ A fork has the command line of the process that it was forked from. People and p
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from setproctitle import getproctitle, getthreadtitle, setproctitle, setthreadtitle
+from setproctitle import getproctitle, setproctitle, setthreadtitle
 
 # What a process is called that waits for its turn.
 WAITING_NAME = "pillion-standby"
@@ -20,11 +21,19 @@ WAITING_TITLE = "standby:"
 def find_title() -> None:
     """Finds the memory that the process table shows, for this process and those that are forked from it. That is found
     by the environment, which moves with its first change: a process that was not looked at before shows what it did."""
+    name = _program()
     getproctitle()
+    setthreadtitle(name)
 
 
 def show_title(*, waits: bool) -> None:
     """Shows ``sys.orig_argv``, and whether the process stands by. The name of its program stays."""
-    name, title = getthreadtitle(), " ".join(sys.orig_argv)
+    name, title = _program(), " ".join(sys.orig_argv)
     setproctitle(f"{WAITING_TITLE} {title}" if waits else title)
     setthreadtitle(name)
+
+
+def _program() -> str:
+    """The name of this process's program, over which setproctitle writes the title. Only Linux forks components."""
+    comm = Path("/proc/self/comm")
+    return comm.read_text(encoding="utf-8").strip() if comm.exists() else Path(sys.executable).name

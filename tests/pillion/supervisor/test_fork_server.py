@@ -67,6 +67,7 @@ async def test_a_fork_is_a_child_like_any_other(folder: pathlib.Path) -> None:
         assert (process.ppid(), os.getsid(child.pid), os.getpgid(child.pid)) == (os.getpid(), child.pid, child.pid)
         assert words_of(process)[:4] == [*PILLION, "keeper"]
         assert process.exe() == psutil.Process().exe()
+        assert process.name() == pathlib.Path(sys.executable).name
         # Standard input, output and error, its socket, and nothing of the server's.
         assert process.num_fds() == 4
         child.kill()
