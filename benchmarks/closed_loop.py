@@ -1,4 +1,5 @@
-"""A closed loop of clients over any streaming server: `pillion bench`'s driver with one load, and the figures of a run.
+"""Clients of any streaming server: `pillion bench`'s driver with one load, in a closed loop or as a trace has it, and
+the figures of a run.
 
 On a small machine the driver runs on the server's own cores, so its processor time is measured (``driver_cpu_share``).
 """
@@ -53,8 +54,8 @@ def one_turn(prompt: Sequence[int], output_tokens: int) -> LoadSession:
     return LoadSession(0.0, (Turn(output_tokens, ids=prompt),))
 
 
-async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int) -> Run:
-    """Send all sessions, ``concurrency`` at a time, and close the target.
+async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurrency: int | None) -> Run:
+    """Send all sessions, ``concurrency`` at a time or each when it is due, and close the target.
 
     Raises RuntimeError for a request that failed, and for an answer of another length than requested, since rates
     would not compare then.

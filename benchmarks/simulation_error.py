@@ -33,12 +33,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.closed_loop import TOKEN_RANGE
+from benchmarks.closed_loop import TOKEN_RANGE, measure
 from benchmarks.report import save, show_table
 from benchmarks.traces import Mix, generate
 from pillion.config import AUTO, ServeFlags
 from pillion.kvstore.index.registry import Registry
-from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Record, percentile, summarize
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.slo import good, parse_slo
@@ -131,17 +130,11 @@ def fits(row: TraceRequest) -> bool:
 async def replay(
     target: str, redis_url: str, sessions: Sequence[LoadSession], concurrency: int | None
 ) -> tuple[tuple[Record, ...], dict[str, tuple[float, ...]]]:
-    """Send sessions; return the clients' records, and the workers' costs meanwhile. Raises RuntimeError for a request
-    that failed."""
-    client, sampler = PillionTarget("", True, 0.0, target=target), CostSampler(redis_url)
-    try:
-        async with sampler.sampling():
-            run = await LoadDriver(client, sessions, concurrency=concurrency).run()
-    finally:
-        await client.aclose()
-    for record in run.records:
-        if not record.ok:
-            raise RuntimeError(f"a request failed: {record.status}: {record.error}")
+    """Send sessions; return the clients' records, and the workers' costs meanwhile. Raises RuntimeError as
+    :func:`benchmarks.closed_loop.measure` does."""
+    sampler = CostSampler(redis_url)
+    async with sampler.sampling():
+        run = await measure(PillionTarget("", True, 0.0, target=target), sessions, concurrency)
     return run.records, sampler.mean()
 
 

@@ -19,7 +19,7 @@ from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.candidates import choose_workers, nodes_by_hits
+from pillion.gateway.planning.candidates import choose_by_hits, choose_workers
 from pillion.gateway.planning.cluster_view import WORKERS, ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
@@ -222,16 +222,14 @@ class Cluster:
 
         Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
         """
-        best = nodes_by_hits(hits or {}, spread)
-        decodes = self._choose("decode", served, tokens, best, spread, adapter)
+        decodes, prefills, names = choose_by_hits(
+            lambda role, nodes: self._choose(role, served, tokens, nodes, spread, adapter), hits or {}, spread
+        )
         if not decodes:
             usable = [one for one in self.view.of("decode", served.model) if served.includes(one) and self._usable(one)]
             if any(self._live_node(one.node_id) for one in usable):
                 raise Unavailable(f"no KV node lives whose pool holds {tokens} tokens of model {served.model!r}")
             return tuple(usable)
-        near = dict.fromkeys(worker.node_id for worker in decodes)
-        prefills = self._choose("prefill", served, tokens, near, spread, adapter)
-        names = dict.fromkeys((*near, *(worker.node_id for worker in prefills), *best))
         nodes = [node for node in map(self._live_node, names) if node is not None]
         now = time.monotonic()
         return (*nodes, *(self.view.aged_one(worker, now) for worker in (*decodes, *prefills)))

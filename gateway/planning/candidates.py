@@ -50,8 +50,24 @@ def choose_workers(
     return list(chosen.values())
 
 
-def nodes_by_hits(hits: Mapping[str, int], spread: int) -> list[str]:
-    """The nodes that have something of the prompt, the most first; equals are rotated by ``spread``."""
+def choose_by_hits(
+    choose: Callable[[str, Sequence[str]], list[ComponentRecord]], hits: Mapping[str, int], spread: int
+) -> tuple[list[ComponentRecord], list[ComponentRecord], list[str]]:
+    """Decode workers, prefill workers beside them, and the nodes of both and of what is cached; nothing where no decode
+    worker fits.
+
+    Args:
+        choose: returns fit workers of a role, those on the given nodes before others (:func:`choose_workers`).
+        hits: blocks of the prompt on each node, by node id.
+        spread: any number that differs from request to request.
+    """
     names = sorted(hits)
-    turned = names[spread % len(names) :] + names[: spread % len(names)] if names else []
-    return sorted(turned, key=lambda node_id: -hits[node_id])
+    first = spread % len(names) if names else 0
+    # The nodes that have the most come first; equals take turns.
+    best = sorted((*names[first:], *names[:first]), key=lambda node_id: -hits[node_id])
+    decodes = choose("decode", best)
+    if not decodes:
+        return [], [], []
+    near = list(dict.fromkeys(one.node_id for one in decodes))
+    prefills = choose("prefill", near)
+    return decodes, prefills, list(dict.fromkeys((*near, *(one.node_id for one in prefills), *best)))

@@ -107,9 +107,9 @@ class Models:
     role, or of any."""
 
     def __init__(self, decodes: Sequence[ComponentRecord], prefills: Sequence[ComponentRecord]) -> None:
-        prefill = _middle(prefills)
+        prefill = middle_model(prefills)
         self._known = prefill is not None
-        self._decode = _middle(decodes) or prefill or DEFAULT_MODEL
+        self._decode = middle_model(decodes) or prefill or DEFAULT_MODEL
         self._prefill = prefill or self._decode
         self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
@@ -139,7 +139,7 @@ def _compared_s(model: StepModel) -> float:
     return model.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
 
 
-def _middle(workers: Sequence[ComponentRecord]) -> StepModel | None:
+def middle_model(workers: Sequence[ComponentRecord]) -> StepModel | None:
     """The median model, of two the slower one: a model that is too good to be true is then the odd one."""
     fits = [StepModel._make(component.step_cost_s) for component in workers if component.step_cost_s]
     return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None

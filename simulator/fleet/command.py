@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.table import Table
@@ -29,6 +29,17 @@ TABLE_WIDTH = 130
 COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
 
 
+class Study(NamedTuple):
+    """What is asked: a fleet and its load, objectives, the values of flags as text and parsed, and all options."""
+
+    config: FleetConfig
+    requests: list[Request]
+    objectives: GoodBounds
+    changes: Mapping[str, list[tuple[str, Any]]]
+    options: Mapping[str, Any]
+    title: str
+
+
 def run_simulate(values: dict[str, Any]) -> int:
     """Runs the study; returns the exit status. Raises ConfigError."""
     objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
@@ -39,9 +50,8 @@ def run_simulate(values: dict[str, Any]) -> int:
         check_plot(values["plot"])
     config, requests = fleet_of(values, changes), load_of(values)
     title = f"{values['trace'].name}, {len(requests)} requests, {values['speed']:g} times as fast"
-    if values["capacity"]:
-        return run_capacity(config, requests, objectives, changes, values, title)
-    return run_comparison(config, requests, objectives, changes, values, title)
+    study = Study(config, requests, objectives, changes, values, title)
+    return run_capacity(study) if values["capacity"] else run_comparison(study)
 
 
 def parse_changes(texts: tuple[str, ...]) -> dict[str, list[tuple[str, Any]]]:
@@ -112,15 +122,9 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
     return config
 
 
-def run_comparison(
-    config: FleetConfig,
-    requests: list[Request],
-    objectives: GoodBounds,
-    changes: Mapping[str, list[tuple[str, Any]]],
-    values: dict[str, Any],
-    title: str,
-) -> int:
+def run_comparison(study: Study) -> int:
     """Simulates each combination of flags and prints a table."""
+    config, requests, objectives, changes, values, title = study
     console = table_console(TABLE_WIDTH)
     found = compare(config, requests, changes, objectives, lambda variant: console.print(f"{variant.name}: done"))
     console.print(comparison_table(found, title))
@@ -132,15 +136,9 @@ def run_comparison(
     return 0
 
 
-def run_capacity(
-    config: FleetConfig,
-    requests: list[Request],
-    objectives: GoodBounds,
-    changes: Mapping[str, list[tuple[str, Any]]],
-    values: dict[str, Any],
-    title: str,
-) -> int:
+def run_capacity(study: Study) -> int:
     """Looks for the fewest workers and prints what was tried."""
+    config, requests, objectives, changes, values, title = study
     several = [name for name, listed in changes.items() if len(listed) > 1]
     if several or "prefill_workers" in changes or "decode_workers" in changes:
         raise ConfigError("--capacity chooses the numbers of workers; every other --flag has one value")

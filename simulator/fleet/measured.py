@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import ConfigError
+from pillion.gateway.planning.plan_cost import middle_model
 from pillion.kvstore.index.redis_url import without_password
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
@@ -25,15 +26,11 @@ class MeasuredCosts:
 
 
 def costs_of(records: Sequence[ComponentRecord]) -> MeasuredCosts:
-    """The costs that workers report: of several of a kind, those of the one in the middle by a step's cost. A kind that
+    """The costs that workers report: of several of a kind, those that a gateway takes for the middle one's. A kind that
     has not served takes the other's."""
-
-    def middle(role: str) -> tuple[float, ...]:
-        fits = sorted(one.step_cost_s for one in records if one.role == role and one.step_cost_s)
-        return fits[len(fits) // 2] if fits else ()
-
-    prefill, decode = middle("prefill"), middle("decode")
-    return MeasuredCosts(prefill or decode, decode or prefill, max((one.block_bytes for one in records), default=0))
+    prefill, decode = (middle_model([one for one in records if one.role == role]) for role in ("prefill", "decode"))
+    block_bytes = max((one.block_bytes for one in records), default=0)
+    return MeasuredCosts(tuple(prefill or decode or ()), tuple(decode or prefill or ()), block_bytes)
 
 
 def measured_costs(redis_url: str) -> MeasuredCosts:

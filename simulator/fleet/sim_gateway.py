@@ -17,7 +17,7 @@ from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, OwnLoad
-from pillion.gateway.planning.candidates import choose_workers, nodes_by_hits
+from pillion.gateway.planning.candidates import choose_by_hits, choose_workers
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
@@ -150,22 +150,16 @@ class SimGateway:
         """Return the nodes and workers that a request is planned with, as of this gateway's last look."""
         site, seen_s = self.site, self.seen_s
         roster = site.roster(seen_s)
-        decodes = self._choose(roster.of_role["decode"], nodes_by_hits(hits, spread), "decode", spread)
-        near = dict.fromkeys(one.node_id for one in decodes)
-        prefills = self._choose(roster.of_role["prefill"], list(near), "prefill", spread)
-        names = dict.fromkeys((*near, *(one.node_id for one in prefills), *hits))
+
+        def choose(role: str, nodes: Sequence[str]) -> list[ComponentRecord]:
+            def beside() -> Iterator[ComponentRecord]:
+                return (one for node_id in nodes for one in roster.on_node.get(node_id, ()) if one.role == role)
+
+            return choose_workers(roster.of_role[role], beside, spread, lambda one: one.component_id in site.workers)
+
+        decodes, prefills, names = choose_by_hits(choose, hits, spread)
         nodes = [site.nodes[name] for name in names if name in site.nodes]
         return [*nodes, *(site.workers[one.component_id].seen(seen_s) for one in (*decodes, *prefills))]
-
-    def _choose(
-        self, everyone: Sequence[ComponentRecord], nodes: Sequence[str], role: str, spread: int
-    ) -> list[ComponentRecord]:
-        on_node, workers = self.site.roster(self.seen_s).on_node, self.site.workers
-
-        def beside() -> Iterator[ComponentRecord]:
-            return (one for node_id in nodes for one in on_node.get(node_id, ()) if one.role == role)
-
-        return choose_workers(everyone, beside, spread, lambda one: one.component_id in workers)
 
     def loads(self, components: Sequence[ComponentRecord]) -> Loads:
         """Return what is known to be under way on some components: streams or tokens, and prompt tokens to be
