@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import accumulate, chain
 
 import numpy as np
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.batch import Int32, StepBatch
 from pillion.engine.backends.step_masks import StepMasks
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows, ScoredRows
 from pillion.engine.scheduling.block_chain import BlockChain
@@ -25,28 +24,33 @@ _Row = tuple[Sequence, SamplingParams, int, int]
 def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Builds the batch of a plan that has at least one piece; :class:`StepBatch` describes the arrays."""
     pieces = plan.pieces
+    counts, places = [piece.count for piece in pieces], [piece.sequence.adapter_place for piece in pieces]
+    ends = list(accumulate(counts))
     batch = build_rows(
         [piece.sequence for piece in pieces],
         [piece.start for piece in pieces],
-        [piece.count for piece in pieces],
+        counts,
         [piece.sequence.spec.rope_shift for piece in pieces],
         block_size,
-    )
-    query_starts = batch.query_starts.tolist()
-    for place, chosen in plan.unknown:
-        batch.token_ids[query_starts[place]] = -1 - chosen
-    places, ends = [piece.sequence.adapter_place for piece in pieces], query_starts[1:]
-    return replace(
-        batch,
-        sample_rows=np.array([*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)], dtype=np.int32),
+        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)],
         adapters=np.array(places, dtype=np.int32) if max(places) >= 0 else None,
     )
+    for place, chosen in plan.unknown:
+        batch.token_ids[ends[place] - counts[place]] = -1 - chosen
+    return batch
 
 
 def build_rows(
-    chains: Seq[BlockChain], firsts: Seq[int], counts: Seq[int], rope_shifts: Seq[int], block_size: int
+    chains: Seq[BlockChain],
+    firsts: Seq[int],
+    counts: Seq[int],
+    rope_shifts: Seq[int],
+    block_size: int,
+    *,
+    sample_rows: Seq[int] = (),
+    adapters: Int32 | None = None,
 ) -> StepBatch:
-    """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain; it samples no rows."""
+    """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
     starts = np.array(firsts, dtype=np.int32)
     context_lens = [start + count for start, count in zip(firsts, counts, strict=True)]
     query_starts = [0, *accumulate(counts)]
@@ -65,8 +69,9 @@ def build_rows(
         query_starts=np.array(query_starts, dtype=np.int32),
         context_lens=np.array(context_lens, dtype=np.int32),
         block_tables=tables,
-        sample_rows=np.empty(0, dtype=np.int32),
+        sample_rows=np.array(sample_rows, dtype=np.int32),
         rope_rows=positions + np.repeat(np.array(rope_shifts, dtype=np.int32), counts) if any(rope_shifts) else None,
+        adapters=adapters,
     )
 
 

@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 from typing import Protocol
 
@@ -269,7 +269,7 @@ class Worker:
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
-            **asdict(load),
+            **{field.name: getattr(load, field.name) for field in fields(load)},
             **self._meter.totals(),
             core_board=self.flags.core_board if self.model.core_share else "",
             core_share=self.model.core_share,

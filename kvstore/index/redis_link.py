@@ -143,9 +143,9 @@ class RedisLink:
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
         """Returns the places of the calls that go to each server, by its name."""
-        client = self._client
-        if not isinstance(client, redis.asyncio.RedisCluster):
+        if not self.cluster:
             return {"": list(range(len(calls)))}
+        client = cast(redis.asyncio.RedisCluster, self._client)
         known = client.nodes_manager.slots_cache
         if not known:
             self._discover()
@@ -201,7 +201,8 @@ class RedisLink:
     async def _send_as(self, verb: str, script: str | bytes, name: str, calls: list[ScriptCall]) -> list[Any]:
         client = self._client
         commands = [(verb, script, len(call.keys), *call.keys, *call.args) for call in calls]
-        if isinstance(client, redis.asyncio.RedisCluster):
+        if self.cluster:
+            client = cast(redis.asyncio.RedisCluster, client)
             if not name:
                 raise OSError("no shard of the Cluster serves this slot")
             pipeline = client.pipeline()
