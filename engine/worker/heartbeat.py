@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from pillion.config import WorkerFlags
@@ -31,7 +30,7 @@ class Lease:
     monotonic.
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self.clock = clock
         self._renewed_s = -math.inf

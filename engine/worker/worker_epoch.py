@@ -114,7 +114,7 @@ class WorkerEpoch:
         self._loop = asyncio.get_running_loop()
         # In the order in which they began, which is the order in which they are cancelled.
         self._tasks: dict[asyncio.Task[None], None] = {}
-        lease = Lease(flags.heartbeat_timeout_ms / 1000)
+        lease = Lease(flags.heartbeat_timeout_ms / 1000, time.monotonic)
         self._steps = StepLoop(
             scheduler,
             self._launch,

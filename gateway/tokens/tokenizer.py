@@ -139,7 +139,7 @@ class TokenizerPool:
     """A few threads for tokenizing, with a bounded queue before them."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self.jobs = 0
 
     async def run(self, job: Callable[..., T], *arguments: Any) -> T:
