@@ -11,7 +11,6 @@ Open first: world.py, which runs one schedule; then virtual_loop.py, on which ev
     faults.py          plays the faults
     checker.py         what must hold
     virtual_loop.py    the event loop: a clock that jumps, processes that can be killed and paused
-    call_retries.py    when gRPC sends a call again by itself
     network.py         gRPC's channels and servers over connections that can be cut and reset
     machine.py         the attach socket and the memory behind it
     disks.py           disks that take time, stall, fill up and flip bits

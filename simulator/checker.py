@@ -1,6 +1,7 @@
 """What must hold in a simulated cluster, looked at while it runs and when it has come to rest.
 
     each step        reads and writes what is its worker's, within its token budget (I4, I5)
+    its tokens       are handed on before the worker can have been fenced (I4)
     every few events the ledgers add up (I4); the schedulers' books do; nobody computes for long what nobody waits for
                      (I8), and nobody waits for longer than the named limits; each state of the cluster is counted
     at rest          no request, stream, ticket, pin, promise, wait, hold or share of a load is left anywhere (I7, I8)
@@ -18,7 +19,7 @@ from pillion.errors import PillionError
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, OPEN_TICKET_TIMEOUT_S
 from pillion.simulator.lives import Life
-from pillion.simulator.virtual_loop import Process, ProcessState, VirtualLoop
+from pillion.simulator.virtual_loop import PROCESS, Process, ProcessState, VirtualLoop
 
 # Events between two looks.
 EVENTS_BETWEEN_LOOKS = 100
@@ -55,15 +56,13 @@ class Checker:
         self._node_of = node_of
         self._step_tokens = step_tokens
         self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
-        self._next_look = 0
         self._turn = 0
         # By worker: since when each sequence runs that nobody listens to, by process and seq_id.
         self._orphans: dict[str, dict[tuple[int, int], float]] = {}
 
     def begin(self) -> None:
         """Looks from now on."""
-        self._next_look = self._loop.events
-        self._loop.after_event = self._after_event
+        self._loop.next_look, self._loop.look = self._loop.events, self._look
 
     # -- each step
 
@@ -90,12 +89,22 @@ class Checker:
                         return
             self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
 
+    def watch_tokens(self, epoch: int) -> None:
+        """The worker whose process runs hands tokens on under ``epoch``, which its node must not have fenced (I4)."""
+        process = PROCESS.get()
+        life = self._lives[process.name]
+        node = self._lives[self._node_of(life.name)]
+        if life.process is not process or life.component is None or not node.runs:
+            return
+        if node.process is life.component.worker.attachment.link.point.process:
+            holder = node.component.pool.ledger.holders.get(epoch)
+            if holder is None or holder.fenced:
+                self._find(f"{life.name} hands tokens on under epoch {epoch}, which its node has fenced")
+
     # -- every few events
 
-    def _after_event(self) -> None:
-        if self._loop.events < self._next_look:
-            return
-        self._next_look = self._loop.events + self._between
+    def _look(self) -> int:
+        """Looks at a component, or at all; returns the number of the event behind which to look again."""
         self._turn += 1
         lives = list(self._lives.values())
         for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
@@ -103,6 +112,7 @@ class Checker:
                 for trouble in (*_books(life), *self._waits(life)):
                     self._find(trouble)
         self.states.add(hash(self._state()))
+        return self._loop.events + self._between
 
     def _waits(self, life: Life) -> Iterator[str]:
         """What has been computed, or has waited, for too long."""

@@ -27,6 +27,7 @@ from pillion.net import rpc
 from pillion.net.in_process import SCHEME
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.simulator.hash_model import FINGERPRINT, MODEL_NAME, VOCAB_SIZE, layout_of, loaded
+from pillion.simulator.lives import SimTurn
 from pillion.simulator.schedule import BLOCK_TOKENS, MAX_MODEL_LEN, ClusterShape
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
 from pillion.supervisor.restarts import EXIT_CONFIG
@@ -76,9 +77,12 @@ def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
     }
 
 
-async def start_component(shape: ClusterShape, name: str, backend: Any, disk_path: str) -> Any:
-    """Starts a component by its name; ``backend`` is a worker's, ``disk_path`` a KV node's. Raises ConfigError."""
+async def start_component(shape: ClusterShape, name: str, backend: Any, turn: SimTurn, disk_path: str) -> Any:
+    """Starts a component by its name when its ``turn`` comes; ``backend`` is a worker's, ``disk_path`` a KV node's.
+    Raises ConfigError."""
     role = name.rpartition("-")[0]
+    if role not in ("prefill", "decode") and turn.waiting:
+        await turn.wait()
     if role == "kvnode":
         return await start_kvnode(node_flags(shape, name, disk_path))
     if role == "gateway":
@@ -90,7 +94,7 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, disk_pat
 
     if role == "prefill":
         prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_spans=64)
-        return await start_prefill(prefill, backend_factory=factory)
+        return await start_prefill(prefill, backend_factory=factory, turn=turn)
     guesses = SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
     decode = DecodeFlags(
         **flags,
@@ -99,7 +103,7 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, disk_pat
         max_waiting_seqs=64,
         speculative_config=guesses,
     )
-    return await start_decode(decode, backend_factory=factory)
+    return await start_decode(decode, backend_factory=factory, turn=turn)
 
 
 class _NoHttp:

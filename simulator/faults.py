@@ -62,7 +62,7 @@ class FaultPlayer:
         kind = fault.kind
         if kind in (FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP):
             return self._play_on_disk(self._disks[fault.process], fault)
-        if kind in (FaultKind.KILL, FaultKind.PAUSE, FaultKind.DRAIN, FaultKind.STALL, FaultKind.EVICT):
+        if fault.process in self._lives and not fault.other:
             return self._play_on(self._lives[fault.process], fault)
         if kind is FaultKind.RESET:
             self._network.reset(fault.process, fault.other)
@@ -78,6 +78,9 @@ class FaultPlayer:
         process = life.process
         if fault.kind is FaultKind.KILL:
             self._kill(life.name)
+        elif fault.kind is FaultKind.KILL_STANDBY and life.standby not in (None, process):
+            assert life.standby is not None
+            self._loop.kill(life.standby)
         elif fault.kind is FaultKind.PAUSE and process is not None:
             self._loop.pause(process)
             return lambda: self._wake(life, process, fault.for_s)

@@ -2,6 +2,7 @@
 
     cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: it names the whole history
     token behind p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
+    its log probability = a hash of cell p and of the token         the likeliest ones: of cell p alone
 
 Where it ``repeats``, three tokens of four are the next one of a short cycle, so that guesses by looking back in the
 text are often right, and often wrong.
@@ -27,6 +28,7 @@ from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
 from pillion.errors import Internal
+from pillion.types import TokenLogprob
 
 VOCAB_SIZE = 251
 # The cycle of a model that repeats.
@@ -51,6 +53,29 @@ def token_behind(cell: int, last: int, seed: int, position: int, greedy: bool, r
     if repeats and chosen % 4:
         return (last + 1) % CYCLE_TOKENS
     return chosen // 4 % VOCAB_SIZE
+
+
+def report_of(cell: int, token: int, alternatives: int) -> TokenLogprob:
+    """How likely a token is behind a position, and which ones are likeliest there: exact in 32 bits."""
+    first = (cell * _FINISHER & _MASK) >> 20
+    places = range(alternatives)
+    return TokenLogprob(
+        token,
+        -(mix(cell, token, 0) >> 20 & 0xFFF) / 256,
+        tuple((first + place) % VOCAB_SIZE for place in places),
+        tuple(-place / 4 for place in places),
+    )
+
+
+def reference_reports(tokens: Sequence[int], first: int, alternatives: int) -> list[TokenLogprob]:
+    """What must be reported of each of ``tokens`` from number ``first`` on, 1 or more."""
+    cell = 0
+    reports: list[TokenLogprob] = []
+    for position, token in enumerate(tokens):
+        if position >= first:
+            reports.append(report_of(cell, token, alternatives))
+        cell = mix(cell, token, position)
+    return reports
 
 
 def reference(
@@ -239,11 +264,11 @@ class HashBackend:
             self._cells[target * per_slot : (target + 1) * per_slot] = self._cells[
                 source * per_slot : (source + 1) * per_slot
             ]
-        chosen = self._run(step)
-        self._last = chosen
-        return Sampled(chosen)
+        sampled = self._run(step)
+        self._last = sampled.token_ids
+        return sampled
 
-    def _run(self, step: HashStep) -> tuple[int, ...]:
+    def _run(self, step: HashStep) -> Sampled:
         size, cells = self.layout.block_size, self._cells
         behind: list[tuple[int, int]] = []
         for table, tokens, first, _ in step.pieces:
@@ -257,15 +282,28 @@ class HashBackend:
                 behind.append((cell, token))
         rows = step.rows
         if rows is None:
-            return ()
+            return Sampled()
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
-        sampled = step.batch.sample_rows.tolist()[: len(positions)]
+        sampled = step.batch.sample_rows.tolist()
         chosen: list[int] = []
-        for row, seed, position, plain in zip(sampled, seeds, positions, greedy, strict=True):
+        reports: list[TokenLogprob | None] = []
+        wanted = rows.logprobs.tolist()
+        for row, seed, position, plain, alternatives in zip(sampled, seeds, positions, greedy, wanted, strict=False):
             cell, last = behind[row]
-            chosen.append(token_behind(cell, last, seed, position, plain, self._repeats))
-        return tuple(chosen)
+            token = token_behind(cell, last, seed, position, plain, self._repeats)
+            chosen.append(token)
+            reports.append(report_of(cell, token, alternatives) if alternatives >= 0 else None)
+        return Sampled(tuple(chosen), tuple(reports) if any(reports) else (), self._scores(rows, sampled, behind))
+
+    def _scores(
+        self, rows: SamplingRows, sampled: list[int], behind: list[tuple[int, int]]
+    ) -> tuple[TokenLogprob, ...]:
+        if rows.scored is None:
+            return ()
+        tokens, counts = rows.scored.token_ids.tolist(), rows.scored.alternatives.tolist()
+        scored = zip(sampled[len(rows) :], tokens, counts, strict=True)
+        return tuple(report_of(behind[row][0], token, alternatives) for row, token, alternatives in scored)
 
     def _read(self, table: list[int], length: int) -> int:
         """The last cell of the first ``length`` positions; each is computed anew from the one before."""

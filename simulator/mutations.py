@@ -18,6 +18,8 @@ from pillion.engine.scheduling.in_flight import InFlightSteps, _LaunchedStep
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_plan import Outcome
+from pillion.engine.worker.heartbeat import Lease
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.gateway_server import GatewayServer
 from pillion.gateway.links.decode_link import DecodeLink
@@ -204,6 +206,14 @@ def _salt_ignored() -> AbstractContextManager[object]:
     return mock.patch.object(component_calls, "request_root", mutant)
 
 
+def _reports_turned(report: Any) -> Any:
+    def mutant(self: Any, sequence: Any, chosen: Any, *rest: Any) -> None:
+        reports = [one for _, one in reversed(chosen)]
+        report(self, sequence, [(token, one) for (token, _), one in zip(chosen, reports, strict=True)], *rest)
+
+    return mutant
+
+
 def _commit_twice(seal: Any) -> Any:
     def mutant(self: Any, holder: Any, ticket: Any, slot: int, block_hash: bytes) -> int:
         known = self.tree.by_hash.get(block_hash)
@@ -241,6 +251,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a fence frees what the worker may still write to": _instead(Pool, "fence", _fence_frees),
     "a fence lets go of what the worker still reads": _instead(Ledger, "fence", _fence_unpins),
     "orders do not wait for steps in flight": _instead(InFlightSteps, "hold_back", lambda _: lambda self, out: False),
+    "a lease lasts for ever": _instead(Lease, "held", lambda _: lambda self: True),
     "a worker drains without waiting for its step": _instead(VirtualStepLoop, "stop", _stop_without_landing),
     "an adopted ticket is not held": _instead(Ledger, "adopt", _adopt_without_hold),
     "the gateway releases the ticket with the submit": _instead(RequestMachine, "_go_on", _release_at_submit),
@@ -267,6 +278,10 @@ MUTATIONS: dict[str, Mutation] = {
     "the KV of wrong guesses counts": _instead(Sequence, "accept", _rejected_stay),
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
     "salts do not keep caches apart": _salt_ignored,
+    "a replay scores its prompt anew": _instead(
+        RequestMachine, "_scored", lambda _: lambda self, event: [ev.EmitScores(event.logprobs)]
+    ),
+    "log probabilities of several tokens are turned round": _instead(Outcome, "report_tokens", _reports_turned),
     "slots are not given back": _instead(NodeClient, "give_back", _async_nothing),
     "a block from disk is not verified": _instead(BlockFiles, "read", _read_unverified),
     "a gateway that stops waits for its streams for ever": _instead(GatewayServer, "_drained", _waits_for_ever),

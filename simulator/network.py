@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
@@ -30,9 +29,8 @@ import grpc.aio
 
 from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
-from pillion.simulator.call_retries import RetryRules
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
-from pillion.wire.errors import PUSHBACK, as_pillion_error
+from pillion.wire.errors import as_pillion_error
 
 # How long both sides of a connection that is cut believe in it.
 KEEPALIVE_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
@@ -201,13 +199,12 @@ class SimConnection:
 
 
 class SimChannel:
-    """A channel, for the process that opens it. Of gRPC's ``options`` the service config counts."""
+    """A channel, for the process that opens it."""
 
-    def __init__(self, target: str, options: Sequence[tuple[str, object]] = ()) -> None:
+    def __init__(self, target: str) -> None:
         self._target = target
         self._process = PROCESS.get()
         self._network = current_network()
-        self._rules = RetryRules(options, self._network.random)
         self._connection: SimConnection | None = None
         self._calls: dict[SimCall, None] = {}
         self._closed = False
@@ -243,37 +240,20 @@ class SimChannel:
     def _begin(self, method: str, request: Any, timeout_s: float | None, metadata: Metadata) -> SimCall:
         if self._closed:
             raise grpc.aio.UsageError("Channel is closed.")
-        call = SimCall(self._process, self._calls, method, timeout_s, self._rules)
-        call.send = lambda: self._send(call, request, tuple(metadata or ()))
-        call.send()
-        return call
-
-    def _send(self, call: SimCall, request: Any, metadata: Metadata) -> None:
+        call = SimCall(self._process, self._calls, method, timeout_s)
         if self._connection is None or not self._connection.alive:
             self._connection = self._network.connect(self._process, self._target)
         if self._connection is None:
             self._network.loop.call_soon(call.break_off, f"failed to connect to {self._target}")
         else:
-            call.begin(self._connection, request, metadata)
+            call.begin(self._connection, request, tuple(metadata or ()))
+        return call
 
 
 class SimCall:
-    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds. ``send`` sends it, at
-    first and whenever ``rules`` have it sent again."""
+    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds."""
 
-    def __init__(
-        self,
-        process: Process,
-        calls: dict[SimCall, None],
-        method: str,
-        timeout_s: float | None,
-        rules: RetryRules,
-    ) -> None:
-        self.send: Callable[[], None] = lambda: None
-        self._rules = rules
-        self._policy = rules.of(method)
-        self._attempts = 0
-        self._answered = False
+    def __init__(self, process: Process, calls: dict[SimCall, None], method: str, timeout_s: float | None) -> None:
         self._process = process
         self._loop = current_network().loop
         self._calls = calls
@@ -375,39 +355,17 @@ class SimCall:
     def reply(self, message: Any) -> None:
         """A reply has come."""
         if not self._done:
-            self._answered = True
             self._connected.set()
             self._replies.add(message)
 
     def end(self, error: BaseException | None) -> None:
         """The server has ended the call."""
-        if not self._done and not self._sent_again(error):
+        if not self._done:
             self._finish(error)
 
     def break_off(self, reason: str) -> None:
         """The connection is over, or never was."""
         self.end(connection_error(reason))
-
-    def _sent_again(self, error: BaseException | None) -> bool:
-        """Whether the call is sent once more instead of ending."""
-        if error is None:
-            self._rules.succeeded()
-        if self._policy is None or self._answered or not isinstance(error, grpc.aio.AioRpcError):
-            return False
-        self._attempts += 1
-        pushback = next((str(value) for key, value in error.trailing_metadata() or () if key == PUSHBACK), "")
-        pause_s = self._rules.pause_s(self._policy, self._attempts, error.code().name, pushback)
-        if pause_s is None:
-            return False
-        if self._connection is not None:
-            self._connection.calls.pop(self, None)
-        self._connection = self._served = None
-        self._loop.call_later(pause_s, self._send_again, context=self._process.context)
-        return True
-
-    def _send_again(self) -> None:
-        if not self._done:
-            self.send()
 
     def _expire(self) -> None:
         if not self._done:
@@ -507,13 +465,14 @@ class ServedCall:
             asked = self.requests if handler.request_streaming else request
             async with asyncio.timeout_at(self._until_s):
                 replies = serve(asked, context)
-                if handler.response_streaming and not inspect.isawaitable(replies):
+                awaitable = hasattr(replies, "__await__")
+                if handler.response_streaming and not awaitable:
                     async with contextlib.aclosing(replies):
                         async for reply in replies:
                             await self._call.room()
                             self.write(reply)
                 else:
-                    reply = await replies if inspect.isawaitable(replies) else replies
+                    reply = await replies if awaitable else replies
                     if not handler.response_streaming:
                         self.write(reply)
         except asyncio.CancelledError:

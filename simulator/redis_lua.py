@@ -26,6 +26,8 @@ class LuaInterpreter:
     def __init__(self) -> None:
         self.command: ScriptCommand | None = None
         self._functions: dict[bytes, Any] = {}
+        # No script of Pillion's changes what it is answered.
+        self._statuses: dict[bytes, Any] = {}
         self._lua = lua51.LuaRuntime(
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
         )
@@ -61,9 +63,11 @@ class LuaInterpreter:
         if reply is None:
             return False
         if isinstance(reply, SimpleStatus):
-            return self._lua.table_from({b"ok": bytes(reply)})
+            if reply not in self._statuses:
+                self._statuses[reply] = self._lua.table_from({b"ok": bytes(reply)})
+            return self._statuses[reply]
         if isinstance(reply, list):
-            return self._lua.table_from([self._to_lua(one) for one in reply])
+            return self._lua.table_from([one if type(one) is bytes else self._to_lua(one) for one in reply])
         return reply
 
 

@@ -138,8 +138,8 @@ class RedisModel:
 
     def _command(self, name: bytes, arguments: list[bytes]) -> RedisReply:
         """Runs a command of a client or of a script."""
-        name = name.upper()
-        command = self._keys.commands.get(name)
+        keys = self._keys
+        command = keys.commands.get(name) or keys.commands.get(name := name.upper())
         if command is None:
             raise RedisRefusalError(f"ERR unknown command `{name.decode(errors='replace')}`")
         if command.writes:
@@ -148,7 +148,7 @@ class RedisModel:
             self._wrote = True
             if self._lag_us is not None:
                 self._record(name, arguments)
-        return self._keys.run(name, arguments)
+        return keys.run(name, arguments)
 
     def _record(self, name: bytes, arguments: list[bytes]) -> None:
         """Sends a write to the replica, with its own time; a time to live ends on both at once."""

@@ -14,7 +14,7 @@ from typing import Any
 from pillion.client.async_client import AsyncClient
 from pillion.errors import DeadlineExceeded, Overloaded, PillionError, Unavailable
 from pillion.gateway.request.validation import answer_seed
-from pillion.simulator.hash_model import reference
+from pillion.simulator.hash_model import reference, reference_reports
 from pillion.simulator.schedule import FaultKind, SimRequest
 from pillion.types import Delta, FinishReason, SamplingParams
 
@@ -61,6 +61,7 @@ class RequestRun:
             )
             for index in range(request.answers)
         ]
+        self._scores = 0
         self._got: list[list[int]] = [[] for _ in self._wanted]
         self._reasons: list[FinishReason | None] = [None] * len(self._wanted)
         self._ends = 0
@@ -92,6 +93,8 @@ class RequestRun:
             max_tokens=request.max_tokens,
             stop_token_ids=request.stop_ids,
             n=request.answers,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
         deltas: Any = client.generate(
             list(request.prompt),
@@ -119,6 +122,7 @@ class RequestRun:
     def _take(self, delta: Delta) -> None:
         number, index = self.request.number, delta.index
         got, wanted = self._got[index], self._wanted[index]
+        self._judge_reports(delta, len(got))
         if delta.token_ids and self._reasons[index] is not None:
             self._find(f"request {number}: tokens behind the end of answer {index}")
         got.extend(delta.token_ids)
@@ -137,9 +141,29 @@ class RequestRun:
             if self._calm and self.request.salt.startswith("own") and delta.usage.cached_tokens:
                 self._find(f"request {number} found {delta.usage.cached_tokens} tokens under a salt of its own")
 
+    def _judge_reports(self, delta: Delta, before: int) -> None:
+        """Log probabilities: those of each token with it, those of the prompt once, and none that nobody asked for.
+        ``before`` tokens of the answer have come."""
+        request = self.request
+        prompt = list(request.prompt)
+        told = [*prompt, *self._wanted[delta.index][:before], *delta.token_ids]
+        asked, first = request.logprobs, len(prompt) + before
+        reports = () if asked is None else reference_reports(told, first, asked)
+        if list(delta.logprobs) != list(reports):
+            self._find(f"request {request.number}: log probabilities of tokens {before}... are wrong: {delta.logprobs}")
+        if delta.prompt_logprobs:
+            asked, scored = request.prompt_logprobs, self._scores
+            self._scores = behind = scored + len(delta.prompt_logprobs)
+            reports = () if asked is None else reference_reports(prompt, 1 + scored, asked)[: behind - scored]
+            if list(delta.prompt_logprobs) != list(reports):
+                self._find(f"request {request.number}: log probabilities of the prompt are wrong from {1 + scored} on")
+
     def _whole(self) -> None:
         number = self.request.number
         self.ending = "whole"
+        scores = 0 if self.request.prompt_logprobs is None else len(self.request.prompt) - 1
+        if self._scores != scores:
+            self._find(f"request {number} has {self._scores} log probabilities of its prompt, not {scores}")
         if self._ends != 1:
             self._find(f"request {number} ended without an error, and its usage came {self._ends} times")
         for index, (got, wanted, reason) in enumerate(zip(self._got, self._wanted, self._reasons, strict=True)):

@@ -22,6 +22,7 @@ class FaultKind(Enum):
     """What can go wrong. ``for_s`` of a fault says for how long, where that has a meaning."""
 
     KILL = "kill"
+    KILL_STANDBY = "kill standby"
     PAUSE = "pause"
     DRAIN = "drain"
     RESET = "reset"
@@ -71,9 +72,13 @@ class SimRequest:
     cancel_after: int = -1
     salt: str = ""
     priority: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __str__(self) -> str:
         parts = [f"request {self.number}: {len(self.prompt)} + {self.max_tokens} tokens"]
+        if self.logprobs is not None or self.prompt_logprobs is not None:
+            parts.append(f"log probabilities {self.logprobs} {self.prompt_logprobs}")
         if self.answers > 1:
             parts.append(f"{self.answers} answers")
         if self.timeout_s is not None:
@@ -104,6 +109,7 @@ class ClusterShape:
     timeout_ms: int = 2000
     eviction: str = "lru"
     disk_blocks: int = 0
+    standbys: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -149,13 +155,15 @@ def draw(seed: int) -> SimSchedule:
 
 def _shape(random: Random) -> ClusterShape:
     nodes = random.choice((1, 1, 1, 2))
+    disk_blocks = random.choice((0, 0, 0, 0, 10, 60))
     heartbeat_ms, timeout_ms = random.choice(((500, 2000), (1000, 3000), (1000, 3000)))
     return ClusterShape(
         nodes=nodes,
         decodes=max(nodes, random.choice((1, 2, 2))),
         prefills=random.choice((0, 1, 1, 2)),
         gateways=random.choice((1, 1, 2)),
-        slots=random.choice((24, 40, 64, 160)),
+        # Blocks leave a small pool for the disk.
+        slots=random.choice((24, 24, 40) if disk_blocks else (24, 40, 64, 160)),
         step_tokens=random.choice((12, 32, 64)),
         max_seqs=random.choice((2, 4, 8)),
         chunk_tokens=random.choice((8, 16, 32)),
@@ -166,7 +174,8 @@ def _shape(random: Random) -> ClusterShape:
         heartbeat_ms=heartbeat_ms,
         timeout_ms=timeout_ms,
         eviction=random.choice(("lru", "lru", "lfu")),
-        disk_blocks=random.choice((0, 0, 0, 0, 10, 60)),
+        disk_blocks=disk_blocks,
+        standbys=random.random() < 0.5,
     )
 
 
@@ -179,6 +188,9 @@ def _requests(random: Random, shape: ClusterShape) -> list[SimRequest]:
     for number in range(random.randint(2, 7)):
         stem = random.choice(stems)
         own = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((0, 1, 3, 7, 12, 30))))
+        if made and random.random() < 0.25:
+            # It was asked before, with more or less behind it.
+            stem, own = random.choice(made).prompt, own[:3]
         prompt = (stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own)[: most - 1]
         max_tokens = random.choice((1, 2, 6, 6, 15, 15, 30, 30, 80))
         made.append(
@@ -195,6 +207,8 @@ def _requests(random: Random, shape: ClusterShape) -> list[SimRequest]:
                 cancel_after=random.choice((-1, -1, -1, -1, -1, 0, random.randint(0, 12))),
                 salt=random.choice(("", "", "", "blue", f"own {number}")),
                 priority=random.choice((0, 0, 0, -10, 10)),
+                logprobs=random.choice((None, None, None, None, 0, 2)),
+                prompt_logprobs=random.choice((None, None, None, None, None, 0, 1)),
             )
         )
     return made
@@ -225,6 +239,7 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
         FaultKind.REDIS_READ_ONLY,
         FaultKind.REDIS_FULL,
         FaultKind.REDIS_FAIL_OVER,
+        *((FaultKind.KILL_STANDBY,) if shape.standbys else ()),
         *((FaultKind.DISK_STALL, FaultKind.DISK_FULL, *(FaultKind.DISK_FLIP,) * 2) if shape.disk_blocks else ()),
     )
     kind = random.choice(kinds)
@@ -237,6 +252,8 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
         return SimFault(at_s, kind, random.choice((*workers, *names)))
     if kind is FaultKind.PAUSE:
         return SimFault(at_s, kind, random.choice((*workers, *names)), for_s=for_s)
+    if kind is FaultKind.KILL_STANDBY:
+        return SimFault(at_s, kind, random.choice((*shape.node_names(), *workers)))
     if kind is FaultKind.STALL:
         return SimFault(at_s, kind, random.choice(workers), for_s=for_s)
     if kind in (FaultKind.EVICT, FaultKind.DISK_FLIP):

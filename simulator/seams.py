@@ -4,7 +4,8 @@
     chance               secrets and random are seeded
     calls                in-process addresses lead over the simulated network
     memory, attach       the simulated machine's
-    disks                calls of ``os`` take time and fail; the threads that make them are simulated
+    disks                calls of ``os`` take time and fail
+    threads              those of disks and of a gateway's texts are simulated, of which one at a time runs
     the step thread      a task (:mod:`pillion.simulator.step_driver`)
     Redis                redis-py's client is the model's
     processes            those that the supervisor starts are simulated
@@ -19,13 +20,17 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from pillion.client.connection import GatewayConnection
+from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker import worker, worker_epoch
+from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.gateway import gateway
 from pillion.gateway.request.runner import Generation
+from pillion.gateway.tokens import tokenizer
 from pillion.kvstore.index import redis_link
 from pillion.kvstore.memory import node_memory
 from pillion.kvstore.node import kv_node
@@ -42,12 +47,19 @@ from pillion.supervisor import supervisor
 
 @contextlib.contextmanager
 def installed(
-    machine: Machine, network: Network, redis: Any, children: Any, generations: list[Any], seed: int
+    machine: Machine,
+    network: Network,
+    redis: Any,
+    children: Any,
+    generations: list[Any],
+    told: Callable[[int], None],
+    seed: int,
 ) -> Iterator[None]:
     """Runs the block with the simulation in the place of the machine.
 
     ``redis`` makes a client, ``children`` the processes of supervisors; every request that a gateway starts is added to
-    ``generations``, with its process as ``owner``.
+    ``generations``, with its process as ``owner``. ``told`` is called with a worker's epoch, in its process, when
+    tokens of it are handed on.
     """
     loop, chance = machine.loop, random.Random(seed)
 
@@ -56,6 +68,13 @@ def installed(
 
     async def explained(self: Any, error: Any, *_: Any) -> Any:
         return error
+
+    hand_on = WorkerEpoch._on_outcome
+
+    def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:
+        if outcome.updates and not self.over:
+            told(self.number)
+        hand_on(self, outcome)
 
     def generation(*args: Any) -> Any:
         made: Any = Generation(*args)
@@ -79,13 +98,16 @@ def installed(
         (node_memory, "open_domain", machine.open_domain),
         (kv_node, "AttachServer", attach_server),
         (disk, "ThreadPoolExecutor", machine.thread_pool),
+        (tokenizer, "ThreadPoolExecutor", machine.thread_pool),
         (disk_files, "os", DiskCalls(machine.disks.values(), chance)),
         (worker, "attach", machine.attach),
         (worker_epoch, "StepLoop", VirtualStepLoop),
+        (WorkerEpoch, "_on_outcome", on_outcome),
         (redis_link, "connect", lambda place: redis()),
         (gateway, "Generation", generation),
         (supervisor, "ChildProcess", children),
-        (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number], self._options())),
+        (supervisor, "Successor", SimpleNamespace(start=children.stand_by)),
+        (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
         (GatewayConnection, "explained_async", explained),
     ]
     before = [getattr(place, name) for place, name, _ in replaced]

@@ -17,6 +17,7 @@ from typing import Any
 
 from pillion.simulator.virtual_loop import PROCESS, Process, SimExecutor, VirtualLoop
 
+THREAD_NAME = "simulated"
 # Time until a thread begins a job.
 START_S = 0.0002
 
@@ -37,7 +38,7 @@ class SimThread:
         self._killed = False
         self._over = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._main, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=THREAD_NAME, daemon=True)
         process.on_death.append(self.kill)
         loop.call_later(START_S, self._begin, context=process.context)
 
@@ -107,7 +108,7 @@ class SimThreadPool(SimExecutor):
         """Runs the job for each item, on the caller's thread."""
         return map(job, items)
 
-    def shutdown(self) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Takes nothing back: what is under way ends with its process."""
 
     def __enter__(self) -> SimThreadPool:

@@ -3,6 +3,9 @@ for the operating system below it. The first one keeps the gateways too.
 
     Supervisor --ChildProcess.start--> SimChild --begin--> a process of the loop, with the component's main
                <--its exit status, or SIGKILL's-------'
+               --Successor.start--> SimSuccessor --> a process that starts and then waits for its turn
+                 ready <------------------- its turn is waited for
+                 begin --> SimChild, and the turn has come
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ from typing import Any
 
 from pillion.errors import Unavailable
 from pillion.simulator.components import address_of
-from pillion.simulator.lives import Life
+from pillion.simulator.lives import Life, SimTurn
 from pillion.simulator.schedule import ClusterShape
 from pillion.simulator.virtual_loop import Process, VirtualLoop
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 FENCE_KILL_S = 5.0
+# Schedules are short: a standby that came as late as in production would hardly be needed in any.
+STANDBY_DELAY_S = 0.3
 NODE_LEVEL, WORKER_LEVEL, GATEWAY_LEVEL = range(3)
 
 
@@ -33,6 +38,7 @@ class SimChild:
         self._life = life
         self._process = process
         self._ended: asyncio.Future[int] = loop.create_future()
+        process.on_death.append(lambda: self.exited(-signal.SIGKILL))
 
     async def wait(self) -> int:
         """Returns the exit status when the process has ended."""
@@ -40,29 +46,58 @@ class SimChild:
 
     def kill(self) -> None:
         """Sends SIGKILL; a process that has ended takes none."""
-        if self._process.alive:
-            self._loop.kill(self._process)
-            self.exited(-signal.SIGKILL)
+        self._loop.kill(self._process)
 
     def exited(self, status: int) -> None:
         """The process has ended, by itself or not."""
-        if self._process.alive:
-            self._loop.kill(self._process)
-        if self._life.process is self._process:
+        if self._ended.done():
+            return
+        self._ended.set_result(status)
+        self._loop.kill(self._process)
+        if self._life.child is self:
             self._life.process = self._life.component = self._life.child = None
-        if not self._ended.done():
-            self._ended.set_result(status)
+
+
+class SimSuccessor:
+    """A process that stands by, with what a supervisor uses of :class:`pillion.supervisor.standby.Successor`."""
+
+    def __init__(self, loop: VirtualLoop, life: Life, turn: SimTurn) -> None:
+        self.pid = turn.process.number
+        self._loop = loop
+        self._life = life
+        self._turn = turn
+        turn.process.on_death.append(self._ended)
+
+    async def ready(self) -> bool:
+        """Returns when the process waits for its turn, or, with False, has ended."""
+        return await asyncio.shield(self._turn.waits)
+
+    def output(self) -> tuple[str, ...]:
+        """No lines: those of the log are in the history."""
+        return ()
+
+    def begin(self, show: Callable[[str], None]) -> SimChild | None:
+        """Has the process take part; None where it has ended."""
+        if not self._turn.process.alive:
+            return None
+        child = self._life.child = self._turn.child = SimChild(self._loop, self._life, self._turn.process)
+        self._turn.begin()
+        return child
+
+    def _ended(self) -> None:
+        if not self._turn.waits.done():
+            self._turn.waits.set_result(False)
 
 
 class Supervision:
-    """All supervisors. ``begin`` starts the process of a component by its name."""
+    """All supervisors. ``begin`` starts the process of a component by its name, one that waits for its turn or not."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         shape: ClusterShape,
         lives: Mapping[str, Life],
-        begin: Callable[[str], Process],
+        begin: Callable[[str, bool], SimTurn],
         note: Callable[[str], None],
         find: Callable[[str], None],
     ) -> None:
@@ -82,12 +117,20 @@ class Supervision:
     async def start(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> SimChild:
         """Stands for ChildProcess.start: starts the component of this name."""
         life = self._lives[argv[0]]
-        child = life.child = SimChild(self._loop, life, self._begin(life.name))
+        turn = self._begin(life.name, False)
+        child = life.child = turn.child = SimChild(self._loop, life, turn.process)
         return child
+
+    async def stand_by(self, argv: Sequence[str], environ: Mapping[str, str]) -> SimSuccessor:
+        """Stands for Successor.start: starts a process of this name that waits for its turn."""
+        life = self._lives[argv[0]]
+        return SimSuccessor(self._loop, life, self._begin(life.name, True))
 
     async def _keep(self, node: str, *, with_gateways: bool) -> None:
         notices: Any = _NotedNotices(self._note)
-        supervisor = Supervisor(self._specs(node, with_gateways=with_gateways), notices)
+        supervisor = Supervisor(
+            self._specs(node, with_gateways=with_gateways), notices, standby_delay_s=STANDBY_DELAY_S
+        )
         try:
             await supervisor.start()
         except Unavailable as error:
@@ -111,7 +154,10 @@ class Supervision:
         async def probe() -> bool:
             return self._lives[name].runs
 
-        return ProcessSpec(component_id=name, level=level, argv=(name,), environ={}, probe=probe, needs=needs)
+        standby = self._shape.standbys and level != GATEWAY_LEVEL
+        return ProcessSpec(
+            component_id=name, level=level, argv=(name,), environ={}, probe=probe, needs=needs, standby=standby
+        )
 
 
 class _NotedNotices:

@@ -52,8 +52,7 @@ class Process:
         self.name = name
         self.number = number
         self.state = ProcessState.RUNNING
-        # Handles of asyncio, whose callbacks and contexts are their own business.
-        self.ready: deque[Any] = deque()
+        self.ready: deque[SimHandle] = deque()
         self.listed = False
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
@@ -82,20 +81,43 @@ class SimExecutor:
         raise NotImplementedError
 
 
+class SimHandle(asyncio.TimerHandle):
+    """What is to be called, at a time or soon, in ``process``: asyncio's handle without what only debugging reads."""
+
+    __slots__ = ("process",)
+
+    def __init__(  # asyncio's would look each time whether the loop is debugged
+        self, when: float, callback: Callable[..., object], args: Any, context: Context, process: Process
+    ) -> None:
+        self._when = when
+        self._callback = callback
+        self._args = args
+        self._context = context
+        self._cancelled = False
+        self.process = process
+
+    def cancel(self) -> None:
+        """Has it never called; a timer is dropped when it falls due."""
+        self._cancelled = True
+        self._callback = self._args = None
+
+
 class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
     """Nothing is left that could happen, or too much has happened."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The loop. ``random`` decides the order; ``after_event`` is called behind each event, if it is set."""
+    """The loop. ``random`` decides the order. ``look`` is called behind event ``next_look`` and returns the number of
+    the one behind which it is called next."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
         self.events = 0
-        self.after_event: Callable[[], None] | None = None
+        self.look: Callable[[], int] | None = None
+        self.next_look = MAX_EVENTS
         self.failures: list[dict[str, Any]] = []
         self._now = 1000.0
-        self._timers: list[tuple[float, int, Any]] = []
+        self._timers: list[tuple[float, int, SimHandle]] = []
         self._sequence = itertools.count()
         self._numbers = itertools.count()
         self._runnable: list[Process] = []
@@ -177,21 +199,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Handle:
         if context is None:
             context = copy_context()
-        handle = asyncio.Handle(callback, args, self, context)
-        if not self._closed:
-            self._enqueue(handle, context)
-        return handle
-
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]
-
-    def _enqueue(self, handle: asyncio.Handle, context: Context) -> None:
         process = context.get(PROCESS, self.outside)
+        handle = SimHandle(0.0, callback, args, context, process)
         state = process.state
-        if state is not ProcessState.DEAD:
+        if state is not ProcessState.DEAD and not self._closed:
             process.ready.append(handle)
             if not process.listed and state is ProcessState.RUNNING:
                 process.listed = True
                 self._runnable.append(process)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -203,13 +221,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         if context is None:
             context = copy_context()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = SimHandle(when, callback, args, context, context.get(PROCESS, self.outside))
         if not self._closed:
             heapq.heappush(self._timers, (when, next(self._sequence), timer))
         return timer
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Nothing: a cancelled timer is dropped when it falls due."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
@@ -249,8 +264,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
         """Calls ``callback`` once when ``fd``, a number of the simulation's own, becomes readable."""
-        handle = asyncio.Handle(callback, args, self, copy_context())
-        self._readers[fd] = handle
+        self._readers[fd] = copy_context(), callback, args
         if fd in self._readable:
             self._wake_reader(fd)
 
@@ -263,10 +277,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._wake_reader(fd)
 
     def _wake_reader(self, fd: int) -> None:
-        handle = self._readers.get(fd)
-        if handle is not None and not self._closed:
-            context = handle._context
-            self.call_soon(handle._callback, *handle._args, context=context)
+        if fd in self._readers and not self._closed:
+            context, callback, args = self._readers[fd]
+            self.call_soon(callback, *args, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Keeps what a callback raised, or what nobody awaited: it is a finding."""
@@ -289,8 +302,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     self._run_one()
                 else:
                     self._jump()
-                if self.events > MAX_EVENTS:
-                    raise Stuck(f"{MAX_EVENTS} events, and no end")
         finally:
             asyncio._set_running_loop(None)
 
@@ -308,13 +319,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             return
         self.events += 1
         try:
-            handle._context.run(handle._callback, *handle._args)
+            handle._context.run(handle._callback, *handle._args)  # type: ignore[arg-type]
         except (KeyboardInterrupt, SystemExit, Stuck):
             raise
         except BaseException as error:  # noqa: BLE001  (as asyncio's handles do)
             self.call_exception_handler({"message": f"in {handle._callback!r}", "exception": error})
-        if self.after_event is not None:
-            self.after_event()
+        if self.events >= self.next_look:
+            if self.events > MAX_EVENTS or self.look is None:
+                raise Stuck(f"{MAX_EVENTS} events, and no end")
+            self.next_look = self.look()
 
     def _jump(self) -> None:
         """Moves the clock to the next timer, and puts all timers that are due then into their lines."""
@@ -326,8 +339,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             timer = heapq.heappop(timers)[2]
-            if not timer._cancelled:
-                self._enqueue(timer, timer._context)
+            process = timer.process
+            if not timer._cancelled and process.state is not ProcessState.DEAD:
+                process.ready.append(timer)
+                if not process.listed and process.state is ProcessState.RUNNING:
+                    process.listed = True
+                    self._runnable.append(process)
 
     def close(self) -> None:
         """Ends everything; what tasks do while they are closed has no effect."""

@@ -11,9 +11,9 @@ it alive (:mod:`pillion.simulator.supervision`).
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -26,7 +26,7 @@ from pillion.simulator.components import STOP_GRACE_S, address_of, exit_status, 
 from pillion.simulator.disks import SimDisk
 from pillion.simulator.faults import FaultPlayer
 from pillion.simulator.hash_model import HashBackend, StepCosts
-from pillion.simulator.lives import Life
+from pillion.simulator.lives import Life, SimTurn
 from pillion.simulator.machine import Machine
 from pillion.simulator.network import Network
 from pillion.simulator.redis_client import RedisModelClient, WayToRedis
@@ -34,6 +34,7 @@ from pillion.simulator.redis_model import RedisModel
 from pillion.simulator.requests import RequestRun
 from pillion.simulator.schedule import BLOCK_TOKENS, FaultKind, SimSchedule
 from pillion.simulator.seams import installed
+from pillion.simulator.sim_threads import THREAD_NAME
 from pillion.simulator.supervision import Supervision
 from pillion.simulator.virtual_loop import PROCESS, Process, Stuck, VirtualLoop
 from pillion.supervisor.component_process import run_to_end
@@ -132,23 +133,26 @@ class World:
         """Runs the world to its end."""
         logger = logging.getLogger("pillion")
         level, propagate, hook = logger.level, logger.propagate, sys.unraisablehook
+        threads = set(threading.enumerate())
         logger.setLevel(logging.DEBUG if self.told else logging.ERROR)
         logger.propagate = False
         logger.addHandler(self._log)
-        gc.disable()
-        # What was imported stays: only what this world makes is looked through in the end.
-        gc.freeze()
         if self.shape.disk_blocks:
             self.machine.disks.update((name, SimDisk()) for name in self.shape.node_names())
         try:
             stand_ins = (self.machine, self.network, self._redis_client, self.supervision, self.generations)
-            with installed(*stand_ins, self.schedule.seed):
+            told = self.checker.watch_tokens
+            with installed(*stand_ins, told, self.schedule.seed):
                 main = self.loop.spawn(self.loop.outside, self._main(), "world")
                 try:
                     self.loop.run(main)
                     main.result()
                 except Stuck as stuck:
                     self.find(f"stuck: {stuck}")
+                else:
+                    for thread in set(threading.enumerate()) - threads:
+                        if thread.name != THREAD_NAME:
+                            self.find(f"a thread runs that is not simulated: {thread.name}")
                 finally:
                     # What is closed from here on has no meaning.
                     logger.removeHandler(self._log)
@@ -160,10 +164,7 @@ class World:
         finally:
             logger.removeHandler(self._log)
             logger.propagate = propagate
-            gc.enable()
             result = self._result()
-            gc.collect()
-            gc.unfreeze()
             sys.unraisablehook = hook
             logging.disable(logging.NOTSET)
             logger.setLevel(level)
@@ -236,14 +237,24 @@ class World:
 
     # -- processes
 
-    def begin(self, name: str) -> Process:
-        """Begins a life of a component."""
-        life = self.lives[name]
-        life.component, life.stop = None, None
-        life.process = process = self.loop.process(name)
+    def begin(self, name: str, stands_by: bool) -> SimTurn:
+        """Starts a process of a component, whose life begins with its turn."""
+        life, process = self.lives[name], self.loop.process(name)
         process.on_death.append(lambda: self.network.died(process))
-        self.loop.spawn(process, self._live(life, process), name)
-        return process
+        if stands_by:
+            life.standby = process
+        costs = StepCosts(self.shape.step_s, self.shape.token_s) if life.is_worker else None
+        backend = None if costs is None else self._backend(life, process, costs)
+
+        def took(turn: SimTurn) -> None:
+            life.component, life.stop = None, None
+            life.process, life.costs, life.backend = process, costs, backend
+            if stands_by:
+                self.note(f"the standby of {name} takes over")
+
+        turn = SimTurn(self.loop, process, took, stands_by=stands_by)
+        self.loop.spawn(process, self._live(life, turn, backend), name)
+        return turn
 
     def kill(self, name: str) -> None:
         """Sends SIGKILL to a component, if it runs."""
@@ -252,15 +263,12 @@ class World:
             self.note(f"{name} is killed")
             child.kill()
 
-    async def _live(self, life: Life, process: Process) -> None:
+    async def _live(self, life: Life, turn: SimTurn, backend: HashBackend | None) -> None:
         status = 1
         try:
-            if life.is_worker:
-                life.costs = StepCosts(self.shape.step_s, self.shape.token_s)
-                life.backend = self._backend(life, process)
             disk = self.machine.disks.get(life.name)
             disk_path = str(disk.folder) if disk is not None else ""
-            component = await start_component(self.shape, life.name, life.backend, disk_path)
+            component = await start_component(self.shape, life.name, backend, turn, disk_path)
         except PillionError as error:
             self.note(f"{life.name} cannot start: {error.message}")
             status = exit_status(error)
@@ -270,19 +278,20 @@ class World:
             self.note(f"{life.name} serves")
             status = await run_to_end(life.name, _WatchedStop(component, self._hangs), life.stop, STOP_GRACE_S)
         self.note(f"{life.name} exits with {status}")
-        assert life.child is not None
-        self.loop.post(self.loop.outside, life.child.exited, status)
+        if turn.child is not None:
+            self.loop.post(self.loop.outside, turn.child.exited, status)
+        else:
+            self.loop.post(self.loop.outside, self.loop.kill, turn.process)
 
     def _hangs(self, name: str) -> None:
         """A component did not stop in the time that it has for that."""
         excuses = {fault.kind for fault in self.schedule.faults} & SLOW_STOP_FAULTS
         (self.note if excuses else self.find)(f"{name} hangs while it stops")
 
-    def _backend(self, life: Life, process: Process) -> HashBackend:
-        assert life.costs is not None
+    def _backend(self, life: Life, process: Process, costs: StepCosts) -> HashBackend:
         return HashBackend(
             BLOCK_TOKENS,
-            life.costs,
+            costs,
             runs_ahead=self.shape.runs_ahead,
             repeats=self.shape.repeats,
             watch=lambda tokens, reads, writes: self.checker.watch_step(life, process, tokens, reads, writes),

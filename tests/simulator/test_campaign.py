@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pillion.simulator.campaign import run_schedule, seeds_to_find
 from pillion.simulator.hash_model import reference
 from pillion.simulator.mutations import MUTATIONS
+from pillion.simulator.requests import RequestRun
 from pillion.simulator.schedule import ClusterShape, FaultKind, SimFault, SimRequest, SimSchedule, draw
 from pillion.simulator.shrink import shrink
 from testbed.conditions import WITHIN_S
@@ -71,6 +73,7 @@ def test_a_killed_decode_worker_costs_no_token() -> None:
         "an adopted ticket is not held",
         "a replay begins with the prompt alone",
         "a cancelled sequence stays",
+        "a replay scores its prompt anew",
     ],
 )
 def test_a_defect_made_by_hand_is_found(name: str) -> None:
@@ -96,6 +99,33 @@ def test_the_reference_stops_at_a_stop_id() -> None:
     whole = reference((1, 2, 3), 20, 0, True, frozenset(), False)
     assert len(whole) == 20
     assert reference((1, 2, 3), 20, 0, True, frozenset({whole[4]}), False) == whole[: whole.index(whole[4]) + 1]
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["lives", "dead"])
+def test_a_standby_takes_over(lives: bool) -> None:
+    shape = ClusterShape(decodes=1, prefills=0, policy="colocated", step_s=0.05, standbys=True)
+    request = SimRequest(0, 0.0, tuple(range(20)), 30, seed=5, greedy=True, stop_ids=())
+    faults = [SimFault(0.7, FaultKind.KILL_STANDBY, "decode-0")] * (not lives)
+    faults.append(SimFault(0.9, FaultKind.KILL, "decode-0"))
+    result = run_schedule(SimSchedule(5, shape, (request,), tuple(faults)), told=True)
+    assert result.findings == []
+    assert result.endings == ["whole"]
+    assert any("the standby of decode-0 takes over" in line for line in result.history) == lives
+
+
+def test_a_thread_that_is_not_simulated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does would be different each time."""
+    over, whole = threading.Event(), RequestRun._whole
+
+    def starts_a_thread(run: RequestRun) -> None:
+        threading.Thread(target=over.wait, name="stray", daemon=True).start()
+        whole(run)
+
+    monkeypatch.setattr(RequestRun, "_whole", starts_a_thread)
+    request = SimRequest(0, 0.0, tuple(range(8)), 2, seed=5, greedy=True, stop_ids=())
+    result = run_schedule(SimSchedule(6, ClusterShape(), (request,), ()))
+    over.set()
+    assert result.findings == ["a thread runs that is not simulated: stray"]
 
 
 def test_workers_end_with_their_node() -> None:
