@@ -69,13 +69,6 @@ def installed(
     async def explained(self: Any, error: Any, *_: Any) -> Any:
         return error
 
-    hand_on = WorkerEpoch._on_outcome
-
-    def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:
-        if outcome.updates and not self.over:
-            told(self.number)
-        hand_on(self, outcome)
-
     def generation(*args: Any) -> Any:
         made: Any = Generation(*args)
         made.owner = PROCESS.get()
@@ -102,7 +95,7 @@ def installed(
         (disk_files, "os", DiskCalls(machine.disks.values(), chance)),
         (worker, "attach", machine.attach),
         (worker_epoch, "StepLoop", VirtualStepLoop),
-        (WorkerEpoch, "_on_outcome", on_outcome),
+        (WorkerEpoch, "_on_outcome", _tells(told)),
         (redis_link, "connect", lambda place: redis()),
         (gateway, "Generation", generation),
         (supervisor, "ChildProcess", children),
@@ -120,3 +113,15 @@ def installed(
         for (place, name, _), own in zip(replaced, before, strict=True):
             setattr(place, name, own)
         use_network(None)
+
+
+def _tells(told: Callable[[int], None]) -> Callable[[WorkerEpoch, Outcome], None]:
+    """An epoch's method that hands an outcome on, which tells of those with tokens first."""
+    hand_on = WorkerEpoch._on_outcome
+
+    def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:
+        if outcome.updates and not self.over:
+            told(self.number)
+        hand_on(self, outcome)
+
+    return on_outcome

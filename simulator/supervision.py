@@ -121,7 +121,7 @@ class Supervision:
         child = life.child = turn.child = SimChild(self._loop, life, turn.process)
         return child
 
-    async def stand_by(self, argv: Sequence[str], environ: Mapping[str, str]) -> SimSuccessor:
+    async def stand_by(self, argv: Sequence[str], environ: Mapping[str, str], launch: object) -> SimSuccessor:
         """Stands for Successor.start: starts a process of this name that waits for its turn."""
         life = self._lives[argv[0]]
         return SimSuccessor(self._loop, life, self._begin(life.name, True))

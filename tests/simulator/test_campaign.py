@@ -151,7 +151,7 @@ def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
         for number, n in enumerate((0, 50, 100, 150) * 3)
     )
     faults = tuple(SimFault(0.04 * number, kind, "kvnode-0", for_s=0.03) for number in range(1, 45))
-    result = run_schedule(SimSchedule(4, shape, requests, faults), told=True)
+    result = run_schedule(SimSchedule(6, shape, requests, faults), told=True)
     assert result.findings == []
     assert result.endings == ["whole"] * len(requests)
     signs = {
