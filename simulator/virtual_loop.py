@@ -99,7 +99,6 @@ class SimHandle(asyncio.TimerHandle):
     def cancel(self) -> None:
         """Has it never called; a timer is dropped when it falls due."""
         self._cancelled = True
-        self._callback = self._args = None
 
 
 class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
@@ -319,7 +318,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             return
         self.events += 1
         try:
-            handle._context.run(handle._callback, *handle._args)  # type: ignore[arg-type]
+            handle._context.run(handle._callback, *handle._args)
         except (KeyboardInterrupt, SystemExit, Stuck):
             raise
         except BaseException as error:  # noqa: BLE001  (as asyncio's handles do)
