@@ -547,7 +547,9 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
     keep_pool: bool = flag(
-        True, "Keep the KV pool in memory when the KV node dies: the next one takes over its blocks. CPU alone."
+        True,
+        "Keep the KV pool in memory when the KV node dies: the next one takes over its blocks. CPU alone; for"
+        " GPUs see docs/gpu.md.",
     )
     fork_server: bool = flag(
         True, "Start components as forks of a process that has imported their packages. Linux alone."

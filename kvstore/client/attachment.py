@@ -114,11 +114,17 @@ class Attachment(SharedMemory):
         place: int = 0,
         block_tokens: int = 0,
     ) -> None:
-        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them; with ``place``,
-        of a file that is opened anew and locked there. Raises ConfigError."""
-        if len(memory_fds) != max(1, len(reply.shards)):
+        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them. With ``place``,
+        the file of the places is opened anew and locked there: that of memory on the host, or the one that comes behind
+        memory on GPUs. Raises ConfigError."""
+        apart = bool(place) and reply.memory_kind != HOST
+        if len(memory_fds) != max(1, len(reply.shards)) + apart:
             raise ConfigError("the KV node answered without its memory")
-        self._memory_fds = [_own_place(memory_fds[0], place)] if place else [os.dup(fd) for fd in memory_fds]
+        locked = [_own_place(memory_fds[-1], place)] if place else []
+        self._place_fds = locked if apart else []
+        self._memory_fds = (
+            locked if place and not apart else [os.dup(fd) for fd in memory_fds[: len(memory_fds) - apart]]
+        )
         try:
             super().__init__(sock, _map_pool(self._memory_fds, reply, reply.num_slots * block_bytes))
         except BaseException:
@@ -133,6 +139,7 @@ class Attachment(SharedMemory):
         # Said again when the worker attaches to the node's next life.
         self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
+        self._kv_rows = self._kv_heads = 0
 
     @property
     def node_gone(self) -> bool:
@@ -161,6 +168,8 @@ class Attachment(SharedMemory):
             block_bytes=self.block_bytes,
             namespace=namespace,
             block_tokens=self._block_tokens,
+            kv_rows=self._kv_rows,
+            kv_heads=self._kv_heads,
             takes_place=True,
             pool_id=self.pool_id,
             place=self._place,
@@ -234,8 +243,9 @@ class Attachment(SharedMemory):
         self._close_memory()
 
     def _close_memory(self) -> None:
-        while self._memory_fds:
-            os.close(self._memory_fds.pop())
+        # The place last: it says that nothing is mapped any more.
+        close_all(self._memory_fds)
+        close_all(self._place_fds)
 
 
 def attach(
@@ -249,11 +259,13 @@ def attach(
     kv_rows: int = 0,
     kv_heads: int = 0,
     block_tokens: int = 0,
+    processes: int = 1,
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
     ``kv_rows``, ``kv_heads``: rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
     ``block_tokens``: tokens of a block, which the node tells those who follow its blocks.
+    ``processes``: how many processes of the worker will use the pool.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -267,6 +279,7 @@ def attach(
         kv_heads=kv_heads,
         block_tokens=block_tokens,
         takes_place=True,
+        processes=processes,
     )
     with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
         sock,
@@ -278,6 +291,7 @@ def attach(
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
         place = reply.epoch if reply.pool_id else 0
         attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens)
+        attachment._kv_rows, attachment._kv_heads = kv_rows, kv_heads
     sock.setblocking(False)
     return attachment
 
@@ -331,7 +345,7 @@ def _asked(
         _connect(sock, socket_path, until_s, given_up)
         sock.sendall(line_to_bytes(hello))
         _await_answer(sock, until_s, given_up)
-        line, fds = receive_line(sock, MAX_LINE_BYTES, MAX_SHARDS)
+        line, fds = receive_line(sock, MAX_LINE_BYTES, MAX_SHARDS + 1)
         yield sock, line, fds
     except OSError as error:
         sock.close()

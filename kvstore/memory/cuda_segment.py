@@ -2,6 +2,7 @@
 
 node     create --> export: the descriptor that workers get --> map, for its own copies
 worker   descriptor --> import --> map: the same memory, at an address of its own
+keeper   descriptor alone: a node's next life imports and maps it
 the end  of the last of them, however it comes, gives the memory back to the device
 """
 
@@ -106,6 +107,20 @@ class DeviceSegment:
                     f"{free} are free: {error.message}"
                 ) from None
             undo.pop_all()
+
+    @classmethod
+    def kept(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
+        """The memory of an earlier process behind ``descriptor``, which stays the caller's. ``size_bytes`` is what that
+        process asked for. Raises ConfigError where it cannot be mapped as that."""
+        segment = cls.__new__(cls)
+        segment.size_bytes, segment._fd = device.rounded(size_bytes), -1
+        handle = device.import_fd(descriptor)
+        try:
+            segment.mapping = DeviceMapping(device, handle, segment.size_bytes)
+        finally:
+            device.release(handle)
+        segment._fd = os.dup(descriptor)
+        return segment
 
     def fileno(self) -> int:
         """Returns the descriptor to send to workers."""

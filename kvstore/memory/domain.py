@@ -121,6 +121,19 @@ class CudaDomain:
     def segment(self, size_bytes: int, shard: int = 0) -> AnySegment:
         return DeviceSegment(self._devices[shard], size_bytes)
 
+    def kept(self, descriptors: Sequence[int], num_slots: int, shards: Shards) -> list[AnySegment]:
+        """Maps the memory of each shard of a pool that an earlier process has made; the descriptors stay the caller's.
+        Raises ConfigError where they are not that."""
+        made: list[AnySegment] = []
+        try:
+            for shard, (device, descriptor) in enumerate(zip(self._devices, descriptors, strict=True)):
+                made.append(DeviceSegment.kept(device, descriptor, num_slots * shards.shard_bytes(shard)))
+        except BaseException:
+            for segment in made:
+                segment.close()
+            raise
+        return made
+
     def memory(self, segments: Sequence[AnySegment], num_slots: int, shards: Shards) -> PoolMemory:
         mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
         return CudaMemory(mappings, num_slots, shards)

@@ -2,13 +2,15 @@
 
     node --"keep", descriptors--> kept under the node's name --"take"--> the node's next life, as often as it asks
             |                          |-- the node keeps others, or its next life does --> closed
+            |                          |-- the node drops them --> closed
             |                          |-- the node is gone for KEPT_WITHOUT_NODE_S --> closed
             |                          '-- the keeper ends --> closed
             '-- another node of that name lives --> refused
 
-It never maps what it keeps, and never looks at it. The kernel frees a pool with its last descriptor and mapping, so
-nothing is left where the keeper ends with the cluster, however that ends. Its socket is 0600 in a folder of 0700: who
-may connect may read all KV, as at the attach socket. (systemd has the same for its services, FileDescriptorStoreMax=.)
+It never maps what it keeps, and never looks at it: it calls no driver for a GPU's memory either. The kernel frees a
+pool with its last descriptor and mapping, so nothing is left where the keeper ends with the cluster, however that ends.
+Its socket is 0600 in a folder of 0700: who may connect may read all KV, as at the attach socket. (systemd has the same
+for its services, FileDescriptorStoreMax=.)
 
 One connection is served after the other, each within REQUEST_TIMEOUT_S; that of the last "keep" under a name stays
 open, which is how node and keeper notice each other's end.
@@ -26,8 +28,10 @@ from dataclasses import dataclass, field
 from pillion.errors import Conflict, InvalidRequest, Overloaded, PillionError
 from pillion.net.private_socket import close_all, listen_private, peer_gone, receive_line
 from pillion.wire.keeper import (
-    KEPT_DESCRIPTORS,
     MAX_KEEPER_LINE_BYTES,
+    MAX_KEPT_MEMORIES,
+    MAX_KEPT_PROCESSES,
+    MIN_KEPT_MEMORIES,
     KeeperHello,
     KeeperReply,
     keeper_hello_from_line,
@@ -48,12 +52,18 @@ LOOK_S = 10.0
 
 @dataclass
 class _Kept:
-    """``node`` is the connection of the node that gave the descriptors; ``gone_s``, on the monotonic clock, when its
-    end was first seen."""
+    """``node`` is the connection of the node that gave the descriptors; the last of them are of processes that have
+    these ``places``. ``gone_s``, on the monotonic clock: when the node's end was first seen."""
 
     descriptors: list[int]
+    places: tuple[int, ...]
     node: socket.socket
     gone_s: float | None = None
+
+    @property
+    def reply(self) -> KeeperReply:
+        """What is said of the descriptors to whoever takes them."""
+        return KeeperReply(kept=True, memories=len(self.descriptors) - len(self.places), places=self.places)
 
 
 @dataclass
@@ -68,10 +78,14 @@ class KeeperServer:
         stays = False
         try:
             sock.settimeout(REQUEST_TIMEOUT_S)
-            line, descriptors = receive_line(sock, MAX_KEEPER_LINE_BYTES, KEPT_DESCRIPTORS)
+            line, descriptors = receive_line(sock, MAX_KEEPER_LINE_BYTES, MAX_KEPT_MEMORIES + MAX_KEPT_PROCESSES)
             hello = keeper_hello_from_line(line)
             if hello.action == "take":
                 self._give(sock, hello.name)
+            elif hello.action == "drop":
+                if self._left(hello.name) is not None:
+                    self._drop(self.kept.pop(hello.name))
+                _answer(sock, KeeperReply())
             else:
                 self._keep(sock, hello, descriptors)
                 descriptors, stays = [], True
@@ -101,23 +115,29 @@ class KeeperServer:
             self._drop(self.kept.popitem()[1])
 
     def _keep(self, sock: socket.socket, hello: KeeperHello, descriptors: list[int]) -> None:
-        if len(descriptors) != KEPT_DESCRIPTORS:
-            raise InvalidRequest(f"{len(descriptors)} descriptors came, {KEPT_DESCRIPTORS} are a pool")
+        if hello.memories < MIN_KEPT_MEMORIES or len(descriptors) != hello.memories + len(hello.places):
+            wanted = f"{hello.memories} of a pool and {len(hello.places)} of processes"
+            raise InvalidRequest(f"{len(descriptors)} descriptors came; {wanted} were promised")
         if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
             raise Overloaded(f"{MAX_KEPT} pools are kept already")
-        before = self.kept.get(hello.name)
-        if before is not None and not peer_gone(before.node):
-            raise Conflict(f"another node of the name {hello.name} lives: give each node a --node-id of its own")
+        before = self._left(hello.name)
         _answer(sock, KeeperReply(kept=True))
         sock.setblocking(False)
-        self.kept[hello.name] = _Kept(descriptors, sock)
+        self.kept[hello.name] = _Kept(descriptors, hello.places, sock)
         if before is not None:
             self._drop(before)
         log.info("keeps the pool of %s", hello.name)
 
+    def _left(self, name: str) -> _Kept | None:
+        """What is kept under a name by a node that is gone. Raises Conflict where that node lives."""
+        before = self.kept.get(name)
+        if before is not None and not peer_gone(before.node):
+            raise Conflict(f"another node of the name {name} lives: give each node a --node-id of its own")
+        return before
+
     def _give(self, sock: socket.socket, name: str) -> None:
         kept = self.kept.get(name)
-        _answer(sock, KeeperReply(kept=kept is not None), kept.descriptors if kept else ())
+        _answer(sock, kept.reply if kept else KeeperReply(), kept.descriptors if kept else ())
 
     @staticmethod
     def _drop(kept: _Kept) -> None:

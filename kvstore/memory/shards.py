@@ -10,6 +10,8 @@ With more shards than heads, several have the same head: it is gathered from the
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,6 +93,12 @@ class Shards:
         if pieces < 1 or block_bytes % pieces:
             raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
         return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
+
+    def layout(self, namespace: str, device_uuids: Sequence[str]) -> str:
+        """Names what lies where: blocks of a namespace, divided like this over these GPUs. 64 hexadecimal digits."""
+        shares = [(share.start, share.stop) for share in self.shares]
+        said = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))
+        return hashlib.sha256(said.encode()).hexdigest()
 
     @property
     def block_bytes(self) -> int:

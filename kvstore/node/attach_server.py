@@ -52,7 +52,7 @@ UNSEEN = (
     "namespace. Its slots stay in quarantine until this node restarts. Let node and workers share a PID namespace "
     "(Kubernetes: shareProcessNamespace), or use Linux 6.5 or newer"
 )
-_UNSEEN, _GONE = -1, -2
+UNSEEN_PROCESS, _GONE = -1, -2
 # Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID namespace.
 _SO_PEERPIDFD = 77
 
@@ -67,6 +67,8 @@ class AttachServer:
         fence: called with an epoch whose worker's connection ended while its exit is not proven.
         serve_region: serves a connection that wants a region, until its end. Raises PillionErrors to refuse.
         exit_is_proof: returns whether, after a connection's end without a farewell, the worker's exit is awaited.
+        answering: called before an answer is sent, with the descriptor of the worker's process or a number below 0 (see
+            :attr:`PeerProcess.descriptor`); returns more descriptors for the answer.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class AttachServer:
         fence: Callable[[int], None],
         serve_region: Callable[[socket.socket, RegionHello], Awaitable[None]],
         exit_is_proof: Callable[[], bool] = lambda: False,
+        answering: Callable[[AttachHello, AttachReply, int], Awaitable[list[int]]] | None = None,
     ) -> None:
         self._path = path
         self._memory_fds = memory_fds
@@ -86,6 +89,7 @@ class AttachServer:
         self._fence = fence
         self._serve_region = serve_region
         self._exit_is_proof = exit_is_proof
+        self._answering = answering
         self._server: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -133,7 +137,7 @@ class AttachServer:
             hello = await self._read_hello(sock)
             if isinstance(hello, RegionHello):
                 return await self._serve_region(sock, hello)
-            epoch = await self._greet(sock, hello) if hello is not None else 0
+            epoch = await self._greet(sock, hello, peer.descriptor) if hello is not None else 0
             if epoch:
                 log.info("epoch %016x attached", epoch)
                 detached = await until_end(sock, peer.others if self._exit_is_proof() else None)
@@ -165,7 +169,7 @@ class AttachServer:
             return None
         return hello
 
-    async def _greet(self, sock: socket.socket, hello: AttachHello) -> int:
+    async def _greet(self, sock: socket.socket, hello: AttachHello, process: int) -> int:
         """Answers a worker; returns its epoch, 0 for a refusal. An epoch whose answer cannot be sent ends at once."""
         try:
             reply = await self._admit(hello)
@@ -173,9 +177,10 @@ class AttachServer:
             _refuse(sock, error.message)
             return 0
         try:
+            more = await self._answering(hello, reply, process) if self._answering is not None else []
             # One small line into an empty socket buffer: it goes at once or the peer is gone.
-            socket.send_fds(sock, [line_to_bytes(reply)], self._memory_fds())
-        except (OSError, PillionError):
+            socket.send_fds(sock, [line_to_bytes(reply)], [*self._memory_fds(), *more])
+        except (OSError, PillionError, asyncio.CancelledError):
             self._ended(reply.epoch)
             raise
         return reply.epoch
@@ -198,7 +203,13 @@ class PeerProcess:
     @property
     def seen(self) -> bool:
         """Whether the process's exit will be noticed."""
-        return self._pidfd != _UNSEEN
+        return self._pidfd != UNSEEN_PROCESS
+
+    @property
+    def descriptor(self) -> int:
+        """Of the process (pidfd), this object's to close; UNSEEN_PROCESS where its exit cannot be noticed, another
+        number below 0 where the process is this one or has exited."""
+        return self._pidfd
 
     async def gone(self) -> None:
         """Returns when the process has exited; never, where that cannot be noticed. This process counts as gone: it
@@ -217,7 +228,7 @@ class PeerProcess:
             if pidfd >= 0:
                 os.close(pidfd)
         self.others.clear()
-        self._pidfd = _UNSEEN
+        self._pidfd = UNSEEN_PROCESS
 
 
 async def _readable(descriptor: int) -> None:
@@ -234,7 +245,7 @@ async def _readable(descriptor: int) -> None:
 
 def _pidfd_of(sock: socket.socket) -> int:
     if not hasattr(os, "pidfd_open"):
-        return _UNSEEN
+        return UNSEEN_PROCESS
     # The process id is 0 for a process of a PID namespace that is not within this one.
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if pid == os.getpid():
@@ -244,11 +255,11 @@ def _pidfd_of(sock: socket.socket) -> int:
         (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
         return int(pidfd)
     try:
-        return os.pidfd_open(pid) if pid > 0 else _UNSEEN
+        return os.pidfd_open(pid) if pid > 0 else UNSEEN_PROCESS
     except ProcessLookupError:
         return _GONE
     except OSError:
-        return _UNSEEN
+        return UNSEEN_PROCESS
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:
@@ -279,7 +290,7 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
     last, found = b"", [] if processes is None else processes
     most = 0 if processes is None else MAX_PROCESSES
     with contextlib.suppress(ConnectionError):
-        while len(found) <= most and _UNSEEN not in found:
+        while len(found) <= most and UNSEEN_PROCESS not in found:
             try:
                 chunk, descriptors, said, _ = socket.recv_fds(sock, MAX_LINE_BYTES, most)
             except BlockingIOError:
@@ -293,6 +304,6 @@ async def until_end(sock: socket.socket, processes: list[int] | None = None) -> 
                     "the node has too many open files to watch all processes of a worker: its slots stay in quarantine"
                     " until the node restarts"
                 )
-                found.append(_UNSEEN)
+                found.append(UNSEEN_PROCESS)
             last = (last + chunk)[-len(DETACHED) :]
-    return last == DETACHED and len(found) <= most and _UNSEEN not in found
+    return last == DETACHED and len(found) <= most and UNSEEN_PROCESS not in found

@@ -26,7 +26,7 @@ from pillion.kvstore.memory.domain import device_indexes
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.adapter_files import NodeAdapters
-from pillion.kvstore.node.attach_server import AttachServer
+from pillion.kvstore.node.attach_server import UNSEEN_PROCESS, AttachServer
 from pillion.kvstore.node.keeping import Keeping
 from pillion.kvstore.node.node_servicer import SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
@@ -103,10 +103,11 @@ class KVNode:
             flags.attach_socket,
             self._memory.filenos,
             self._admit,
-            self.pool.ended,
+            self._ended,
             self.pool.fence,
             self.regions.serve,
             exit_is_proof=lambda: self._memory.domain.kind != HOST,
+            answering=self._answering,
         )
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
@@ -238,7 +239,13 @@ class KVNode:
         async with self._shaping:
             try:
                 if not self.pool.shaped and hello.block_bytes > 0:
-                    await memory.shape(hello.block_bytes, hello.kv_rows, hello.kv_heads, hello.namespace)
+                    await memory.shape(
+                        hello.block_bytes,
+                        hello.kv_rows,
+                        hello.kv_heads,
+                        hello.namespace,
+                        comes_back=bool(hello.pool_id),
+                    )
                     self.pool.pool_bytes = memory.pool_bytes
                 if hello.pool_id and hello.pool_id != self._pool_id:
                     raise Conflict("the pool that this worker has mapped is gone: start it again")
@@ -247,8 +254,8 @@ class KVNode:
                 if not self.pool.shaped:
                     memory.unshape()
         log.info("%s (%s) attached", hello.component_id, hello.role)
-        if memory.kept is not None and not hello.takes_place:
-            log.warning("%s is of an older version: this pool will not outlive the node", hello.component_id)
+        if memory.kept is not None and (reason := self._why_not_kept(hello)):
+            log.warning("%s %s: this pool will not outlive the node", hello.component_id, reason)
             memory.kept.forsake()
         domain = memory.domain
         return AttachReply(
@@ -261,8 +268,33 @@ class KVNode:
             device_index=domain.device_indexes[0],
             mapped_bytes=self._memory.segments[0].size_bytes,
             shards=self._attached_shards(),
-            pool_id=self._pool_id if hello.takes_place else "",
+            pool_id=self._pool_id if hello.takes_place and (domain.kind == HOST or memory.place_filenos()) else "",
         )
+
+    def _why_not_kept(self, hello: AttachHello) -> str:
+        """Says why nobody can prove the end of what this worker does with the pool; empty where that can be proven."""
+        if not hello.takes_place:
+            return "is of an older version"
+        if self._memory.domain.kind != HOST and hello.processes > 1:
+            return f"computes on GPUs with {hello.processes} processes"
+        return ""
+
+    async def _answering(self, hello: AttachHello, reply: AttachReply, process: int) -> list[int]:
+        """Has the keeper know of a worker on a GPU before that is told of slots; returns the file of its place."""
+        kept, keeper = self._memory.kept, self._memory.keeper
+        if kept is None or keeper is None or not reply.pool_id or self._memory.domain.kind == HOST:
+            return []
+        if process == UNSEEN_PROCESS:
+            log.warning("this pool will not outlive the node, which cannot see the process of %s", hello.component_id)
+            kept.forsake()
+        elif process >= 0:
+            await kept.admit(keeper, self._flags.node_id, reply.epoch, hello.place or reply.epoch, process)
+        return [kept.places.fileno()]
+
+    def _ended(self, epoch: int) -> None:
+        if self._memory.kept is not None:
+            self._memory.kept.ended(epoch)
+        self.pool.ended(epoch)
 
     @property
     def _pool_id(self) -> str:

@@ -40,6 +40,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
         takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
         pool_id, place: of a worker that comes back: the pool that it has mapped, and the place that it has locked. Its
             last step has ended, and it uses nothing of that pool before the node has answered.
+        processes: how many processes of the worker will use the pool.
     """
 
     component_id: str
@@ -52,6 +53,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
     takes_place: bool = False
     pool_id: str = ""
     place: Annotated[int, Meta(ge=0)] = 0
+    processes: Annotated[int, Meta(ge=1)] = 1
     protocol: int = PROTOCOL
     version: str = VERSION
 
@@ -79,7 +81,8 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
         device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it; of a divided pool, the first.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
         shards: where the pool is divided, its shards, for each of which a descriptor comes; else none.
-        pool_id: names a pool that outlives its node, whose user locks the place ``epoch`` of it; "" for another one.
+        pool_id: names a pool that outlives its node, whose user locks the place ``epoch`` of it, on GPUs that of a file
+            whose descriptor comes behind those of the memory; "" for another one.
     """
 
     node_id: str = ""

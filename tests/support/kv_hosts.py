@@ -48,6 +48,34 @@ def prompt(*tokens: int) -> bytes:
     return chain_hashes(ROOT, tokens, 1)
 
 
+def read_slot(worker: Attachment, number: int) -> bytes:
+    """A slot's bytes, wherever the pool is."""
+    if worker.device_memory is not None:
+        return DeviceBytes(worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
+    if worker.shards is None:
+        return bytes(worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+    pieces = np.empty((KV_ROWS, KV_HEADS, PIECE_BYTES), np.uint8)
+    for index, heads in enumerate(worker.shards.shares):
+        size = KV_ROWS * len(heads) * PIECE_BYTES
+        found = DeviceBytes(worker.shards.shard(index)).read(number * size, size)
+        pieces[:, heads.start : heads.stop] = np.frombuffer(found, np.uint8).reshape(KV_ROWS, len(heads), -1)
+    return pieces.tobytes()
+
+
+def write_slot(worker: Attachment, number: int, data: bytes) -> None:
+    """All of a slot."""
+    if worker.device_memory is not None:
+        DeviceBytes(worker.device_memory).write(number * BLOCK_BYTES, data)
+        return
+    if worker.shards is None:
+        worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] = data
+        return
+    pieces = np.frombuffer(data, np.uint8).reshape(KV_ROWS, KV_HEADS, PIECE_BYTES)
+    for index, heads in enumerate(worker.shards.shares):
+        mine = np.ascontiguousarray(pieces[:, heads.start : heads.stop]).tobytes()
+        DeviceBytes(worker.shards.shard(index)).write(number * len(mine), mine)
+
+
 @dataclass
 class KVHost:
     """One node with a gateway's session and a worker."""
@@ -122,30 +150,10 @@ class KVHost:
         return self.worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
     def read(self, number: int) -> bytes:
-        """A slot's bytes, wherever the pool is."""
-        if self.worker.device_memory is not None:
-            return DeviceBytes(self.worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
-        if self.worker.shards is None:
-            return bytes(self.slot(number))
-        pieces = np.empty((KV_ROWS, KV_HEADS, PIECE_BYTES), np.uint8)
-        for index, heads in enumerate(self.worker.shards.shares):
-            size = KV_ROWS * len(heads) * PIECE_BYTES
-            found = DeviceBytes(self.worker.shards.shard(index)).read(number * size, size)
-            pieces[:, heads.start : heads.stop] = np.frombuffer(found, np.uint8).reshape(KV_ROWS, len(heads), -1)
-        return pieces.tobytes()
+        return read_slot(self.worker, number)
 
     def write(self, number: int, data: bytes) -> None:
-        """All of a slot."""
-        if self.worker.device_memory is not None:
-            DeviceBytes(self.worker.device_memory).write(number * BLOCK_BYTES, data)
-            return
-        if self.worker.shards is None:
-            self.slot(number)[:] = data
-            return
-        pieces = np.frombuffer(data, np.uint8).reshape(KV_ROWS, KV_HEADS, PIECE_BYTES)
-        for index, heads in enumerate(self.worker.shards.shares):
-            mine = np.ascontiguousarray(pieces[:, heads.start : heads.stop]).tobytes()
-            DeviceBytes(self.worker.shards.shard(index)).write(number * len(mine), mine)
+        write_slot(self.worker, number, data)
 
     async def open(self, hashes: bytes, expected_blocks: int = 0) -> OpenTicketReply:
         total = len(hashes) // HASH_BYTES + 1

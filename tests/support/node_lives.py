@@ -1,9 +1,10 @@
-"""A KV node's lives over one pool, one after the other, in this process, with a real keeper and workers that attach."""
+"""A KV node's lives over one pool: a keeper that is a real process, and a node in this process that ends and begins."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -17,10 +18,23 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.slot_table import SlotTable
+from pillion.kvstore.memory.keeper import KeptDescriptors, PoolKeeper
+from pillion.kvstore.memory.kept_pool import table_words
+from pillion.kvstore.memory.segment import OWNER, Segment
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.v1.kvnode_pb2 import CommitRun
+from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
 from testbed.conditions import WITHIN_S, until, wait_for
-from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, NUM_SLOTS, content
+from tests.support.kv_hosts import (
+    BLOCK_BYTES,
+    KV_HEADS,
+    KV_ROWS,
+    NAMESPACE,
+    NUM_SLOTS,
+    content,
+    read_slot,
+    write_slot,
+)
 
 
 @contextlib.contextmanager
@@ -49,7 +63,7 @@ def parents_of(ledger: Ledger) -> dict[bytes, bytes]:
 class Lives:
     """A node's lives, one after the other, with a worker and a gateway's session of each."""
 
-    def __init__(self, folder: str, keeper_socket: str) -> None:
+    def __init__(self, folder: str, keeper_socket: str, **flags: Any) -> None:
         self.flags = KVNodeFlags(
             node_id=f"kv-{folder}",
             node_listen=f"unix:{folder}/node.sock",
@@ -57,13 +71,23 @@ class Lives:
             keeper_socket=keeper_socket,
             kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
             heartbeat_timeout_ms=600_000,
+            kv_transport="grpc",
+            **flags,
         )
         self.node: KVNode | None = None
         self.workers: list[Attachment] = []
 
+    def kept(self) -> KeptDescriptors | None:
+        """What the keeper has of this node, the caller's to close."""
+        return PoolKeeper(self.flags.keeper_socket).take(self.flags.node_id)
+
+    def of(self, **flags: Any) -> KVNodeFlags:
+        """This node's flags, with others."""
+        return replace(self.flags, **flags)
+
     async def begin(self, **flags: Any) -> KVNode:
         await self.end()
-        self.node = await start_kvnode(replace(self.flags, **flags))
+        self.node = await start_kvnode(self.of(**flags))
         return self.node
 
     async def end(self) -> None:
@@ -71,7 +95,7 @@ class Lives:
         if node is not None:
             await node.stop(0.0)
 
-    async def worker(self, namespace: str = NAMESPACE) -> Attachment:
+    async def worker(self, namespace: str = NAMESPACE, processes: int = 1) -> Attachment:
         made = await asyncio.to_thread(
             attach,
             self.flags.attach_socket,
@@ -80,6 +104,9 @@ class Lives:
             block_bytes=BLOCK_BYTES,
             timeout_s=WITHIN_S,
             namespace=namespace,
+            kv_rows=KV_ROWS,
+            kv_heads=KV_HEADS,
+            processes=processes,
             block_tokens=1,
         )
         self.workers.append(made)
@@ -109,18 +136,15 @@ class Lives:
             chain = (await client.adopt(worker.epoch, ticket_id, 0)).chain_slots
             assert len(chain) == pinned
             for slot, block_hash in zip(chain, split_hashes(hashes), strict=False):
-                assert bytes(worker.memory[slot * BLOCK_BYTES :][:BLOCK_BYTES]) == content(block_hash)
+                assert read_slot(worker, slot) == content(block_hash)
             await client.release(worker.epoch, [ticket_id])
         return pinned
 
     async def commit(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
-        """Computes a chain, and waits until it would outlive the node; returns its slots."""
+        """Computes a chain, and waits until it would outlive the node, if that runs here; returns its slots."""
         slots = await self.compute(worker, hashes)
-        assert self.node is not None
-        keeping = self.node.pool.keeping
-        assert keeping is not None
-        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
-        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
+        if self.node is not None:
+            await self.safe()
         return slots
 
     async def compute(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
@@ -129,12 +153,20 @@ class Lives:
         async with self.opened(hashes) as (client, ticket_id, pinned):
             slots = tuple((await client.adopt(worker.epoch, ticket_id, len(names) - pinned)).leased_slots)
             for slot, block_hash in zip(slots, names[pinned:], strict=True):
-                worker.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] = content(block_hash)
+                write_slot(worker, slot, content(block_hash))
             run = CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=b"".join(names[pinned:]))
             (result,) = await client.commit(worker.epoch, [run])
             assert not result.refusal
             await client.release(worker.epoch, [ticket_id])
         return slots
+
+    async def safe(self) -> None:
+        """Waits until all that was committed would outlive the node, which runs in this process."""
+        assert self.node is not None
+        keeping = self.node.pool.keeping
+        assert keeping is not None
+        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
+        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
 
 
 @contextlib.asynccontextmanager
@@ -147,3 +179,87 @@ async def ended(made: Lives) -> AsyncIterator[Lives]:
         for worker in made.workers:
             worker.close()
         await made.end()
+
+
+class NodeProcess:
+    """The same node as a process of its own, which can be killed."""
+
+    def __init__(self, lives: Lives, environ: dict[str, str]) -> None:
+        self.lives, self._environ = lives, environ
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        flags = self.lives.flags
+        named = {
+            "--node-id": flags.node_id,
+            "--node-listen": flags.node_listen,
+            "--attach-socket": flags.attach_socket,
+            "--keeper-socket": flags.keeper_socket,
+            "--kv-pool-bytes": str(flags.kv_pool_bytes),
+            "--kv-device": flags.kv_device,
+            "--kv-transport": flags.kv_transport,
+            "--heartbeat-timeout-ms": str(flags.heartbeat_timeout_ms),
+        }
+        argv = [sys.executable, "-m", "pillion", "kvnode", *(f"{name}={value}" for name, value in named.items())]
+        self._process = subprocess.Popen(argv, env=self._environ)
+
+    def kill(self) -> None:
+        """Ends it by SIGKILL; returns when it has exited."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    async def status(self) -> NodeStatus:
+        client = NodeClient(self.lives.flags.node_listen, "test")
+        try:
+            return await client.status(timeout_s=WITHIN_S)
+        finally:
+            await client.aclose()
+
+    def waited_for(self) -> list[int]:
+        """The places of the processes that the next life would wait for."""
+        kept = self.lives.kept()
+        if kept is None:
+            return []
+        with contextlib.closing(kept):
+            return [place for place, _ in kept.processes]
+
+    def in_table(self) -> int:
+        """How many blocks would outlive this process, as the keeper's table says."""
+        kept = self.lives.kept()
+        if kept is None:
+            return 0
+        with contextlib.closing(kept), contextlib.closing(Segment.kept(os.dup(kept.memories[-1]))) as table:
+            return len(SlotTable.found(table_words(table)).blocks())
+
+
+async def killed_and_taken_over(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:
+    """A node process with a pool on GPUs is killed twice, with this process as its worker, and each time all blocks are
+    there again with their bytes, in the mapping that this process has had from the beginning."""
+    blocks = len(hashes) // HASH_BYTES
+    node = NodeProcess(lives, environ)
+    try:
+        node.begin()
+        worker = await lives.worker()
+        assert worker.pool_id
+        mapped = worker.pool
+        await lives.commit(worker, hashes)
+        await until("all blocks to be in the table", lambda: node.in_table() == blocks)
+        for _ in range(2):
+            node.kill()
+            await until("the node's end to be seen", lambda: worker.node_gone)
+            node.begin()
+            await lives.renew(worker)
+            assert worker.pool is mapped
+            assert await lives.hits(worker, hashes) == blocks
+            assert (await node.status()).taken_over_blocks == blocks
+        # The process that has made the memory is gone. Now nobody maps it, and the keeper's descriptor alone is left.
+        worker.close()
+        # This process lives on, and nothing but its node's word says that it uses the pool no more.
+        await until("the keeper to wait for no worker", lambda: node.waited_for() == [OWNER])
+        node.kill()
+        node.begin()
+        assert await lives.hits(await lives.worker(), hashes) == blocks
+    finally:
+        node.kill()

@@ -13,8 +13,8 @@ from pillion.kvstore.memory import keeper_process
 from pillion.kvstore.memory.keeper_process import KEPT_WITHOUT_NODE_S, KeeperServer
 from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.keeper import (
-    KEPT_DESCRIPTORS,
     MAX_KEEPER_LINE_BYTES,
+    MIN_KEPT_MEMORIES,
     KeeperHello,
     KeeperReply,
     keeper_line,
@@ -35,13 +35,13 @@ class KeeperCalls:
         node, served = socket.socketpair()
         self.nodes.append(node)
         node.settimeout(WITHIN_S)
-        sent = [os.memfd_create("kept") for _ in range(KEPT_DESCRIPTORS)] if action == "keep" else []
+        sent = [os.memfd_create("kept") for _ in range(MIN_KEPT_MEMORIES)] if action == "keep" else []
         for descriptor in sent:
             os.pwrite(descriptor, content, 0)
-        socket.send_fds(node, [keeper_line(KeeperHello(action=action, name=name))], sent)
+        socket.send_fds(node, [keeper_line(KeeperHello(action=action, name=name, memories=len(sent)))], sent)
         close_all(sent)
         self.server.serve(served)
-        line, got = receive_line(node, MAX_KEEPER_LINE_BYTES, KEPT_DESCRIPTORS)
+        line, got = receive_line(node, MAX_KEEPER_LINE_BYTES, MIN_KEPT_MEMORIES)
         found = os.pread(got[0], 100, 0) if got else b""
         close_all(got)
         node.setblocking(False)
@@ -70,6 +70,7 @@ def test_a_living_node_keeps_its_name_to_itself(calls: KeeperCalls) -> None:
     assert "another node of the name kv-a lives" in reply.error
     assert peer_gone(second)
     assert not peer_gone(first)
+    assert "another node" in calls.ask("drop")[0].error
     assert calls.kept() == b"first"
     first.close()
     assert calls.ask("keep", content=b"second")[0].kept

@@ -172,7 +172,7 @@ async def test_a_worker_whose_process_cannot_be_seen_keeps_its_slots(
 ) -> None:
     """No guess takes the place of the proof, and the same worker, started again, is not taken for the lost one."""
     node.exit_is_proof = True
-    monkeypatch.setattr(attach_server, "_pidfd_of", lambda sock: attach_server._UNSEEN)
+    monkeypatch.setattr(attach_server, "_pidfd_of", lambda sock: attach_server.UNSEEN_PROCESS)
     with child(node.path) as process:
         epoch = await leased_by(process, node)
         process.kill()

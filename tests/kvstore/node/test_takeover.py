@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +58,15 @@ def deaf_worker(attach_socket: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def another_process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -171,19 +179,44 @@ async def test_a_second_living_node_of_one_name_keeps_nothing(
     await lives.commit(await lives.worker(), CHAIN)
     other = Lives(short_folder, lives.flags.keeper_socket)
     apart = {"node_listen": f"unix:{short_folder}/b.sock", "attach_socket": f"{short_folder}/b.attach"}
-    other.flags = replace(other.flags, **apart)
+    other.flags = other.of(**apart)
     async with ended(other):
         node = await other.begin()
         await other.worker()
         keeping = node.pool.keeping
         assert keeping is not None
+        memories = [segment.fileno() for segment in (keeping._pool.places, keeping._pool._table_segment)]
         with pytest.raises(Unavailable, match="lives: give each node a --node-id of its own"):
-            await asyncio.to_thread(keeping._keeper.keep, lives.flags.node_id, keeping._pool.segments)
+            await asyncio.to_thread(keeping._keeper.keep, lives.flags.node_id, memories)
         assert lives.node is not None
         assert lives.node.pool.keeping is not None
         assert not lives.node.pool.keeping._keeper.lost()
         await lives.end()
         await until("the keeper to have the second pool", lambda: not keeping._keeper.lost())
+
+
+async def test_an_earlier_node_is_waited_for_until_its_process_has_ended(lives: Lives) -> None:
+    """A network adapter may write for it to memory that it maps no more."""
+    await lives.begin()
+    worker = await lives.worker()
+    await lives.commit(worker, CHAIN)
+    await lives.end()
+    kept = lives.kept()
+    assert kept is not None
+    with contextlib.closing(kept), another_process() as earlier:
+        try:
+            kept.processes.append((OWNER, os.pidfd_open(earlier.pid)))
+            PoolKeeper(lives.flags.keeper_socket).keep(lives.flags.node_id, kept.memories, kept.processes)
+            node = await lives.begin()
+            coming = asyncio.create_task(lives.renew(worker))
+            await until("the node to know that the worker has drained", lambda: node._memory.drained)
+            for _ in range(10):
+                await asyncio.sleep(kept_pool.LOOK_S)
+            assert not node.pool.shaped
+        finally:
+            earlier.kill()
+        await coming
+    assert await lives.hits(worker, CHAIN) == 6
 
 
 async def another_model(lives: Lives) -> Attachment:
@@ -272,20 +305,40 @@ def test_memory_goes_with_its_last_user(short_folder: str) -> None:
         check_kept_memory(PoolKeeper(f"{short_folder}/keeper.sock"), keeper)
 
 
+def sizes(client: PoolKeeper) -> list[int]:
+    """The sizes of what is kept for one node."""
+    kept = client.take("kv-a")
+    assert kept is not None
+    try:
+        return [os.fstat(descriptor).st_size for descriptor in kept.memories]
+    finally:
+        kept.close()
+
+
 def check_kept_memory(client: PoolKeeper, keeper: subprocess.Popen[bytes]) -> None:
     segments = [Segment(1 << 20), Segment(4096)]
-    client.keep("kv-a", segments)
+    client.keep("kv-a", [segment.fileno() for segment in segments])
     with map_shared(segments[0].fileno(), 5) as mapped:
         mapped[:5] = b"hello"
     for segment in segments:
         segment.close()
+    assert sizes(client) == [1 << 20, 4096]
     kept = client.take("kv-a")
-    assert [segment.size_bytes for segment in kept] == [1 << 20, 4096]
-    with map_shared(kept[0].fileno(), 5) as mapped:
+    assert kept is not None
+    with map_shared(kept.memories[0], 5) as mapped:
         assert mapped[:] == b"hello"
-    assert client.take("kv-b") == []
-    client.keep("kv-a", [Segment(8192), Segment(4096)])
-    assert [segment.size_bytes for segment in client.take("kv-a")] == [8192, 4096]
+    kept.close()
+    assert client.take("kv-b") is None
+    again = [Segment(8192), Segment(4096)]
+    client.keep("kv-a", [segment.fileno() for segment in again])
+    assert sizes(client) == [8192, 4096]
+    with pytest.raises(Unavailable, match="1 of a pool and 0 of processes were promised"):
+        client.keep("kv-a", [again[0].fileno()])
+    client.keep("kv-b", [segment.fileno() for segment in again])
+    client.drop("kv-b")
+    assert client.take("kv-b") is None
+    for segment in again:
+        segment.close()
     # Two descriptors for each name, the listening socket and a connection: what was replaced is closed.
     held = [os.readlink(f"/proc/{keeper.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{keeper.pid}/fd")]
     assert len([name for name in held if "memfd" in name]) == 2
