@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import yaml
 
@@ -32,6 +33,8 @@ from tests.support.compose_run import ComposeRun, UnhealthyError
 
 GPU_COMPONENTS = {"kvnode-gpu", "prefill-gpu", "decode-gpu"}
 COMPONENTS = {"kvnode", "prefill", "decode", "gateway", *GPU_COMPONENTS}
+# Of this repository's image, but no parts of the cluster.
+HELPERS = {"prepare", "keeper"}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 300.0
 # Metrics that deploy/helm/pillion/templates/autoscaling.yaml queries.
@@ -63,8 +66,8 @@ def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
 
 def test_services() -> None:
     services = read_services({})
-    assert services.keys() == COMPONENTS | {"redis", "prepare", "otel-collector", "jaeger", "prometheus", "grafana"}
-    assert {name for name, service in services.items() if service.own} == COMPONENTS | {"prepare"}
+    assert services.keys() == COMPONENTS | HELPERS | {"redis", "otel-collector", "jaeger", "prometheus", "grafana"}
+    assert {name for name, service in services.items() if service.own} == COMPONENTS | HELPERS
     assert {name for name, service in services.items() if service.profiles} == GPU_COMPONENTS
     for name, service in services.items():
         for needed, condition in service.depends_on.items():
@@ -198,6 +201,26 @@ async def drain_under_a_stream(run: ComposeRun) -> None:
         assert container.exit_code == 0
 
 
+async def outlive_the_node(run: ComposeRun) -> None:
+    """The node is killed and started again: its pool is taken over from the keeper, and no worker ends."""
+    prompt = "An old story " * 20
+    async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
+
+        async def cached() -> int:
+            deltas = [delta async for delta in client.generate(prompt, max_tokens=1)]
+            assert deltas[-1].usage is not None
+            return deltas[-1].usage.cached_tokens
+
+        await cached()
+        found = await cached()
+        assert found > 0
+        await run.kill(run.of("kvnode")[0])
+        assert await cached() == found
+    for container in (*run.of("prefill"), *run.of("decode")):
+        assert container.child is not None
+        assert psutil.pid_exists(container.child.pid)
+
+
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8 to be loopback")
 async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
@@ -213,7 +236,7 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         "OTEL_SDK_DISABLED": "true",
     }
     services = needed_for(read_services(environ), ["gateway"])
-    assert services.keys() == {"redis", "prepare", "kvnode", "prefill", "decode", "gateway"}
+    assert services.keys() == {"redis", "keeper", "prepare", "kvnode", "prefill", "decode", "gateway"}
     async with ComposeRun(services, read_image(), folder, SCALE) as run:
         await run.up(UP_TIMEOUT_S)
         assert run.started.index("kvnode") < run.started.index("prefill") < run.started.index("gateway")
@@ -228,7 +251,9 @@ async def test_compose_serves_scaled(folder: pathlib.Path) -> None:
         for name, metric in SCALED_BY.items():
             assert f"\n{metric}" in pages[name], f"{name} has no {metric}, which the chart's autoscaling asks for"
         assert "\npillion_inter_token_latency_seconds_bucket{" in pages["gateway-1"]
+        await outlive_the_node(run)
         await drain_under_a_stream(run)
         codes = await run.down()
+    assert codes.pop("keeper-1") == -signal.SIGTERM, "it has nothing to finish"
     assert {name: code for name, code in codes.items() if code} == {}
     assert len(codes) == 5, "prepare and the decode workers had ended before"

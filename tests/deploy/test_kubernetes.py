@@ -163,12 +163,13 @@ def test_upgrades_keep_streams(manifests: list[Manifest]) -> None:
 
 def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> None:
     for pod in pods(manifests):
-        nodes = [one for one in pod.get("initContainers", ()) if one["name"] == "kvnode"]
-        if not nodes:
+        first = {one["name"]: one for one in pod.get("initContainers", ())}
+        if "kvnode" not in first:
             continue
-        node = nodes[0]
-        assert node["restartPolicy"] == "Always", "a sidecar: started before, stopped after the others"
-        assert [one["name"] for one in pod["initContainers"]] == ["prepare", "kvnode"]
+        node, keeper = first["kvnode"], first["keeper"]
+        assert node["restartPolicy"] == keeper["restartPolicy"] == "Always", "sidecars: first started, last stopped"
+        assert list(first) == ["prepare", "keeper", "kvnode"]
+        assert keeper["args"] == ["keeper", environment(node)["PILLION_KEEPER_SOCKET"]]
         assert pod["shareProcessNamespace"], "on a GPU the node has to see that a worker's process has exited"
         env = environment(node)
         assert "metadata.name" in env["PILLION_NODE_ID"], "two pods are two nodes"
@@ -177,6 +178,7 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         assert len(set(names)) == len(names)
         for container in (node, *pod["containers"]):
             assert environment(container)["PILLION_ATTACH_SOCKET"] == env["PILLION_ATTACH_SOCKET"]
+        for container in (keeper, node, *pod["containers"]):
             assert {"name": "attach", "mountPath": folder} in container["volumeMounts"]
         assert [one["args"] for one in pod["containers"]] == [[one["name"].split("-")[0]] for one in pod["containers"]]
 
@@ -197,7 +199,7 @@ def test_kinds_of_pods_may_differ_in_ranks() -> None:
             container["name"]: environment(container).get("PILLION_TENSOR_PARALLEL_SIZE")
             for container in containers(pod)
         }
-        assert told == {"prepare": size, "kvnode": None, f"{kind[1:]}-0": size}
+        assert told == {"prepare": size, "keeper": None, "kvnode": None, f"{kind[1:]}-0": size}
 
 
 def test_all_containers_are_told_the_same_of_few_bits() -> None:
@@ -224,6 +226,9 @@ def test_secrets_are_files() -> None:
     for pod in pods(manifests):
         for container in containers(pod):
             env = environment(container)
+            if container["name"] == "keeper":
+                assert not env, "it serves a Unix socket, and is told nothing"
+                continue
             assert env["PILLION_INSECURE_INTERNAL"] == "false"
             paths = [env[name] for name in env if name.endswith(("_CERT", "_KEY", "_CA", "_KEYS"))]
             folders = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")}
@@ -315,6 +320,7 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
     assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]
     for container in (node, *pod["containers"]):
         assert container["resources"]["claims"] == [{"name": "gpu"}]
+    assert "PILLION_KEEPER_SOCKET" not in environment(node), "no pool on a real GPU has been kept yet"
     assert (environment(node)["PILLION_KV_DEVICE"], environment(node)["PILLION_KV_POOL_BYTES"]) == ("cuda", "0")
     assert "claims" not in prepare["resources"], "preparing needs none"
 
@@ -346,11 +352,10 @@ def test_the_pool_fits_its_limits() -> None:
     sizes = {"Gi": 2**30, "GiB": 2**30}
     for name in ("prefill", "decode"):
         pod = pod_of(of_kind(render(), "Deployment", name))
-        number, unit = re.fullmatch(
-            r"(\d+)(GiB)", environment(pod["initContainers"][1])["PILLION_KV_POOL_BYTES"]
-        ).groups()
+        node = next(one for one in pod["initContainers"] if one["name"] == "kvnode")
+        number, unit = re.fullmatch(r"(\d+)(GiB)", environment(node)["PILLION_KV_POOL_BYTES"]).groups()
         pool_bytes = int(number) * sizes[unit]
-        for container in (pod["initContainers"][1], *pod["containers"]):
+        for container in (node, *pod["containers"]):
             limit = container["resources"]["limits"]["memory"]
             assert int(limit.removesuffix("Gi")) * sizes["Gi"] > pool_bytes, container["name"]
 

@@ -6,8 +6,8 @@
 Only what a container has of its own is translated. Each container's network is a loopback address (127.x.y.n), which
 stands for 0.0.0.0 and for the container's own 127.0.0.1; a service's name is the address of its first container.
 Volumes, tmpfs and bind mounts are folders under one temporary folder. The image's entry point is this Python. Users,
-capabilities, read-only file systems and restarts are not tried, and neither are other images than this repository's and
-Redis.
+capabilities, read-only file systems and other images than this repository's and Redis are not tried, and nothing is
+started again but by `kill`.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ class ComposeRun:
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             for name in self.services:
                 group.create_task(self._bring_up(name), name=name)
+
+    async def kill(self, container: Container) -> None:
+        """Kills a container's process, and starts it again, as ``restart: unless-stopped`` does."""
+        assert container.child is not None
+        await container.child.stop(0.0)
+        await self._start(container)
+        await self._until_healthy(container)
 
     async def down(self) -> dict[str, int | None]:
         """Stops all, dependents first. Returns container -> exit code, None where it had to be killed."""
@@ -198,6 +205,8 @@ class ComposeRun:
         if program == "redis-cli":
             beside = pathlib.Path(redis_executable()).with_name("redis-cli")
             return [str(beside if beside.exists() else shutil.which("redis-cli")), "-h", container.address, *rest]
+        if program == "test":
+            return ["test", *rest]
         raise AssertionError(f"no stand-in for {program}")
 
     def _here(self, text: str, container: Container) -> str:
