@@ -10,7 +10,8 @@ import sys
 import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SERVER_ONLY = ("torch", "transformers", "triton", "numpy", "redis", "starlette", "uvicorn", "tokenizers", "safetensors")
+SERVER_ONLY = ("torch", "transformers", "triton", "numpy", "redis", "starlette", "uvicorn", "tokenizers", "safetensors",
+               "setproctitle")  # fmt: skip
 
 
 def test_the_wheel_holds_every_package_under_one_name(tmp_path: pathlib.Path) -> None:

@@ -25,8 +25,8 @@ CHUNK_CALL_S = 0.001
 # Seconds of the call that fetches blocks, and the rate assumed where none was measured.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
-# A fetch may take as long as computing what it would bring: then it and computing nevertheless take at most twice as
-# long as computing alone, whatever a source does. Where that is less than this, the call itself would not fit.
+# A fetch may take as long as computing what it would bring, and at least this long: then it and computing nevertheless
+# take at most twice as long as computing alone, or so much longer, whatever a source does.
 LEAST_FETCH_S = 0.1
 # A prompt tail gets this many tokens of a step however late the decodes are
 # (pillion.engine.scheduling.step_cost.MIN_TAIL_TOKENS).
@@ -480,8 +480,9 @@ class FetchPace:
     """
 
     FADING = 0.9
-    # After so long without a fetch, the pace is taken to be twice as good.
+    # After so long without a fetch, the pace is taken to be twice as good; and how often that is done.
     HALVING_S = 60.0
+    MAX_HALVINGS = 10
 
     def __init__(self) -> None:
         self._blocks = 0.0
@@ -497,8 +498,7 @@ class FetchPace:
             self._seen_s = now
 
     def block_s(self, now: float) -> float:
-        """Seconds a block; 0.0 before any came."""
-        if not self._blocks:
-            return 0.0
+        """Seconds a block; 0.0 before any source was heard of. Where none came, one would have been about to."""
         silent_s = max(0.0, now - self._seen_s)
-        return self._seconds / self._blocks * math.exp2(-silent_s / self.HALVING_S)
+        halvings = min(silent_s / self.HALVING_S, self.MAX_HALVINGS)
+        return self._seconds / max(self._blocks, 1.0) * math.exp2(-halvings)

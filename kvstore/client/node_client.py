@@ -203,12 +203,13 @@ class NodeClient:
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
     async def find_blocks(self, block_hashes: bytes, first_block: int, *, timeout_s: float) -> int:
-        """Returns how many blocks of the chain from ``first_block`` on the node's lower tiers have."""
+        """Returns how many blocks of the chain from ``first_block`` on the node's lower tiers probably have, as far as
+        the node learns it in this time."""
         timeout_ms = max(1, int(timeout_s * 1000))
         request = kvnode_pb2.FindBlocksRequest(
             block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms
         )
-        reply: kvnode_pb2.FindBlocksReply = await call_unary(self._stub.FindBlocks, request, timeout_s)
+        reply: kvnode_pb2.FindBlocksReply = await call_unary(self._stub.FindBlocks, request, timeout_s + PREFETCH_GRACE_S)
         return reply.blocks
 
     async def retain(self, request: kvnode_pb2.RetainChainRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> Retention:

@@ -296,7 +296,7 @@ class Pool:
         hashes, first = split_hashes(request.block_hashes), request.first_block
         if self.fetcher is None or first >= len(hashes):
             return FindBlocksReply()
-        return FindBlocksReply(blocks=await self.fetcher.find_far(hashes, first, request.timeout_ms / 1000))
+        return FindBlocksReply(blocks=await self.fetcher.reach(hashes, first, request.timeout_ms / 1000))
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Sequence
@@ -171,15 +172,30 @@ class ObjectTier:
 
     # -- finding
 
-    async def find(self, hashes: Sequence[bytes], first: int) -> None:
+    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
         """Lists the segments of a chain from block ``first`` on: that of this block, and all others at once where that
-        one is here to its end. What is known already is not asked for."""
+        one is here to its end. What is known already is not asked for.
+
+        ``roughly``: of n others the last and about every √n-th are listed, then those between the deepest one that is
+        here and the next. So a list of 64 segments is 16 requests in two rounds.
+        """
         begin = first // SEGMENT_BLOCKS * SEGMENT_BLOCKS
         end = begin + SEGMENT_BLOCKS
         await self._find_in(hashes, first, begin)
-        if all(block_hash in self for block_hash in hashes[first:end]):
-            begins = range(end, len(hashes), SEGMENT_BLOCKS)
-            await asyncio.gather(*(self._find_in(hashes, begin, begin) for begin in begins))
+        if not all(block_hash in self for block_hash in hashes[first:end]):
+            return
+        begins = range(end, len(hashes), SEGMENT_BLOCKS)
+        if not roughly:
+            await self._find_at(hashes, begins)
+            return
+        probes = sorted({*begins[:: max(1, math.isqrt(len(begins)))], *begins[-1:]})
+        await self._find_at(hashes, probes)
+        here = next((at for at in reversed(probes) if hashes[at] in self), begin)
+        behind = next((at for at in probes if at > here), here)
+        await self._find_at(hashes, range(here + SEGMENT_BLOCKS, behind, SEGMENT_BLOCKS))
+
+    async def _find_at(self, hashes: Sequence[bytes], begins: Iterable[int]) -> None:
+        await asyncio.gather(*(self._find_in(hashes, begin, begin) for begin in begins))
 
     async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int) -> None:
         """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``."""

@@ -104,9 +104,10 @@ class BufferTier(Tier, Protocol):
 class FarTier(Tier, Protocol):
     """A tier that others write to as well, so that only asking tells what it has. It is asked after other nodes."""
 
-    async def find(self, hashes: Sequence[bytes], first: int) -> None:
+    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
         """Learns which blocks of a chain are here, from block ``first`` on; ``in`` says so from then on. ``hashes``
-        begin with the chain's first block. Bounded in time, and may be cancelled."""
+        begin with the chain's first block. ``roughly``: only how far the chain goes; of what lies between two blocks
+        that are here, nothing need be learnt. Bounded in time, and may be cancelled."""
 
 
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:

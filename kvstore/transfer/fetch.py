@@ -193,10 +193,12 @@ class Fetcher:
             fetch.brought.restored_blocks += count
             return count > 0
         while fetch.sources:
-            left_s = fetch.until_s - asyncio.get_running_loop().time()
+            begun_s = asyncio.get_running_loop().time()
+            left_s = fetch.until_s - begun_s
             if left_s <= 0:
                 return False
             pinned = await self._pin(fetch, at, left_s)
+            fetch.brought.fetched_ms += self._asked_ms(fetch, begun_s, pinned is not None)
             if pinned is None:
                 self._drop_source(fetch)
                 continue
@@ -223,29 +225,40 @@ class Fetcher:
         begun_s = loop.time()
         if not fetch.asked:
             fetch.asked = True
-            await self.find_far(fetch.hashes, at, fetch.until_s - begun_s)
+            await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
         # While they were asked, others may have begun to bring the same.
         wanted = self._free_to_bring(fetch, at)
         found = self._in_tiers(self._far, wanted)
-        if found is None:
-            return not wanted
-        count = await self._from_tier(fetch, *found)
+        count = await self._from_tier(fetch, *found) if found is not None else 0
         fetch.brought.bucket_blocks += count
-        fetch.brought.bucket_ms += (loop.time() - begun_s) * 1000
-        return count > 0
+        if self._far:
+            fetch.brought.bucket_ms += self._asked_ms(fetch, begun_s, found is not None)
+        return count > 0 if found is not None else not wanted
 
-    async def find_far(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
-        """Asks far tiers for a chain from block ``first`` on; returns how many blocks from there are in lower tiers."""
-        asking = [asyncio.ensure_future(tier.find(hashes, first)) for tier in self._far]
+    @staticmethod
+    def _asked_ms(fetch: _Fetch, begun_s: float, had_some: bool) -> float:
+        """The time that a source took which had some blocks, or said nothing until the fetch's time was over. One that
+        says at once that it has none tells nothing of its pace."""
+        now = asyncio.get_running_loop().time()
+        return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
+
+    async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
+        """Asks far tiers how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
+        have. Where the first of them is here, those up to the last one that is are taken to be: who has a block had
+        the ones before it once, and what is missing nevertheless is computed (I1)."""
+        await self._find_far(hashes, first, timeout_s, roughly=True)
+        tiers = [tier for tier in (*self._tiers, *self._far) if tier.answers()]
+        here = [any(block_hash in tier for tier in tiers) for block_hash in hashes[first:]]
+        return len(here) - here[::-1].index(True) if here[:1] == [True] else 0
+
+    async def _find_far(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, roughly: bool = False) -> None:
+        asking = [asyncio.ensure_future(tier.find(hashes, first, roughly=roughly)) for tier in self._far]
         try:
             if asking:
                 await asyncio.wait(asking, timeout=max(0.0, timeout_s))
         finally:
             for one in asking:
                 one.cancel()
-        everywhere = (*self._tiers, *self._far)
-        here = (any(block_hash in tier for tier in everywhere if tier.answers()) for block_hash in hashes[first:])
-        return sum(takewhile(bool, here))
 
     @staticmethod
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from setproctitle import getproctitle, setproctitle, setthreadtitle
-
 # What a process is called that waits for its turn.
 WAITING_NAME = "pillion-standby"
 # What stands before the command line of a fork that stands by, whether it waits already or not.
@@ -21,6 +19,9 @@ WAITING_TITLE = "standby:"
 def find_title() -> None:
     """Finds the memory that the process table shows, for this process and those that are forked from it. That is found
     by the environment, which moves with its first change: a process that was not looked at before shows what it did."""
+    # Not at the top: offline use imports this package without what servers need.
+    from setproctitle import getproctitle, setthreadtitle
+
     name = _program()
     getproctitle()
     setthreadtitle(name)
@@ -28,6 +29,8 @@ def find_title() -> None:
 
 def show_title(*, waits: bool) -> None:
     """Shows ``sys.orig_argv``, and whether the process stands by. The name of its program stays."""
+    from setproctitle import setproctitle, setthreadtitle
+
     name, title = _program(), " ".join(sys.orig_argv)
     setproctitle(f"{WAITING_TITLE} {title}" if waits else title)
     setthreadtitle(name)

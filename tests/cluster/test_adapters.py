@@ -160,13 +160,14 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
         if role == "prefill":
             # So the spans that it gets are not done when it dies.
             cluster.kill(role, signal.SIGSTOP)
+        # All of them, so that every stream is met, wherever it runs; found before, for short answers do not wait.
+        victims = cluster.components(role)
         reading = [pool.submit(read, task) for task in tasks]
         if role == "decode":
             wait_for("all streams", lambda: min(counts.values()) > 4)
         else:
             wait_for("all spans", lambda: cluster.node_status().tickets >= len(tasks))
-        # All of them, so that every stream is met, wherever it runs.
-        for victim in cluster.components(role):
+        for victim in victims:
             victim.kill()
         found = [future.result() for future in reading]
     for (model, ids), (tokens, _) in zip(tasks, found, strict=True):

@@ -90,7 +90,16 @@ def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
         assert {"pillion.v1.Gateway", "grpc.health.v1.Health"} <= set(database.get_services())
         service = DescriptorPool(database).FindServiceByName("pillion.v1.Gateway")
         names = [method.name for method in service.methods]
-        assert names == ["Generate", "ListModels", "LoadAdapter", "UnloadAdapter", "GetStatus"]
+        assert names == [
+            "Generate",
+            "ListModels",
+            "LoadAdapter",
+            "UnloadAdapter",
+            "WarmPrefix",
+            "ListPrefixes",
+            "DropPrefix",
+            "GetStatus",
+        ]
         for name in ("", "pillion.v1.Gateway"):
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=name), timeout=WITHIN_S

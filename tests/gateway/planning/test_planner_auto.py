@@ -178,6 +178,9 @@ def test_the_pace_of_fetches() -> None:
     for now in range(3, 63):
         pace.observe(10, 1.0, now)
     assert pace.block_s(62.0) == pytest.approx(0.1, rel=0.01)
+    silent = FetchPace()
+    silent.observe(0, 0.5, now=1.0)
+    assert silent.block_s(1.0) == 0.5
     # A source that gives nothing in its time gets worse, and one that nobody hears of gets better.
     pace.observe(0, 10.0, now=63.0)
     slow_s = pace.block_s(63.0)

@@ -62,8 +62,10 @@ def test_text_comes_back_whole_character_by_character(text: str) -> None:
     for codec in (BYTES, FALLBACK):
         ids = codec.encode(text, add_special_tokens=False).ids
         pieces = stream(codec, ids)
-        assert "".join(pieces) == full(codec, ids)
-        if "\ufffd" not in text:
+        whole = full(codec, ids)
+        assert "".join(pieces) == whole
+        # The codec's own text may have some where the given one has none: an added word is no bytes to it.
+        if "\ufffd" not in whole:
             assert not any("\ufffd" in piece for piece in pieces)
 
 

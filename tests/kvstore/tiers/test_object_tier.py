@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.tiers import object_store, tier_breaker
 from pillion.kvstore.tiers.object_runs import RunLayout
 from pillion.kvstore.tiers.object_store import ObjectStore, parse_object_url
@@ -65,6 +66,21 @@ async def loaded(tier: ObjectTier, blocks: Sequence[Stored]) -> int:
     for (_, data), target in zip(blocks[:count], targets, strict=False):
         assert target == data
     return count
+
+
+async def test_how_far_a_long_chain_goes_takes_few_lists(service: S3Service) -> None:
+    """Of 40 segments that are in the bucket and 9 that are not, the end is found by about twice the root of 49 lists;
+    what lies before it comes nevertheless when it is loaded."""
+    (chain,) = branched([49 * SEGMENT_BLOCKS])
+    hashes = [name.hash for name, _ in chain]
+    async with opened(service) as tier:
+        await written(tier, chain[: 40 * SEGMENT_BLOCKS])
+    async with opened(service) as tier:
+        before = service.requests
+        await tier.find(hashes, 0, roughly=True)
+        assert service.requests - before <= 2 * 7 + 2
+        assert max(at for at, block_hash in enumerate(hashes) if block_hash in tier) == 40 * SEGMENT_BLOCKS - 1
+        assert await found(tier, chain) == 40 * SEGMENT_BLOCKS
 
 
 async def test_another_node_finds_what_one_wrote(service: S3Service) -> None:

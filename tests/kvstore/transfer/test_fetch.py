@@ -453,6 +453,23 @@ async def test_the_time_is_for_all_sources_together():
     node.check()
 
 
+async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
+    node = FetchingNode(timeout_s=0.2)
+    node.add("gone", -1)
+    node.add("empty", 0)
+    quick = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ("gone", "empty"))
+    assert quick.fetched_ms == 0, "they said at once that they have nothing"
+    node.add("silent", 10).answers.clear()
+    late = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ("silent",))
+    assert (late.fetched_blocks, late.bucket_ms) == (0, 0)
+    assert 150 < late.fetched_ms < 2000
+    node.add("good", 10)
+    good = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ("good",))
+    assert good.fetched_blocks == 10
+    assert good.fetched_ms > 0
+    node.check()
+
+
 async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing():
     node = FetchingNode()
     node.add("a", 10)
