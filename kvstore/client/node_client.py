@@ -209,7 +209,9 @@ class NodeClient:
         request = kvnode_pb2.FindBlocksRequest(
             block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms
         )
-        reply: kvnode_pb2.FindBlocksReply = await call_unary(self._stub.FindBlocks, request, timeout_s + PREFETCH_GRACE_S)
+        reply: kvnode_pb2.FindBlocksReply = await call_unary(
+            self._stub.FindBlocks, request, timeout_s + PREFETCH_GRACE_S
+        )
         return reply.blocks
 
     async def retain(self, request: kvnode_pb2.RetainChainRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> Retention:
