@@ -440,7 +440,7 @@ class PrefetchReply(_message.Message):
     restored_blocks: _builtins.int
     bucket_blocks: _builtins.int
     fetched_ms: _builtins.float
-    """The time that other nodes, and the bucket, took for theirs."""
+    """The time that other nodes, and the bucket, took for theirs, or until they were given up."""
     bucket_ms: _builtins.float
     def __init__(
         self,

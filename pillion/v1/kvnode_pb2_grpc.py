@@ -222,8 +222,8 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindBlocks(self, request, context):
-        """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
-        well (a bucket) is asked; what it does not answer in time does not count.
+        """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
+        write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,8 +77,8 @@ class KVNodeStub:
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
     FindBlocks: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.FindBlocksRequest, _kvnode_pb2.FindBlocksReply]
-    """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
-    well (a bucket) is asked; what it does not answer in time does not count.
+    """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
+    write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
     """
     RetainChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]
     """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
@@ -160,8 +160,8 @@ class KVNodeAsyncStub(KVNodeStub):
     NOT_FOUND: no such ticket, or the caller does not hold it.
     """
     FindBlocks: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.FindBlocksRequest, _kvnode_pb2.FindBlocksReply]  # type: ignore[assignment]
-    """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
-    well (a bucket) is asked; what it does not answer in time does not count.
+    """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
+    write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
     """
     RetainChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]  # type: ignore[assignment]
     """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
@@ -300,8 +300,8 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.FindBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.FindBlocksReply, _abc.Awaitable[_kvnode_pb2.FindBlocksReply]]:
-        """Counts the blocks of a chain that this node's lower tiers have from a given one on. A tier that others write to as
-        well (a bucket) is asked; what it does not answer in time does not count.
+        """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
+        write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
         """
 
     @_abc_1.abstractmethod
