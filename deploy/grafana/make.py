@@ -441,9 +441,9 @@ def _kv() -> Dashboard:
         ),
         Panel(
             "Users' pins",
-            "suffix: blocks",
+            "short",
             (
-                Query(f"sum by (component) (pillion_kv_user_pinned_blocks {OWNER})", "pinned {{component}}"),
+                Query(f"sum by (component) (pillion_kv_user_pinned_blocks {OWNER})", "blocks {{component}}"),
                 Query(f"sum by (component) (pillion_kv_user_pins {OWNER})", "pins {{component}}"),
                 Query(rate_by_component("pillion_kv_user_pin_hits_total"), "hits/s {{component}}"),
             ),
