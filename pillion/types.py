@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+# The roles of components that run the model.
+WORKERS = ("prefill", "decode")
+
 
 class FinishReason(Enum):
     """Why a stream ended, in OpenAI's words."""

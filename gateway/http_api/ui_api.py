@@ -30,8 +30,8 @@ class UiApi:
         await self._send(call, str(call.parameters["name"]))
 
     async def cluster(self, call: HttpCall) -> None:
-        """Gives operators what the live picture shows: parts, steps' budgets, pools, queues and hits, as rates of the
-        last seconds."""
+        """Gives operators what the live picture shows: parts, steps' budgets, pools, queues and hits, with rates
+        over some seconds where it was read that shortly before."""
         # Asked for each viewer, also where the picture is one that another viewer's poll has made.
         self._gateway.operators_only(call.tenant)
         picture = self._picture.at(

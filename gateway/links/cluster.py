@@ -20,7 +20,7 @@ from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.candidates import choose_by_hits, choose_workers
-from pillion.gateway.planning.cluster_view import WORKERS, ClusterView
+from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.planning.plan_auto import StickyChoices
 from pillion.gateway.planning.plan_cost import Demand, FetchPace
 from pillion.gateway.planning.sent_adapters import SentAdapters
@@ -30,6 +30,7 @@ from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.observability import telemetry
+from pillion.types import WORKERS
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from pillion.wire.registry import ComponentRecord
 
@@ -507,7 +508,7 @@ class Cluster:
         """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come
         back."""
         for component_id in component_ids:
-            for role in ("prefill", "decode"):
+            for role in WORKERS:
                 if (link := self._links[role].pop(component_id, None)) is not None:
                     self._synced_places = -1
                     log.warning("%s is fenced by its KV node, its work moves on", component_id)

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
+from pillion.types import WORKERS
 from pillion.wire.registry import ComponentRecord
 
 # A component whose call just failed is left out for so long; a live one is missed no longer than that.
 SUSPECT_S = 2.0
-WORKERS = ("prefill", "decode")
 
 
 class ClusterView:

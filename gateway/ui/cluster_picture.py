@@ -21,20 +21,22 @@ from pillion.top.top_figures import (
     History,
     Quantiles,
     StepFigures,
+    all_components,
+    fenced_by,
     flow,
+    state_of,
     steps,
     wanted_workers,
 )
 from pillion.top.top_pages import ComponentPage
-from pillion.types import ClusterStatus, ComponentStatus
+from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
-# Rates are taken over this time.
+# Rates are taken over this time, or over a little more where a poll was late.
 WINDOW_S = 5.0
+# Behind an older reading, as after a pause of all viewers, there are none: a mean of minutes would look like seconds'.
+OLDEST_S = 2 * WINDOW_S
 # Viewers who ask sooner after each other get the same picture: more of them cost the gateway no more.
 REFRESH_S = 0.5
-# As in `pillion top`; seconds later a component's record is gone from the registry.
-LATE_MS = 3000
-WORKERS = ("prefill", "decode")
 
 
 class ClusterPicture:
@@ -46,7 +48,7 @@ class ClusterPicture:
 
     def __init__(self, component_id: str) -> None:
         self._component_id = component_id
-        self._history = History(WINDOW_S)
+        self._history = History(WINDOW_S, OLDEST_S)
         self._picture: dict[str, Any] = {}
 
     def at(self, now_s: float, status: Callable[[], ClusterStatus], metrics: Callable[[], Values]) -> dict[str, Any]:
@@ -64,14 +66,7 @@ class ClusterPicture:
     def _drawn(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
         status = now.status
         streams = flow(before, now) if before is not None else GatewayFlow(False, 0)
-        known = {one.component_id for one in status.components}
-        fenced = {name: node.component_id for node in status.components for name in node.fenced_components}
-        # The record of a component that only its node still knows has expired.
-        gone = [
-            ComponentStatus(component_id=name, role="", node_id=node)
-            for name, node in fenced.items()
-            if name not in known
-        ]
+        fenced = fenced_by(status)
         requests = {state: now.gauge(self._component_id, names.REQUESTS_NOW, state) for state in ("running", "waiting")}
         return {
             "version": status.version,
@@ -84,7 +79,7 @@ class ClusterPicture:
             "flow": _flow(streams, sum(one.role == "gateway" for one in status.components)),
             "components": [
                 _component(one, fenced, steps(before, now, one.component_id) if before is not None else None)
-                for one in (*status.components, *gone)
+                for one in all_components(status)
             ],
         }
 
@@ -110,13 +105,12 @@ def _quantiles(found: Quantiles | None) -> dict[str, float | None] | None:
 
 def _component(one: ComponentStatus, fenced: Container[str], found: StepFigures | None) -> dict[str, Any]:
     """A component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
-    late = one.heartbeat_age_ms >= LATE_MS
     shown: dict[str, Any] = {
         "component_id": one.component_id,
         "role": one.role,
         "model": one.model,
         "node_id": one.node_id,
-        "state": "fenced" if one.component_id in fenced else "late" if late else "ok",
+        "state": state_of(one, fenced),
         "heartbeat_age_ms": one.heartbeat_age_ms,
         "running_requests": one.running_requests,
         "waiting_requests": one.waiting_requests,

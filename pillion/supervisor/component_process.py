@@ -26,6 +26,7 @@ from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import lifeline
 from pillion.supervisor.standby import Standby
+from pillion.types import WORKERS
 
 T = TypeVar("T")
 
@@ -46,7 +47,6 @@ ROLES = {
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
 }
-WORKERS = ("prefill", "decode")
 # What components import later than their own modules, some behind their first requests.
 LATER_MODULES = (
     *("pillion.cli.app", "pillion.kvstore.memory.keeper_process", "pillion.observability.metrics_export"),

@@ -1,4 +1,5 @@
-"""Rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top`.
+"""Rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top` and
+the live picture of `--ui`.
 
 Sans-IO (I9). A figure that no page or status reports is None, never zero: the view shows a dash for it.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Labels, Metric, Snapshot
 from pillion.top.top_pages import ComponentPage
-from pillion.types import ClusterStatus
+from pillion.types import ClusterStatus, ComponentStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
 # Tokens that grammars left no choice of; they are shown with the speculative ones.
@@ -21,6 +23,8 @@ FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
+# A component without a heartbeat for so long is late; seconds later its record is gone from the registry.
+LATE_MS = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +50,21 @@ class ClusterReading:
 
 
 class History:
-    """Readings of the last ``window_s`` seconds, oldest first."""
+    """Readings of the last ``window_s`` seconds, oldest first.
 
-    def __init__(self, window_s: float) -> None:
+    ``oldest_s``: where nothing was read within the window, a reading of so many seconds ago is still good for rates.
+    """
+
+    def __init__(self, window_s: float, oldest_s: float = math.inf) -> None:
         self._window_s = window_s
+        self._oldest_s = oldest_s
         self._readings: list[ClusterReading] = []
 
     def add(self, reading: ClusterReading) -> ClusterReading | None:
-        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before."""
-        before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s] or self._readings[-1:]
+        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before. None
+        where there is none, or it is too old."""
+        before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s]
+        before = before or [old for old in self._readings[-1:] if reading.at_s - old.at_s <= self._oldest_s]
         self._readings = [*before, reading]
         return before[0] if before else None
 
@@ -114,6 +124,30 @@ class GatewayFlow:
     refused: Mapping[str, float] | None = None
     first_token: Quantiles | None = None
     between_tokens: Quantiles | None = None
+
+
+def fenced_by(status: ClusterStatus) -> dict[str, str]:
+    """The components that KV nodes have fenced, each with its node."""
+    return {name: node.component_id for node in status.components for name in node.fenced_components}
+
+
+def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
+    """The components of the registry, and behind them, without a role, those whose record has expired there and which
+    only the node that fenced them still knows."""
+    known = {one.component_id for one in status.components}
+    gone = [
+        ComponentStatus(component_id=name, role="", node_id=node)
+        for name, node in fenced_by(status).items()
+        if name not in known
+    ]
+    return (*status.components, *gone)
+
+
+def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced"]:
+    """A component's state, given the ids of all that are fenced."""
+    if component.component_id in fenced:
+        return "fenced"
+    return "late" if component.heartbeat_age_ms >= LATE_MS else "ok"
 
 
 def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:

@@ -17,11 +17,21 @@ from rich.table import Table
 from rich.text import Text
 
 from pillion.observability import metric_catalog as names
-from pillion.top.top_figures import SOURCES, USES, ClusterReading, GatewayFlow, Quantiles, flow, steps, wanted_workers
-from pillion.types import ComponentStatus
+from pillion.top.top_figures import (
+    SOURCES,
+    USES,
+    ClusterReading,
+    GatewayFlow,
+    Quantiles,
+    all_components,
+    fenced_by,
+    flow,
+    state_of,
+    steps,
+    wanted_workers,
+)
+from pillion.types import WORKERS, ComponentStatus
 
-# A component without a heartbeat for so long is shown as late; seconds later its record is gone from the registry.
-LATE_MS = 3000
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
 GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
 MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
@@ -89,14 +99,9 @@ def frame(
     """
     streams = flow(before, now) if before else GatewayFlow(False, 0)
     notes = _notes(before, now, streams)
-    known = {component.component_id for component in now.status.components}
-    fenced = {name: node.component_id for node in now.status.components for name in node.fenced_components}
-    # The record of a component that only its node still knows has expired.
-    gone = (
-        ComponentStatus(component_id=name, role="", node_id=node) for name, node in fenced.items() if name not in known
-    )
-    components = sorted((*now.status.components, *gone), key=lambda component: _urgency(component, fenced))
-    workers = [component for component in components if component.role in ("prefill", "decode")]
+    fenced = fenced_by(now.status)
+    components = sorted(all_components(now.status), key=lambda component: _urgency(component, fenced))
+    workers = [component for component in components if component.role in WORKERS]
     nodes = [component for component in components if component.role == "kvnode"]
     room = None if style.height_lines is None else style.height_lines - FIXED_LINES - len(notes)
     rows = _share_out(room, [len(components), len(workers), len(nodes)])
@@ -120,7 +125,7 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
 
 def _urgency(component: ComponentStatus, fenced: Container[str]) -> tuple[bool, int, str]:
     """The order of rows: components in trouble first, then roles in the order in which a request meets them."""
-    calm = component.component_id not in fenced and component.heartbeat_age_ms < LATE_MS
+    calm = state_of(component, fenced) == "ok"
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
 
@@ -161,8 +166,7 @@ def _components_table(
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
     table = _table(style, "component", headings)
     for component in _fitting(table, components, rows):
-        late, is_fenced = component.heartbeat_age_ms >= LATE_MS, component.component_id in fenced
-        worker = component.role in ("prefill", "decode")
+        state, worker = state_of(component, fenced), component.role in WORKERS
         # A worker's page is fresher than its heartbeat.
         slots = now.gauge(component.component_id, names.FREE_SEQUENCES)
         queued = now.gauge(component.component_id, names.QUEUED_TOKENS)
@@ -179,8 +183,8 @@ def _components_table(
             _count(component.free_seqs if slots is None else slots, style) if worker else "",
             *[str(len(component.adapters)) if worker else ""] * adapters,
             f"{component.heartbeat_age_ms / 1000:.1f} s" if component.role else style.dash,
-            "FENCED" if is_fenced else "late" if late else "",
-            style="bold red" if is_fenced else "yellow" if late else "",
+            {"fenced": "FENCED", "late": "late", "ok": ""}[state],
+            style={"fenced": "bold red", "late": "yellow", "ok": ""}[state],
         )
     return table
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pillion.gateway.ui.cluster_picture import REFRESH_S, WINDOW_S, ClusterPicture
+from pillion.gateway.ui.cluster_picture import OLDEST_S, REFRESH_S, WINDOW_S, ClusterPicture
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
 from pillion.top.top_figures import ClusterReading, steps
@@ -103,6 +103,15 @@ def test_a_late_component_and_a_new_process() -> None:
     # The next rates are those of one process, though the window begins before it.
     late = picture.at(1.0 + WINDOW_S, lambda: status(GATEWAY, worked(3)), dict)["components"][1]["steps"]
     assert late["per_second"] == pytest.approx(10 / WINDOW_S)
+
+
+def test_the_first_picture_after_a_rest_has_no_rates() -> None:
+    """A mean of minutes is not shown where one of seconds is expected."""
+    picture, last_s = ClusterPicture("gateway-0"), OLDEST_S + 1.0
+    for at_s, over_s in ((0.0, None), (OLDEST_S, OLDEST_S), (OLDEST_S + last_s, None), (OLDEST_S + last_s + 1.0, 1.0)):
+        found = picture.at(at_s, lambda at_s=at_s: status(GATEWAY, worked(1 + int(at_s))), dict)
+        assert found["rates_over_s"] == over_s
+        assert (found["components"][1]["steps"] is None) == (over_s is None)
 
 
 def test_a_worker_without_steps_has_no_figures() -> None:
