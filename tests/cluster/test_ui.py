@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser
+from playwright.async_api import Browser, Locator, Route
 
 from pillion.gateway.admission.api_keys import hash_of
 from testbed.conditions import until
@@ -135,6 +135,42 @@ async def test_operators_see_the_cluster(browser: Browser, components: Component
         await page.get_by_label("API key").wait_for()
         assert await page.locator(".card").count() == 0
         assert await page.locator(".question").count() == 0
+        # The next key's picture does not begin paused.
+        await seen.connect(KEYS["ops"])
+        await names.nth(3).wait_for()
+        assert await page.get_by_role("button", name="Pause").get_attribute("aria-pressed") == "false"
+
+
+async def test_a_worker_whose_record_expires_stays(browser: Browser, components: Components) -> None:
+    """It goes from the workers to those that a KV node alone knows, where nobody tells its load, and back."""
+    expired = {"role": "", "node_id": "kv-0", "state": "fenced", "steps": None}
+
+    async def changed(route: Route) -> None:
+        picture = await (await route.fetch()).json()
+        for one in picture["components"]:
+            if one["component_id"] == "decode-0":
+                for name in ("queued_tokens", "free_seqs", "kernels", "adapters", "ranks"):
+                    del one[name]
+                one |= expired
+        await route.fulfill(json=picture)
+
+    async with seen_page(browser, components.gateway.http_address) as seen:
+        page = seen.page
+        await seen.connect(KEYS["ops"])
+
+        def cards(title: str) -> Locator:
+            groups = page.locator(".group").filter(has=page.get_by_role("heading", name=title))
+            return groups.locator(".card").filter(has_text="decode-0")
+
+        await cards("Decode workers").wait_for()
+        await page.route("**/ui/cluster", changed)
+        card = cards("Known to a KV node alone")
+        await card.wait_for()
+        assert await card.locator(".state").text_content() == "fenced"
+        assert await card.locator(".line").all_text_contents() == ["–"]
+        await page.unroute_all(behavior="wait")
+        await cards("Decode workers").get_by_text("running").wait_for()
+        assert await card.count() == 0
 
 
 @pytest.mark.parametrize("options", [NARROW, {"color_scheme": "dark", "reduced_motion": "reduce"}])
@@ -182,3 +218,44 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
         await seen.ask("short")
         await page.locator(".figures").nth(1).wait_for()
         assert len(fakes.decode.submits) == 3
+
+
+async def test_a_chat_that_is_left_does_not_come_back(browser: Browser, tmp_path: pathlib.Path) -> None:
+    """What an answer left behind is in no later chat, which may be that of another key."""
+    keys = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
+    (tmp_path / "keys.toml").write_text("[tenant.ops]\n[tenant.acme]\n" + keys)
+    flags = {"ui": True, "api_keys": str(tmp_path / "keys.toml")}
+    async with (
+        running_fake_cluster("word " * 30, **flags) as fakes,
+        seen_page(browser, fakes.gateway.http_address) as seen,
+    ):
+        page, answer = seen.page, seen.page.locator(".answer .text:not(.thinking .text)")
+
+        async def asked(text: str) -> list[dict[str, str]]:
+            """The messages that the page sends with ``text``, once the answer has begun, which then halts."""
+            async with page.expect_request("**/v1/chat/completions") as found:
+                await seen.ask(text)
+            await answer.filter(has_text="word").last.wait_for()
+            fakes.decode.gate.clear()
+            return (await found.value).post_data_json["messages"]
+
+        async def left(button: str) -> None:
+            await page.get_by_role("button", name=button).click()
+            await until("the request to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
+            await page.locator("#stop:disabled").wait_for(state="attached")
+            fakes.decode.gate.set()
+
+        # So slow that no answer ends by itself.
+        fakes.decode.pace_s = 0.1
+        system = {"role": "system", "content": SYSTEM}
+        await seen.connect(KEYS["ops"])
+        await seen.set(system=SYSTEM)
+        assert await asked("first") == [system, {"role": "user", "content": "first"}]
+        await left("New chat")
+        assert await asked("second") == [system, {"role": "user", "content": "second"}]
+        await page.get_by_label("Message", exact=True).fill("half a thought")
+        await left("Forget the key")
+        await seen.connect(KEYS["acme"])
+        assert await page.get_by_label("Message", exact=True).input_value() == ""
+        assert await asked("third") == [{"role": "user", "content": "third"}]
+        assert await page.locator(".question").count() == 1

@@ -15,6 +15,8 @@ const ENDED = { stop: "the model ended it", length: "at the most tokens", tool_c
 // Further down than this many pixels from the end, the reader reads, and the log does not scroll by itself.
 const NEAR_END_PX = 80;
 
+// Counts chats: what was asked in one that was left must not come into the next, which may be another person's.
+let chat = 0;
 let messages = [];
 let running = null;
 
@@ -33,7 +35,6 @@ export async function start() {
   });
   byId("stop").addEventListener("click", stop);
   byId("new-chat").addEventListener("click", () => {
-    stop();
     clear();
     byId("prompt").focus();
   });
@@ -50,9 +51,16 @@ export async function loadModels() {
   return found.length;
 }
 
-// Ends the chat and forgets it, as somebody else's key may come.
-export function clear() {
+// Ends the chat and all that its person has written, as somebody else's key may come.
+export function forget() {
+  clear();
+  byId("system").value = "";
+  byId("prompt").value = "";
+}
+
+function clear() {
   stop();
+  chat += 1;
   messages = [];
   byId("log").replaceChildren(byId("empty"));
   byId("empty").hidden = false;
@@ -95,19 +103,24 @@ async function send() {
 
 async function answer(turn, text, signal) {
   const asked = [...messages, { role: "user", content: text }];
+  const mine = chat;
   const began = performance.now();
+  let failure = null;
   try {
     for await (const event of stream("v1/chat/completions", bodyOf(asked), signal)) turn.take(event, began);
-    say(byId("spoken"), `Answer: ${turn.text}`);
   } catch (error) {
-    if (error.name === "AbortError") {
-      turn.end("Stopped. What a prompt has cost is told at the end of an answer.");
-      say(byId("spoken"), "The answer was stopped.");
-    } else {
-      turn.fail(error.message);
-      // Nothing was answered, so nothing is lost: the message can be sent again.
-      if (!turn.text && !byId("prompt").value) byId("prompt").value = text;
-    }
+    failure = error;
+  }
+  if (mine !== chat) return;
+  if (!failure) {
+    say(byId("spoken"), `Answer: ${turn.text}`);
+  } else if (failure.name === "AbortError") {
+    turn.end("Stopped. What a prompt has cost is told at the end of an answer.");
+    say(byId("spoken"), "The answer was stopped.");
+  } else {
+    turn.fail(failure.message);
+    // Nothing was answered, so nothing is lost: the message can be sent again.
+    if (!turn.text && !byId("prompt").value) byId("prompt").value = text;
   }
   turn.settle();
   if (turn.text) messages = [...asked, { role: "assistant", content: turn.text }];

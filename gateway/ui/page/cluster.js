@@ -7,7 +7,7 @@ const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 // Time between two polls of a gateway that does not answer.
 const RETRY_MS = 4000;
-// Columns of a strip: one for each poll.
+// Columns of a strip: one for each picture, so a pause makes it span more than a minute.
 const COLUMNS = 60;
 // Cards of a kind; of more components, those in trouble come first.
 const MOST_CARDS = 48;
@@ -65,9 +65,7 @@ export function start() {
   }
   byId("sources").append(sources.root);
   byId("pause").addEventListener("click", () => {
-    paused = !paused;
-    byId("pause").setAttribute("aria-pressed", String(paused));
-    say(byId("pause"), paused ? "Go on" : "Pause");
+    pause(!paused);
     if (!paused) poll(generation);
   });
   document.addEventListener("visibilitychange", () => {
@@ -87,6 +85,7 @@ export function hide() {
   generation += 1;
   lastGood = 0;
   clearTimeout(timer);
+  pause(false);
   byId("picture").hidden = true;
   byId("pause").hidden = true;
   for (const [, group] of groups) group.root.remove();
@@ -94,6 +93,12 @@ export function hide() {
   cards.clear();
   notice("");
   say(byId("cluster-about"), "");
+}
+
+function pause(wanted) {
+  paused = wanted;
+  byId("pause").setAttribute("aria-pressed", String(paused));
+  say(byId("pause"), paused ? "Go on" : "Pause");
 }
 
 async function poll(mine) {
@@ -177,8 +182,8 @@ function drawGroups(components) {
     group.root.classList.toggle("many", found.length > 1);
     say(group.count, `${found.length}${late ? `, ${late} in trouble` : ""}`);
     for (const one of found.slice(0, MOST_CARDS)) {
-      seen.add(one.component_id);
-      const card = cards.get(one.component_id) ?? newCard(one, group.list);
+      seen.add(nameOf(one));
+      const card = cards.get(nameOf(one)) ?? newCard(one, group.list);
       card.update(one);
     }
     say(group.rest, found.length > MOST_CARDS ? `and ${found.length - MOST_CARDS} more` : "");
@@ -204,10 +209,13 @@ function newGroup(role, title) {
   return group;
 }
 
+// The name of a component's card: an expired record leaves a component without its role, which has another card then.
+const nameOf = (one) => `${one.role} ${one.component_id}`;
+
 function newCard(one, list) {
   const Kind = one.pool ? NodeCard : one.role === "prefill" || one.role === "decode" ? WorkerCard : Card;
   const card = new Kind(one.component_id, one.role);
-  cards.set(one.component_id, card);
+  cards.set(nameOf(one), card);
   list.append(card.root);
   return card;
 }
@@ -231,7 +239,8 @@ class Card {
   }
 
   words(one) {
-    return some(one.running_requests, "request");
+    // Nobody tells the load of one without a role.
+    return one.role ? some(one.running_requests, "request") : "–";
   }
 }
 
@@ -244,7 +253,7 @@ class WorkerCard extends Card {
     this.strip = new Strip(this.uses.map(([kind]) => kind), COLUMNS);
     this.steps = make("p", { class: "line" });
     this.root.append(make("p", { class: "caption" }, "What filled the steps’ token budgets"), this.bar.root,
-      make("p", { class: "caption" }, "The last minute"), this.strip.root, this.steps);
+      make("p", { class: "caption" }, `The last ${COLUMNS} pictures`), this.strip.root, this.steps);
   }
 
   update(one) {
@@ -254,8 +263,8 @@ class WorkerCard extends Card {
     const shares = this.uses.map(([name]) => ran ? found.shares[name] : null);
     this.bar.update(shares, percent);
     const said = this.uses.map(([, label], n) => `${label} ${ran ? percent(shares[n]) : "–"}`).join(", ");
-    this.strip.add(shares.map((share) => share ?? 0), `Step budget of ${this.name}, last ${COLUMNS} s; now: ${said}`);
-    say(this.steps, !ran ? "No step ran." : `${rate(found.per_second)} steps/s of ${time(found.mean_s)},`
+    this.strip.add(shares.map((share) => share ?? 0), `Step budget of ${this.name}, last ${COLUMNS} pictures; now: ${said}`);
+    say(this.steps, found === null ? "–" : !ran ? "No step ran." : `${rate(found.per_second)} steps/s of ${time(found.mean_s)},`
       + ` ${percent(found.busy)} busy`);
   }
 

@@ -49,7 +49,7 @@ byId("key-form").addEventListener("submit", async (event) => {
 });
 
 byId("forget").addEventListener("click", () => {
-  chat.clear();
+  chat.forget();
   cluster.hide();
   askForKey();
 });
