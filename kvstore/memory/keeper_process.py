@@ -18,7 +18,6 @@ open, which is how node and keeper notice each other's end.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -44,6 +43,11 @@ REQUEST_TIMEOUT_S = 1.0
 KEEPER_BACKLOG = 16
 # Names under which something may be kept at once.
 MAX_KEPT = 64
+# Descriptors that are kept in all, with the connections of their nodes. Together with what one request brings, this is
+# less than the 1,024 that a process may have open on most systems.
+MAX_KEPT_DESCRIPTORS = 768
+# Pause where no connection can be accepted, because this process or the system has too many files open.
+ACCEPT_PAUSE_S = 0.5
 # How long a pool is kept whose node does not come back, and how often that is looked at. It may be most of the
 # machine's memory, and whoever starts a node again does so within minutes.
 KEPT_WITHOUT_NODE_S = 3600.0
@@ -120,6 +124,12 @@ class KeeperServer:
             raise InvalidRequest(f"{len(descriptors)} descriptors came; {wanted} were promised")
         if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
             raise Overloaded(f"{MAX_KEPT} pools are kept already")
+        others = sum(len(kept.descriptors) + 1 for name, kept in self.kept.items() if name != hello.name)
+        if others + len(descriptors) + 1 > MAX_KEPT_DESCRIPTORS:
+            raise Overloaded(
+                f"{others} descriptors of other pools are kept already, and this pool has {len(descriptors)}: the"
+                f" keeper holds at most {MAX_KEPT_DESCRIPTORS}"
+            )
         before = self._left(hello.name)
         _answer(sock, KeeperReply(kept=True))
         sock.setblocking(False)
@@ -153,6 +163,18 @@ def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tu
         log.debug("an answer could not be sent: %s", error)
 
 
+def _accepted(server: socket.socket) -> socket.socket | None:
+    """The next connection; None where none came in time, or none can be had now: what is kept must not go for that."""
+    try:
+        return server.accept()[0]
+    except TimeoutError:
+        return None
+    except OSError as error:
+        log.warning("no connection can be accepted: %s", error.strerror or error)
+        time.sleep(ACCEPT_PAUSE_S)
+        return None
+
+
 def run_keeper(path: str) -> None:
     """Keeps pools at the Unix socket ``path`` until the process ends. Raises ConfigError for a path that cannot be
     used."""
@@ -160,8 +182,8 @@ def run_keeper(path: str) -> None:
     server.settimeout(LOOK_S)
     try:
         while True:
-            with contextlib.suppress(TimeoutError):
-                keeper.serve(server.accept()[0])
+            if (sock := _accepted(server)) is not None:
+                keeper.serve(sock)
             keeper.look(time.monotonic())
     finally:
         keeper.close()

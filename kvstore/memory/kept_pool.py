@@ -1,9 +1,10 @@
-"""A pool whose memory outlives its node: found at the keeper, proven to be nobody's, taken over; or made and kept.
+"""A pool whose memory outlives its node. A node takes over the pool of its earlier life, or makes one that is kept.
 
     start    keeper --what this node's earlier life gave it--> found, if it can be a pool of this node's flags
     shape    found --same block bytes and namespace, and no process but those that have drained uses it--> taken over
                '-- another shape; or somebody uses it for PATIENCE_S longer --> left to its users, and a fresh one made
     fresh    pool and table --> owned --> the keeper gets both --> the first worker gets the pool
+    forsaken no later life takes it over; the keeper drops one on GPUs, and does not get it again
 
 **Who may still write.** Workers of the earlier life hold slots, and write to them until they have noticed its end. They
 lock a place of the pool's file before they are told of any slot, and keep it for as long as they map the pool. So a
@@ -25,6 +26,7 @@ does one that computes on GPUs with several processes: the node learns of the ot
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import os
@@ -102,38 +104,42 @@ class KeptPool:
         the shape cannot be kept."""
         if len(shape.namespace) != 2 * HASH_BYTES:
             return None
-        table_segment = Segment(table_bytes(shape.num_slots))
-        try:
-            if not segment.own():
-                raise ConfigError("a fresh pool is owned by somebody else")
-            made = cls([], segment, table_segment, *_fresh_table(table_segment, shape))
-            made._name_owner(needed=bool(memory_fds))
-        except OSError as error:
-            log.info("this system cannot tell who uses a pool, so the pool goes with its node: %s", error.strerror)
-            table_segment.close()
-            return None
-        made.memory_fds += map(os.dup, memory_fds)
+        with contextlib.ExitStack() as undo:
+            table_segment = undo.enter_context(contextlib.closing(Segment(table_bytes(shape.num_slots))))
+            try:
+                if not segment.own():
+                    raise ConfigError("a fresh pool is owned by somebody else")
+                made = cls([], segment, table_segment, *_fresh_table(table_segment, shape))
+                undo.callback(made.close)
+                made._name_owner(needed=bool(memory_fds))
+                for descriptor in memory_fds:
+                    made.memory_fds.append(os.dup(descriptor))
+            except OSError as error:
+                log.info("this system cannot tell who uses a pool, so the pool goes with its node: %s", error.strerror)
+                return None
+            undo.pop_all()
         return made
 
     @classmethod
     def found(cls, kept: KeptDescriptors, shards: int) -> KeptPool | None:
         """The pool of an earlier life in ``kept``, which becomes its own or is closed; it has ``shards`` memories on
         GPUs. Returns None where there is none."""
-        segments: list[Segment] = []
-        try:
-            if len(kept.memories) != shards + MIN_KEPT_MEMORIES:
-                raise ConfigError(f"it has {len(kept.memories)} memories, this node's {shards + MIN_KEPT_MEMORIES}")
-            for _ in range(MIN_KEPT_MEMORIES):
-                segments.append(Segment.kept(kept.memories.pop()))
-            table_segment, places = segments
-            words = table_words(table_segment)
-            found = cls(kept.memories, places, table_segment, SlotTable.found(words), words)
-        except (PillionError, OSError, ValueError) as error:
-            log.warning("the pool of this node's earlier life is not taken over: %s", error)
-            for one in segments:
-                one.close()
-            kept.close()
-            return None
+        with contextlib.ExitStack() as undo:
+            undo.callback(kept.close)
+            try:
+                if len(kept.memories) != shards + MIN_KEPT_MEMORIES:
+                    raise ConfigError(f"it has {len(kept.memories)} memories, this node's {shards + MIN_KEPT_MEMORIES}")
+                table_segment, places = (
+                    undo.enter_context(contextlib.closing(Segment.kept(kept.memories.pop())))
+                    for _ in range(MIN_KEPT_MEMORIES)
+                )
+                words = table_words(table_segment)
+                undo.callback(words.release)
+                found = cls(kept.memories, places, table_segment, SlotTable.found(words), words)
+            except (PillionError, OSError, ValueError) as error:
+                log.warning("the pool of this node's earlier life is not taken over: %s", error)
+                return None
+            undo.pop_all()
         found._before = kept.processes
         return found
 
@@ -196,11 +202,14 @@ class KeptPool:
             self._stale = True
 
     async def give(self, keeper: PoolKeeper, name: str) -> None:
-        """Has the keeper keep all of it. Raises Unavailable."""
+        """Has the keeper keep all of it; nothing is done for a pool on GPUs that is forsaken. Raises Unavailable."""
         async with self._giving:
             # What ends meanwhile is closed the next time: the thread has these numbers.
             close_all(self._ended)
             self._stale = False
+            if self.forsaken and self.memory_fds:
+                # It may have been forsaken while this waited, and the keeper may have dropped it already.
+                return
             memories = [*self.memory_fds, self.places.fileno(), self._table_segment.fileno()]
             processes = list(self._processes.values())
             try:
@@ -208,6 +217,11 @@ class KeptPool:
             except Unavailable:
                 self._stale = True
                 raise
+
+    async def drop(self, keeper: PoolKeeper, name: str) -> None:
+        """Has the keeper drop it, behind any :meth:`give` that is under way. Raises Unavailable."""
+        async with self._giving:
+            await until_over(asyncio.to_thread(keeper.drop, name))
 
     def close(self) -> None:
         """Gives up this process's hold on all but the places, and on those, too, of a pool on GPUs; a pool's segment is
@@ -262,7 +276,7 @@ async def keep_alive(keeper: PoolKeeper, name: str, pool: KeptPool, look_s: floa
         if keeper.lost() or pool.stale or pool.forsaken:
             try:
                 if pool.forsaken and pool.memory_fds:
-                    await until_over(asyncio.to_thread(keeper.drop, name))
+                    await pool.drop(keeper, name)
                     over = True
                 elif keeper.lost() or pool.stale:
                     await pool.give(keeper, name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import select
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from pillion.kvstore.memory import keeper_process
+from pillion.kvstore.memory.keeper import PoolKeeper
 from pillion.kvstore.memory.keeper_process import KEPT_WITHOUT_NODE_S, KeeperServer
 from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.keeper import (
@@ -21,6 +24,7 @@ from pillion.wire.keeper import (
     keeper_reply_from_line,
 )
 from testbed.conditions import WITHIN_S
+from tests.support.node_lives import running_keeper
 
 
 class KeeperCalls:
@@ -30,18 +34,20 @@ class KeeperCalls:
         self.server = KeeperServer()
         self.nodes: list[socket.socket] = []
 
-    def ask(self, action: str, name: str = "kv-a", content: bytes = b"") -> tuple[KeeperReply, socket.socket, bytes]:
+    def ask(
+        self, action: str, name: str = "kv-a", content: bytes = b"", memories: int = MIN_KEPT_MEMORIES
+    ) -> tuple[KeeperReply, socket.socket, bytes]:
         """Returns the answer, the node's connection, and what is in the memory that came with the answer."""
         node, served = socket.socketpair()
         self.nodes.append(node)
         node.settimeout(WITHIN_S)
-        sent = [os.memfd_create("kept") for _ in range(MIN_KEPT_MEMORIES)] if action == "keep" else []
+        sent = [os.memfd_create("kept") for _ in range(memories)] if action == "keep" else []
         for descriptor in sent:
             os.pwrite(descriptor, content, 0)
         socket.send_fds(node, [keeper_line(KeeperHello(action=action, name=name, memories=len(sent)))], sent)
         close_all(sent)
         self.server.serve(served)
-        line, got = receive_line(node, MAX_KEEPER_LINE_BYTES, MIN_KEPT_MEMORIES)
+        line, got = receive_line(node, MAX_KEEPER_LINE_BYTES, memories)
         found = os.pread(got[0], 100, 0) if got else b""
         close_all(got)
         node.setblocking(False)
@@ -75,6 +81,41 @@ def test_a_living_node_keeps_its_name_to_itself(calls: KeeperCalls) -> None:
     first.close()
     assert calls.ask("keep", content=b"second")[0].kept
     assert calls.kept() == b"second"
+
+
+def test_descriptors_are_bounded_in_all(calls: KeeperCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each pool's memories, and its node's connection.
+    monkeypatch.setattr(keeper_process, "MAX_KEPT_DESCRIPTORS", 7)
+    assert calls.ask("keep", memories=3)[0].kept
+    reply, refused, _ = calls.ask("keep", "kv-b", memories=3)
+    assert (reply.kept, "holds at most 7" in reply.error) == (False, True)
+    assert peer_gone(refused)
+    assert calls.ask("keep", "kv-b", memories=2)[0].kept
+    # What takes the place of a node's own descriptors needs no further ones.
+    calls.nodes[0].close()
+    assert calls.ask("keep", memories=3)[0].kept
+
+
+def test_a_keeper_without_a_free_descriptor_goes_on(short_folder: str) -> None:
+    path, content = f"{short_folder}/keeper.sock", os.memfd_create("kept")
+    with running_keeper(path) as process:
+        keeper = PoolKeeper(path)
+        keeper.keep("kv-a", [content, content])
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (0, before[1]))
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+            probe.send(keeper_line(KeeperHello(action="take", name="kv-a")))
+            ready, _, _ = select.select([probe], [], [], keeper_process.ACCEPT_PAUSE_S)
+            assert not ready, "it could accept nothing"
+            assert process.poll() is None
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+            probe.settimeout(WITHIN_S)
+            line, got = receive_line(probe, MAX_KEEPER_LINE_BYTES, MIN_KEPT_MEMORIES)
+        assert (keeper_reply_from_line(line).kept, len(got)) == (True, 2)
+        close_all([content, *got])
+        assert not keeper.lost()
+        keeper.close()
 
 
 def test_a_pool_without_a_node_is_dropped_in_the_end(calls: KeeperCalls) -> None:
