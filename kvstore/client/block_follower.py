@@ -3,8 +3,9 @@
     follow from where the mirror stands --messages--> applied ... --the stream ends--> pause --> follow again
                                                         '--one does not fit--> forgotten --> pause --> follow again
 
-The node's keepalive ends a stream whose other side is silent (:mod:`pillion.net.rpc`), so a mirror that is ``current``
-is at most that much behind.
+The keepalive of the connection (:mod:`pillion.net.rpc`) ends a stream whose other side cannot be reached any more. It
+proves no more than that: a node that can be reached and sends nothing keeps its stream, so a mirror that is ``current``
+is as new as the last message, and nothing bounds how old that is.
 """
 
 from __future__ import annotations
@@ -83,8 +84,10 @@ class BlockFollower:
                 yield message
 
     def _count(self, message: BlockChanges) -> None:
-        whole = message.kind != BlockChanges.KIND_SNAPSHOT_PART
+        changes = message.kind == BlockChanges.KIND_CHANGES
         self.snapshots += message.kind == BlockChanges.KIND_SNAPSHOT_END
-        self.resumed += whole and not self.current and message.kind == BlockChanges.KIND_CHANGES
-        if whole:
-            self.current, self._pause_s = True, RETRY_S
+        self.resumed += changes and not self.current
+        self.current |= message.kind != BlockChanges.KIND_SNAPSHOT_PART
+        if changes:
+            # A snapshot alone is no success: a follower that is left behind by each would ask for the next at once.
+            self._pause_s = RETRY_S

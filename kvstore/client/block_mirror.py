@@ -59,7 +59,7 @@ class BlockMirror:
 
     def forget(self) -> None:
         """Knows nothing any more, so that the next stream brings a snapshot."""
-        self.blocks, self._coming = {}, None
+        self.blocks, self._coming, self.pool = {}, None, None
         self.log_epoch = self.number = self._digest = 0
 
     def apply(self, message: BlockChanges) -> list[BlockChange]:

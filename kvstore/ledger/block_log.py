@@ -8,8 +8,10 @@
         left behind by the log  --> refused; it may follow again
 
 Every change has the next number of the log's epoch, and says how many blocks the pool has behind it and their digest,
-so that a follower notices at once when what it believes is not what the node has. A follower is a place in the log: it
-costs the node no queue, and nothing that changes the pool waits for it.
+so that a follower notices at once when what it believes is not what the node has. A follower is a place in the log and,
+until its snapshot has ended, a list of the blocks that were in the pool when it began. No change is queued for it, and
+nothing that changes the pool waits for it. A snapshot ends early where the log forgets the changes that would follow
+it: the rest of it would be sent for nothing.
 
 Sans-IO (I9). All of it is called on the node's loop.
 """
@@ -26,8 +28,6 @@ from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import BlockChanges, BlockRun, PoolFacts
 
-# Changes that a log keeps where nobody says another number.
-MAX_LOG_CHANGES = 65_536
 # Blocks of one message: 128 KiB of hashes, and as much of parents at worst.
 MAX_MESSAGE_BLOCKS = 4096
 # A follower that was left behind may follow again at once.
@@ -54,7 +54,7 @@ class BlockLog:
         blocks, digest: number of blocks in the pool and their digest, behind that change.
     """
 
-    def __init__(self, epoch: int, max_changes: int = MAX_LOG_CHANGES) -> None:
+    def __init__(self, epoch: int, max_changes: int) -> None:
         self.epoch = epoch
         self.max_changes = max_changes
         self.last = self.blocks = self.digest = 0
@@ -84,14 +84,18 @@ class BlockLog:
 
     def behind(self, number: int, most: int) -> list[LoggedChange]:
         """Returns the changes behind ``number``, at most ``most``. Raises Overloaded where one of them is forgotten."""
+        self.require(number)
+        end = min(self.last, number + most)
+        return [self._ring[at % self.max_changes] for at in range(number, end)]
+
+    def require(self, number: int) -> None:
+        """Raises Overloaded where a change behind ``number`` is forgotten."""
         if not self.keeps(self.epoch, number):
             raise Overloaded(
                 f"this follower has seen change {number}, and the node knows changes {self.first} to {self.last} (see "
                 "--kv-log-changes): follow again",
                 FOLLOW_AGAIN_MS,
             )
-        end = min(self.last, number + most)
-        return [self._ring[at % self.max_changes] for at in range(number, end)]
 
     def check_integrity(self, tree: BlockTree) -> None:
         """Raises Internal unless the log's count and digest are those of the blocks in ``tree``. O(blocks)."""
@@ -131,7 +135,7 @@ class FollowerStream:
 
     def next_message(self) -> BlockChanges | None:
         """Returns the next message, None where nothing is new. The first one is never None. Raises Overloaded where the
-        log has forgotten changes that the follower lacks."""
+        log has forgotten changes that the follower lacks, or will lack behind its snapshot."""
         message = self._next_changes() if self._snapshot is None else self._next_part(self._snapshot)
         if not self._facts_sent and (facts := self._facts()) is not None:
             message.pool.CopyFrom(facts)
@@ -142,6 +146,7 @@ class FollowerStream:
         return message
 
     def _next_part(self, snapshot: Iterator[Block]) -> BlockChanges:
+        self._log.require(self._number)
         part = list(islice(snapshot, MAX_MESSAGE_BLOCKS))
         self.more = True
         runs = to_runs((True, block.parent.hash if block.parent else b"", block.hash) for block in part)

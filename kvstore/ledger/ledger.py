@@ -56,7 +56,7 @@ class Ledger:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
         policy: decides which block is evicted first; LRU by default.
-        retained_percents: shares of the pool that all tenants, and one of them, may have retained.
+        retained_percents: shares of the pool that all tenants, and one of them, may have retained; nothing by default.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Ledger:
         new_id: Callable[[], int],
         decode_reserve_percent: int = 10,
         policy: EvictionPolicy | None = None,
-        retained_percents: tuple[int, int] = (50, 25),
+        retained_percents: tuple[int, int] = (0, 0),
     ) -> None:
         self._new_id = new_id
         self._reserve_percent = decode_reserve_percent

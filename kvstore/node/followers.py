@@ -22,7 +22,6 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
 from pillion.v1.kvnode_pb2 import BlockChanges, PoolFacts
 
-MAX_FOLLOWERS = 16
 # Changes that come within such a time after a message go into the next one: a message costs about as much as a commit.
 GATHER_S = 0.02
 # How long a follower may take for a message before its place is given away.
@@ -47,7 +46,7 @@ class Followers:
         tree: BlockTree,
         log: BlockLog,
         facts: Callable[[], PoolFacts | None],
-        max_followers: int = MAX_FOLLOWERS,
+        max_followers: int,
     ) -> None:
         self.log = log
         self.dropped = 0

@@ -1,7 +1,9 @@
 """A KV node's pool: the slot ledger and the waiting queue, connected to real time and real callers.
 
-Every call that changes something ends in :meth:`Pool.changed`: callers that fit now are admitted, and the index is
-updated. All of it runs on one asyncio loop and never waits in the middle of a change, so no lock is needed.
+Every call that changes slots, tickets or blocks ends in :meth:`Pool.changed`: callers that fit now are admitted, and
+the index is updated. A retention (:attr:`Pool.retaining`) is no such change: it only says in which order blocks leave,
+so nobody fits because of one. All of it runs on one asyncio loop and never waits in the middle of a change, so no lock
+is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from pillion.kvstore.index.retention_records import RetentionRecords
-from pillion.kvstore.ledger.block_log import MAX_LOG_CHANGES, BlockLog
+from pillion.kvstore.ledger.block_log import BlockLog
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
-from pillion.kvstore.node.followers import MAX_FOLLOWERS, Followers
+from pillion.kvstore.node.followers import Followers
 from pillion.kvstore.node.keeping import Keeping
 from pillion.kvstore.node.retaining import Retaining
 from pillion.kvstore.transfer.fetch import Fetcher
@@ -87,15 +89,15 @@ class Pool:
         decode_reserve_percent: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
+        max_log_changes: int,
+        max_followers: int,
         policy: EvictionPolicy | None = None,
-        retained_percents: tuple[int, int] = (50, 25),
+        retained_percents: tuple[int, int] = (0, 0),
         records: RetentionRecords | None = None,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
         node_id: str = "",
         kv_device: str = "cpu",
-        max_log_changes: int = MAX_LOG_CHANGES,
-        max_followers: int = MAX_FOLLOWERS,
     ) -> None:
         self.fetcher: Fetcher | None = None
         self.keeping: Keeping | None = None
@@ -123,8 +125,8 @@ class Pool:
         self.ledger = Ledger(_new_id, decode_reserve_percent, policy, retained_percents)
         self.retaining = Retaining(self.ledger, records)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
-        log = BlockLog(_new_id(), max_log_changes)
-        self.followers = Followers(self.ledger.tree, log, self._facts, max_followers)
+        changes = BlockLog(_new_id(), max_log_changes)
+        self.followers = Followers(self.ledger.tree, changes, self._facts, max_followers)
 
     # -- holders
 

@@ -166,8 +166,25 @@ def test_a_log_forgets_the_oldest() -> None:
         log.behind(1, 5)
 
 
+def test_a_snapshot_ends_with_the_changes_that_would_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_log, "MAX_MESSAGE_BLOCKS", 1)
+    tree, log = BlockTree(LruEviction()), BlockLog(1, 2)
+    tail = None
+    for slot, block_hash in enumerate((A, B, C)):
+        tail = tree.add(slot, block_hash, tail)
+    log.append([stored(A), stored(B, A), stored(C, B)])
+    stream = FollowerStream(tree, log, lambda: FACTS, 0, 0)
+    for events in ([stored(D, C), IndexEvent(D, here=False)], [stored(D, C)]):
+        part = stream.next_message()
+        assert part is not None
+        assert part.kind == BlockChanges.KIND_SNAPSHOT_PART
+        log.append(events)
+    with pytest.raises(Overloaded, match="has seen change 3, and the node knows changes 5 to 6"):
+        stream.next_message()
+
+
 def test_a_log_that_lost_an_event_is_found() -> None:
-    ledger_tree, log = BlockTree(LruEviction()), BlockLog(1)
+    ledger_tree, log = BlockTree(LruEviction()), BlockLog(1, 9)
     ledger_tree.add(0, A, None)
     with pytest.raises(Internal, match="0 blocks, the pool has 1"):
         log.check_integrity(ledger_tree)
@@ -187,7 +204,7 @@ def test_runs_join_what_follows() -> None:
 
 def test_a_pool_gets_its_shape_later() -> None:
     facts: list[PoolFacts] = []
-    stream = FollowerStream(BlockTree(LruEviction()), BlockLog(1), lambda: facts[0] if facts else None, 0, 0)
+    stream = FollowerStream(BlockTree(LruEviction()), BlockLog(1, 9), lambda: facts[0] if facts else None, 0, 0)
     first = stream.next_message()
     assert first is not None
     assert (first.kind, first.HasField("pool")) == (BlockChanges.KIND_SNAPSHOT_END, False)
@@ -201,7 +218,7 @@ def test_a_pool_gets_its_shape_later() -> None:
 
 def mirror_of(*events: IndexEvent) -> tuple[BlockMirror, BlockLog]:
     """A mirror that has caught up with a log."""
-    log, mirror = BlockLog(5), BlockMirror()
+    log, mirror = BlockLog(5, 99), BlockMirror()
     stream = FollowerStream(BlockTree(LruEviction()), log, lambda: FACTS, 0, 0)
     log.append(events)
     while (message := stream.next_message()) is not None:
@@ -252,7 +269,7 @@ def test_a_mirror_notices_what_does_not_fit(damage: Callable[[BlockChanges], Non
     with pytest.raises(Internal):
         mirror.apply(message)
     mirror.forget()
-    assert (mirror.blocks, mirror.log_epoch, mirror.number) == ({}, 0, 0)
+    assert (mirror.blocks, mirror.log_epoch, mirror.number, mirror.pool) == ({}, 0, 0, None)
 
 
 def test_a_snapshot_counts_at_its_end_alone() -> None:

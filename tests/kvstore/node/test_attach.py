@@ -73,7 +73,14 @@ class AttachNode:
     def __init__(self, folder: str) -> None:
         self.exit_is_proof = False
         self.path = f"{folder}/sub/attach.sock"
-        self.pool = Pool(pool_bytes=POOL_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0)
+        self.pool = Pool(
+            pool_bytes=POOL_BYTES,
+            decode_reserve_percent=0,
+            max_waiting=4,
+            heartbeat_timeout_s=5.0,
+            max_log_changes=9,
+            max_followers=1,
+        )
         self.segment = Segment(POOL_BYTES)
         self.server = AttachServer(
             self.path,

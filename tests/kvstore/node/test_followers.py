@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import pytest
 
 from pillion.cli.flags import to_argv
 from pillion.errors import Conflict, Overloaded, Unavailable
+from pillion.kvstore.client import block_follower
 from pillion.kvstore.client.attachment import Attachment
 from pillion.kvstore.client.block_follower import BlockFollower
 from pillion.kvstore.client.node_client import NodeClient, typed
@@ -263,9 +265,35 @@ class HaltingReader:
         self.messages.append(message)
 
 
+class SnapshotsOnly:
+    """A node whose log forgets the changes behind each snapshot before that has ended; then one that has some."""
+
+    def __init__(self, snapshots: int) -> None:
+        self.left = snapshots
+
+    async def follow_blocks(self, epoch: int = 0, number: int = 0) -> AsyncIterator[BlockChanges]:
+        yield BlockChanges(kind=BlockChanges.KIND_SNAPSHOT_END, log_epoch=1)
+        self.left -= 1
+        if self.left >= 0:
+            raise Overloaded("left behind")
+        yield BlockChanges(log_epoch=1)
+
+
+async def test_a_snapshot_alone_does_not_make_the_next_try_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_follower, "RETRY_S", 0.001)
+    follower = BlockFollower(cast("NodeClient", SnapshotsOnly(3)))
+    pauses = []
+    async with contextlib.aclosing(follower.follow()) as messages:
+        async for message in messages:
+            pauses.append(follower._pause_s)
+            if message.kind == BlockChanges.KIND_CHANGES:
+                break
+    assert pauses == [0.001, 0.002, 0.004, 0.008, 0.001]
+
+
 async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
     tree, log = BlockTree(LruEviction()), BlockLog(1, 3)
-    followers = Followers(tree, log, lambda: PoolFacts())
+    followers = Followers(tree, log, lambda: PoolFacts(), 1)
     reader = HaltingReader()
     following = asyncio.create_task(followers.follow(0, 0, reader.send))
     await loop_turns()
@@ -278,7 +306,7 @@ async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
 
 async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers_module, "STALL_S", 0.01)
-    followers = Followers(BlockTree(LruEviction()), BlockLog(1), lambda: PoolFacts())
+    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99), lambda: PoolFacts(), 1)
     with pytest.raises(Overloaded, match="has taken nothing"):
         await followers.follow(0, 0, HaltingReader().send)
     assert (followers.dropped, len(followers)) == (1, 0)
@@ -286,7 +314,7 @@ async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest
 
 async def test_changes_of_a_moment_are_one_message() -> None:
     """So that followers cost a node nothing for each commit."""
-    followers = Followers(BlockTree(LruEviction()), BlockLog(1), lambda: PoolFacts())
+    followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99), lambda: PoolFacts(), 1)
     reader = HaltingReader()
     reader.taking.set()
     following = asyncio.create_task(followers.follow(0, 0, reader.send))

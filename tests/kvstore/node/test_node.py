@@ -202,7 +202,14 @@ async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attac
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
 async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     """Both orders, before the waiting task has had a chance to run."""
-    pool = Pool(pool_bytes=20, decode_reserve_percent=0, max_waiting=9, heartbeat_timeout_s=5.0)
+    pool = Pool(
+        pool_bytes=20,
+        decode_reserve_percent=0,
+        max_waiting=9,
+        heartbeat_timeout_s=5.0,
+        max_log_changes=9,
+        max_followers=1,
+    )
     pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
     epoch = pool.open_session("g")
     ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))

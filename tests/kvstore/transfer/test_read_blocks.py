@@ -31,7 +31,12 @@ class SourceOfOneChain:
 
     def __init__(self) -> None:
         self.pool = Pool(
-            pool_bytes=NUM_SLOTS * BLOCK_BYTES, decode_reserve_percent=0, max_waiting=4, heartbeat_timeout_s=5.0
+            pool_bytes=NUM_SLOTS * BLOCK_BYTES,
+            decode_reserve_percent=0,
+            max_waiting=4,
+            heartbeat_timeout_s=5.0,
+            max_log_changes=9,
+            max_followers=1,
         )
         self.memory = HostMemory(bytearray(NUM_SLOTS * BLOCK_BYTES), NUM_SLOTS, BLOCK_BYTES)
         for slot in range(NUM_SLOTS):
