@@ -104,7 +104,8 @@ async def _empty_call(target: str) -> dict[str, float]:
 def _bytes_between_nodes(cluster: ServedCluster) -> int:
     """Return the bytes of all blocks that a node fetched or wrote to a lower tier."""
     status = cluster.node_status()
-    return int((status.fetched_blocks + status.restored_blocks + status.spilled_blocks) * status.block_bytes)
+    brought = status.fetched_blocks + status.restored_blocks + status.bucket_blocks
+    return int((brought + status.spilled_blocks) * status.block_bytes)
 
 
 if __name__ == "__main__":

@@ -362,7 +362,8 @@ class PinnedPrefix:
         tokens: of the prompt.
         blocks, present_blocks: its whole blocks, which are pinned, and those of them that are in the pool now.
         expires_in_s: when it lapses.
-        hits: prompts that began with all of its blocks since it was pinned.
+        hits: prompts that began with all of its blocks, and found them in the pool when they were admitted there, since
+            it was pinned.
         node_id: the KV node that has it.
         ephemeral: whether a cache_control of the Messages API made it.
     """

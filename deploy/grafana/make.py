@@ -447,7 +447,7 @@ def _kv() -> Dashboard:
                 Query(f"sum by (component) (pillion_kv_user_pins {OWNER})", "pins {{component}}"),
                 Query(rate_by_component("pillion_kv_user_pin_hits_total"), "hits/s {{component}}"),
             ),
-            "Blocks of the prefixes that users have pinned, the pins, and prompts a second that began with one.",
+            "Blocks of the prefixes that users have pinned, the pins, and prompts a second that found all of one.",
         ),
     )
     moves = (
@@ -455,13 +455,13 @@ def _kv() -> Dashboard:
             "Moved blocks",
             "suffix: blocks/s",
             (Query(rate_by_component("pillion_kv_moved_blocks_total", "component", "way"), "{{component}} {{way}}"),),
-            "fetched and served: between nodes; restored and spilled: between pool and disk.",
+            "fetched and served: between nodes; restored and spilled: between pool and lower tiers; bucket: from one.",
         ),
         Panel(
             "Fetched bytes",
             "Bps",
             (Query(rate_by_component("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
-            "Bytes from other nodes, and from disk.",
+            "Bytes from other nodes, from host memory or disk, and from a bucket.",
             stacked=True,
         ),
         latency_by_component(

@@ -138,7 +138,7 @@ class Retention:
 
     Attributes:
         end: the last block of the chain that is in the pool; None where none is known to be.
-        hits: tickets whose pinned chain had the whole wish in it.
+        hits: tickets whose chain had the whole wish in it, in the pool, when they were admitted.
     """
 
     wish: RetentionWish

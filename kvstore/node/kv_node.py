@@ -200,11 +200,12 @@ class KVNode:
         announcer, self._announcer = self._announcer, None
         if announcer is not None:
             await announcer.leave()
-        await self.pool.retaining.aclose()
         await self._attach.stop()
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_s)
+        # Behind the last call that may drop a pin or make one.
+        await self.pool.retaining.aclose()
         storage, self._storage = self._storage, None
         if storage is not None:
             await storage.close()
@@ -234,7 +235,7 @@ class KVNode:
     async def _admit(self, hello: AttachHello) -> AttachReply:
         memory = self._memory
         if hello.place and not self.pool.shaped:
-            # Before the lock: another worker may wait for this one there.
+            # This is noted before the lock is taken, because another worker that has the lock may wait for this one.
             memory.drained.add(hello.place)
         async with self._shaping:
             try:
@@ -431,10 +432,11 @@ def metric_readings(status: NodeStatus) -> Iterator[Reading]:
     yield names.KV_FENCED, (), len(status.fenced_components)
     yield names.KV_COMMITTED, (), status.committed_blocks_ever
     yield names.KV_EVICTED, (), status.evicted_blocks
-    for direction in ("fetched", "served", "restored", "spilled", "taken_over"):
+    for direction in ("fetched", "served", "restored", "bucket", "spilled", "taken_over"):
         yield names.KV_MOVED, (direction,), getattr(status, f"{direction}_blocks")
     yield names.KV_FETCH_BYTES, ("node",), status.fetched_blocks * status.block_bytes
     yield names.KV_FETCH_BYTES, ("disk",), status.restored_blocks * status.block_bytes
+    yield names.KV_FETCH_BYTES, ("bucket",), status.bucket_blocks * status.block_bytes
     yield names.KV_USER_PINS, (), status.retentions
     yield names.KV_USER_PINNED, (), status.retained_blocks
     yield names.KV_USER_PIN_HITS, (), status.retention_hits

@@ -191,6 +191,7 @@ class Fetcher:
         if found is not None:
             count = await self._from_tier(fetch, *found)
             fetch.brought.restored_blocks += count
+            self.counts.restored_blocks += count
             return count > 0
         while fetch.sources:
             begun_s = asyncio.get_running_loop().time()
@@ -231,6 +232,7 @@ class Fetcher:
         found = self._in_tiers(self._far, wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
         fetch.brought.bucket_blocks += count
+        self.counts.bucket_blocks += count
         if self._far:
             fetch.brought.bucket_ms += self._asked_ms(fetch, begun_s, found is not None)
         return count > 0 if found is not None else not wanted
@@ -279,9 +281,7 @@ class Fetcher:
             # A cancel does not end it: threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading, len(slots))
-            count = self._commit(fetch, hashes, slots, loading.result() if came else 0)
-        self.counts.restored_blocks += count
-        return count
+            return self._commit(fetch, hashes, slots, loading.result() if came else 0)
 
     async def _from_source(
         self, fetch: _Fetch, hashes: list[bytes], remote: tuple[int, ...], slots: tuple[int, ...], sums: Sequence[int]

@@ -194,7 +194,9 @@ KV_USER_PINNED = _gauge(
     "pillion.kv.user_pinned_blocks", "{block}", "Blocks of the prefixes that users have pinned, present or not."
 )
 KV_USER_PIN_HITS = _counter(
-    "pillion.kv.user_pin_hits", "{prompt}", "Prompts that began with the whole of a prefix that a user has pinned."
+    "pillion.kv.user_pin_hits",
+    "{prompt}",
+    "Prompts that found the whole of a pinned prefix in the pool when they were admitted.",
 )
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
@@ -209,13 +211,13 @@ KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left 
 KV_MOVED = _counter(
     "pillion.kv.moved_blocks",
     "{block}",
-    "Blocks fetched from nodes, served to nodes, restored, spilled, taken over.",
+    "Blocks fetched from nodes, served to nodes, restored, of a bucket, spilled, taken over.",
     "way",
 )
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")
 KV_DROPPED_FOLLOWERS = _counter("pillion.kv.dropped_followers", "{follower}", "Followers that were too slow.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than was asked.")
-KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from other nodes or from disk.", "source")
+KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from nodes, a lower tier or a bucket.", "source")
 KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Of a fetch, whatever it brought.", TTFT_BOUNDS)
 KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From asking for a ticket to having it.", TTFT_BOUNDS)
 

@@ -711,7 +711,7 @@ class PinnedPrefix(_message.Message):
     present_blocks: _builtins.int
     expires_in_s: _builtins.int
     hits: _builtins.int
-    """Prompts that began with all of it since it was pinned."""
+    """Prompts that began with all of it, and found it in the pool when they were admitted there, since it was pinned."""
     node_id: _builtins.str
     ephemeral: _builtins.bool
     """Made by a cache_control of the Messages API."""

@@ -575,7 +575,7 @@ class Retention(_message.Message):
     present_blocks: _builtins.int
     left_s: _builtins.int
     hits: _builtins.int
-    """Prompts that began with the whole chain."""
+    """Tickets whose chain had all of it, in the pool, when they were admitted."""
     ephemeral: _builtins.bool
     def __init__(
         self,
@@ -1191,6 +1191,7 @@ class NodeStatus(_message.Message):
     RETENTIONS_FIELD_NUMBER: _builtins.int
     RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
     RETENTION_HITS_FIELD_NUMBER: _builtins.int
+    BUCKET_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
     """Differs after every restart; index entries of another boot are void."""
@@ -1210,8 +1211,9 @@ class NodeStatus(_message.Message):
     evicted_blocks: _builtins.int
     committed_blocks_ever: _builtins.int
     fetched_blocks: _builtins.int
-    """Counts since the node started: blocks fetched from other nodes, served to others, restored from a lower tier and
-    spilled to one, blocks with a wrong checksum, and fetches that brought less than they should have.
+    """Counts since the node started: blocks fetched from other nodes, served to others, restored from the node's own lower
+    tiers (bucket_blocks has those of a bucket) and spilled to one, blocks with a wrong checksum, and fetches that
+    brought less than they should have.
     """
     served_blocks: _builtins.int
     restored_blocks: _builtins.int
@@ -1239,9 +1241,13 @@ class NodeStatus(_message.Message):
     """
     kept_blocks: _builtins.int
     retentions: _builtins.int
-    """Retentions (users' pins), the blocks of their chains, and prompts that began with the whole chain of one."""
+    """Retentions (users' pins), the blocks of their chains, and tickets that found the whole chain of one in the pool when
+    they were admitted.
+    """
     retained_blocks: _builtins.int
     retention_hits: _builtins.int
+    bucket_blocks: _builtins.int
+    """Blocks that came from a bucket since the node started."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that are fenced and have not reported yet that they drained; a supervisor may kill them."""
@@ -1284,10 +1290,11 @@ class NodeStatus(_message.Message):
         retentions: _builtins.int = ...,
         retained_blocks: _builtins.int = ...,
         retention_hits: _builtins.int = ...,
+        bucket_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "retained_blocks", b"retained_blocks", "retention_hits", b"retention_hits", "retentions", b"retentions", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "bucket_blocks", b"bucket_blocks", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "retained_blocks", b"retained_blocks", "retention_hits", b"retention_hits", "retentions", b"retentions", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pillion.kvstore.node.kv_node import metric_readings
 from pillion.kvstore.tiers import write_through
+from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
 from testbed.redis import RedisServer
 from testbed.s3_service import CREDENTIALS, S3Service
@@ -56,6 +58,11 @@ async def test_evicted_blocks_come_back_from_the_bucket(
         await a.until(written)
         spilled = (await a.client.status()).spilled_blocks
         assert await a.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=spilled)
+        status = await a.client.status()
+        assert (status.bucket_blocks, status.restored_blocks) == (spilled, 0)
+        readings = {(metric, labels): value for metric, labels, value in metric_readings(status)}
+        assert readings[names.KV_FETCH_BYTES, ("bucket",)] == spilled * status.block_bytes
+        assert readings[names.KV_FETCH_BYTES, ("disk",)] == 0
         await a.idle()
         await a.check()
 
