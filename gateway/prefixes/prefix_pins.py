@@ -123,11 +123,12 @@ class PrefixPins:
         async def ask(link: NodeLink) -> list[PinnedPrefix]:
             return [_pinned(one, link.node_id) for one in await link.client.list_retentions(link.epoch, owner)]
 
-        found = [pin for pins in await self._ask_all(ask) for pin in pins]
+        found = [pin for pins in (await self._ask_all(ask))[0] for pin in pins]
         return sorted(found, key=lambda pin: (pin.name, pin.node_id))
 
     async def drop(self, name: str, tenant: Tenant | None) -> None:
-        """Ends a pin of the tenant. Raises NotFound where no KV node that answers has it."""
+        """Ends a pin of the tenant. Raises NotFound where no KV node has it, and Unavailable where none has it and one
+        cannot say so."""
         owner = self._known(tenant).name
         if not _NAME.fullmatch(name) and not _EPHEMERAL.fullmatch(name):
             raise NotFound("there is no pin of this name")
@@ -135,8 +136,12 @@ class PrefixPins:
         async def ask(link: NodeLink) -> bool:
             return await link.client.drop_retention(link.epoch, owner, name)
 
-        if not any(await self._ask_all(ask)):
-            raise NotFound(f"there is no pin {name!r}")
+        found, silent = await self._ask_all(ask)
+        if any(found):
+            return
+        if silent is not None:
+            raise Unavailable(f"no KV node that answers has a pin {name!r}, and one did not answer: {silent.message}")
+        raise NotFound(f"there is no pin {name!r}")
 
     # -- inside
 
@@ -186,17 +191,21 @@ class PrefixPins:
         )
         return await link.client.retain(request)
 
-    async def _ask_all(self, ask: Callable[[NodeLink], Awaitable[T]]) -> list[T]:
-        """The answers of all nodes that answer. Raises Unavailable where there are nodes and none answers."""
+    async def _ask_all(self, ask: Callable[[NodeLink], Awaitable[T]]) -> tuple[list[T], PillionError | None]:
+        """The answers of all nodes that answer, and why one of the others did not. Raises Unavailable where none
+        answers."""
         links = [link for link in self._gateway.cluster.nodes() if link.alive]
         answers = await asyncio.gather(*map(ask, links), return_exceptions=True)
         found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        silent: PillionError | None = None
         for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, PillionError):
+            if isinstance(answer, PillionError):
+                silent = answer
+            elif isinstance(answer, BaseException):
                 raise answer
         if not found:
-            raise Unavailable("no KV node answers")
-        return found
+            raise Unavailable("no KV node answers" if silent is None else f"no KV node answers: {silent.message}")
+        return found, silent
 
 
 def _pinned(kept: Retention, node_id: str) -> PinnedPrefix:

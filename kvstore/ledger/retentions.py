@@ -1,9 +1,10 @@
 """Retentions: chains that leave the pool behind everything else, for a while and within bounds. Users call them pins.
 
-    retain --> met as far as the chain is there --its last block comes--> whole
-                 ^                                                          | nothing else can be evicted
-                 +----------------------------------------------------------+
-    any of them --its time is over, its owner drops it, or another one takes its place--> (void)
+    retained --the chain's last block is in the pool--> whole --nothing else can be evicted--> partly in the pool
+                                                          ^                                            |
+                                                          +-------- the chain's last block comes ------+
+    any of them --its time is over, its owner drops it, another one takes its place,
+                  or its last block comes at another depth than it says--> (void)
 
 A retention gives its chain no protection against requests, only against other cached blocks: a block that a ticket
 pins is protected, one that is retained is evicted when there is nothing else to evict. So the pool has as many
@@ -41,9 +42,12 @@ class Retentions:
         percent, owner_percent: shares of the pool that all owners, and one of them, may have retained.
 
     Attributes:
-        all: by owner and name.
-        blocks: wished blocks of all.
-        lapsed_ever, refused_ever: those whose time was over, and wishes that a quota has refused.
+        all: every retention by its owner and name.
+        blocks: the number of blocks that all wishes have together.
+        max_blocks, max_owner_blocks: the most that all owners, and one of them, may have.
+        lapsed_ever: how many retentions have ended because their time was over.
+        refused_ever: how many wishes were beyond a quota, or had another length than they said.
+        hits_ever: how many hits all retentions have had, those that have ended included.
     """
 
     def __init__(self, tree: BlockTree, percent: int, owner_percent: int) -> None:
@@ -73,18 +77,13 @@ class Retentions:
 
         Args:
             now: time on the same clock as the wish's; one that is over by then is refused.
-            hashes: the chain, the wish's tail last; without them a chain that is not whole here is looked for by its
-                tail alone.
+            hashes: the chain, the wish's tail last and no hash twice; without them a chain that is not whole here is
+                looked for by its tail alone.
             most_blocks: the owner's own bound at this node, where it is below the node's; 0: it has none.
 
         Raises InvalidRequest for a wish that makes no sense, Overloaded beyond a quota; nothing is changed then.
         """
-        if (
-            wish.blocks < 1
-            or not now < wish.until_s <= now + MAX_RETENTION_S
-            or (hashes and len(hashes) != wish.blocks)
-        ):
-            raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_RETENTION_S:.0f} s")
+        self._judge_sense(wish, now, hashes)
         replaced = self._replaced(wish, hashes)
         try:
             self._judge(wish, replaced, most_blocks)
@@ -123,18 +122,24 @@ class Retentions:
     # -- called by the ledger
 
     def used(self, hashes: Sequence[bytes], blocks: int) -> None:
-        """A ticket pins the first ``blocks`` of a chain. O(blocks), nothing where nothing is retained."""
+        """A ticket was admitted, and the first ``blocks`` of its chain are in the pool: a hit of each retention that
+        ends among them. What a fetch brings later is none. O(blocks), nothing where nothing is retained."""
         if not self._by_tail:
             return
+        # A pinned prefix is a chain of the tree, so no hash comes twice.
         for block_hash in hashes[:blocks]:
             for retention in self._by_tail.get(block_hash, ()):
                 retention.hits += 1
                 self.hits_ever += 1
 
     def came(self, block: Block) -> None:
-        """A block was committed, or restored."""
-        for retention in self._by_tail.get(block.hash, ()):
-            self._move(retention, block)
+        """A block was committed, or restored. A retention that said another length of its chain ends."""
+        for retention in tuple(self._by_tail.get(block.hash, ())):
+            if retention.wish.blocks == block.depth + 1:
+                self._move(retention, block)
+            else:
+                self._remove(retention)
+                self.refused_ever += 1
 
     def went(self, block: Block) -> None:
         """A block was evicted; the tree has passed its marks on to its parent."""
@@ -154,9 +159,11 @@ class Retentions:
             if block.retained != ends[block] + marked[block]:
                 yield f"block of slot {block.slot} has {block.retained} marks of {ends[block]} retentions"
         for retention in self.all.values():
-            name, end = retention.wish.name, retention.end
+            name, end, wished = retention.wish.name, retention.end, retention.wish.blocks
             if end is not None and blocks.get(end.hash) is not end:
                 yield f"retention {name} ends with a block that is gone"
+            if end is not None and (end.hash == retention.wish.tail_hash) != (retention.blocks == wished):
+                yield f"retention {name} wishes {wished} blocks, and ends with block {retention.blocks}"
             if retention not in self._by_tail.get(retention.wish.tail_hash, ()):
                 yield f"retention {name} is not found by its tail"
             if blocks.get(retention.wish.tail_hash, end) is not end:
@@ -170,6 +177,16 @@ class Retentions:
             yield "an owner has more retained than it may"
 
     # -- inside
+
+    def _judge_sense(self, wish: RetentionWish, now: float, hashes: Sequence[bytes]) -> None:
+        """Raises InvalidRequest for a wish that makes no sense. No length is believed: quotas count it."""
+        if wish.blocks < 1 or not now < wish.until_s <= now + MAX_RETENTION_S:
+            raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_RETENTION_S:.0f} s")
+        if hashes and (len(set(hashes)) != wish.blocks or len(hashes) != wish.blocks or hashes[-1] != wish.tail_hash):
+            raise InvalidRequest("a pin names each block of its chain once, the last one last")
+        tail = self._tree.by_hash.get(wish.tail_hash)
+        if tail is not None and tail.depth + 1 != wish.blocks:
+            raise InvalidRequest(f"the pin's last block is number {tail.depth + 1} of its chain, not {wish.blocks}")
 
     def _replaced(self, wish: RetentionWish, hashes: Sequence[bytes]) -> list[Retention]:
         """Those whose place the wish takes."""

@@ -9,8 +9,8 @@ protected children, so "protected" means ``holds > 0``, and a pin or unpin walks
 really changes. Every block is either protected or known to the eviction policy, so what could be evicted is counted
 exactly, at any time, in O(1).
 
-A retention marks a chain in the same way, by ``Block.retained``: what is marked can be evicted, behind everything that
-is not.
+A retention marks a chain in the same way, by ``Block.retained``. A marked block can be evicted, too, but only after all
+blocks that are not marked.
 """
 
 from __future__ import annotations

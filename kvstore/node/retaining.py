@@ -5,6 +5,12 @@
 
 The ledger decides (:mod:`pillion.kvstore.ledger.retentions`). Without Redis, and while it does not answer, everything
 goes on but that a restarted node knows nothing of them: they lapse.
+
+The record is read once the pool has its shape and Redis answers, which may be long after the first call. A retention
+that is dropped before that is remembered by its name, and is not taken back from the record: a call that waited for
+Redis, or failed without it, would make pins depend on Redis while the node lives. One in whose place another was
+retained does not come back, either, as long as that one lasts. A list that is asked for before the record was read
+lacks what only the record knows.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ LOOK_S = 1.0
 REPEAT_S = 10.0
 # Characters of the names that a record has: a tenant's and a pin's, which the gateway bounds more tightly.
 MAX_NAME_CHARS = 256
+# Dropped names that are remembered until the record was read.
+MAX_UNREAD_DROPS = 4096
 
 
 class Retaining:
@@ -42,11 +50,14 @@ class Retaining:
         self._ledger = ledger
         self._records = records
         self._read = self._changed = False
+        # Owners and names that were dropped before the record was read.
+        self._dropped: set[tuple[str, str]] = set()
         self._written_s = float("-inf")
 
     def retain(self, request: RetainChainRequest) -> RetentionReply:
-        """Retains a chain. Raises InvalidRequest, Overloaded beyond a quota, Conflict before the pool has its shape."""
-        now = self._seen(request.epoch)
+        """Retains a chain. Raises InvalidRequest, Overloaded beyond a quota, Conflict before the pool has its shape and
+        for a fenced epoch."""
+        now = self._active(request.epoch)
         if not self._ledger.num_slots:
             raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
         hashes = split_hashes(request.block_hashes)
@@ -67,14 +78,16 @@ class Retaining:
         return _described(retention, now)
 
     def drop(self, request: DropRetentionRequest) -> bool:
-        """Ends a retention; returns whether there was one."""
-        self._seen(request.epoch)
+        """Ends a retention; returns whether there was one, or may be one in the record that was not read yet. Raises
+        Unavailable where no more drops can be remembered until it is, and Conflict for a fenced epoch."""
+        self._active(request.epoch)
+        remembered = self._remember_drop(request.owner, request.name)
         dropped = self._ledger.retentions.drop(request.owner, request.name)
         self._changed |= dropped
-        return dropped
+        return dropped or remembered
 
     def listed(self, request: ListRetentionsRequest) -> ListRetentionsReply:
-        """Returns an owner's retentions."""
+        """Returns an owner's retentions, without those that only a record knows that was not read yet."""
         now = self._seen(request.epoch)
         found = self._ledger.retentions.of(request.owner)
         return ListRetentionsReply(retentions=[_described(retention, now) for retention in found])
@@ -91,15 +104,17 @@ class Retaining:
             await asyncio.sleep(LOOK_S)
 
     async def aclose(self) -> None:
-        """Writes what has changed last, if Redis answers, and closes the connections."""
-        if self._records is None:
+        """Writes what has changed last, if Redis answers, and closes the connections. No call changes anything any
+        more, and ``run`` has ended. Idempotent."""
+        records, self._records = self._records, None
+        if records is None:
             return
         try:
             if self._read and self._changed:
-                await self._write(self._records)
+                await self._write(records)
         except Unavailable as error:
             log.debug("the record of pins is not the newest one: %s", error.message)
-        await self._records.aclose()
+        await records.aclose()
 
     # -- inside
 
@@ -108,6 +123,9 @@ class Retaining:
             # Before anything is written: the record may have more than this life has yet.
             self._take_back(await records.read())
             self._read = True
+            # What is not taken back has to leave the record, too.
+            self._changed |= bool(self._dropped)
+            self._dropped.clear()
         repeats = self._ledger.retentions.all and time.monotonic() - self._written_s >= REPEAT_S
         if self._changed or repeats:
             await self._write(records)
@@ -115,8 +133,10 @@ class Retaining:
     def _take_back(self, records: list[RetentionRecord]) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
         retentions = self._ledger.retentions
+        known_before = len(retentions.all)
         for record in records:
-            if (record.owner, record.name) in retentions.all or record.until_ms <= wall_ms:
+            key = record.owner, record.name
+            if key in retentions.all or key in self._dropped or record.until_ms <= wall_ms:
                 continue
             wish = RetentionWish(
                 owner=record.owner,
@@ -132,8 +152,8 @@ class Retaining:
                 retentions.retain(wish, now)
             except PillionError as error:
                 log.warning("pin %s of the node's earlier life is not taken over: %s", record.name, error.message)
-        if retentions.all:
-            log.info("%d pins are known from the node's earlier life", len(retentions.all))
+        if taken := len(retentions.all) - known_before:
+            log.info("%d pins are known from the node's earlier life", taken)
 
     async def _write(self, records: RetentionRecords) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
@@ -159,6 +179,25 @@ class Retaining:
             self._changed = True
             raise
         self._written_s = time.monotonic()
+
+    def _remember_drop(self, owner: str, name: str) -> bool:
+        """Has a retention not come back with a record that was not read yet; returns whether there is such a record."""
+        if self._records is None or self._read or max(len(owner), len(name)) > MAX_NAME_CHARS:
+            return False
+        if len(self._dropped) >= MAX_UNREAD_DROPS and (owner, name) not in self._dropped:
+            raise Unavailable(
+                f"this KV node has not read yet which pins its earlier life had, and remembers {MAX_UNREAD_DROPS} that"
+                " were dropped since: try again when Redis answers"
+            )
+        self._dropped.add((owner, name))
+        return True
+
+    def _active(self, epoch: int) -> float:
+        """Records a sign of life of a caller that may change something. Raises NotFound for a void epoch, Conflict for
+        a fenced one."""
+        now = self._seen(epoch)
+        self._ledger.active(epoch)
+        return now
 
     def _seen(self, epoch: int) -> float:
         """Records a sign of life of the caller. Raises NotFound for a void epoch."""

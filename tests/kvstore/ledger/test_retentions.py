@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -282,16 +283,43 @@ def test_bounds() -> None:
     check_integrity(pool.ledger)
 
 
+@pytest.mark.parametrize("ephemeral", [False, True])
+def test_no_length_is_believed(ephemeral: bool) -> None:
+    pool = RetainedPool()
+    retentions, (a, b, c) = pool.ledger.retentions, prompt(1, 2, 3)
+    pool.serve(1, 2)
+    before = pool.retain("a", "before", 1, 2, ephemeral=ephemeral)
+    for hashes, blocks in (([b], 1), ([a, b], 1), ([a, b, b], 3), ([b, b], 2), ([a, a, b], 2), ([], 1), ([a, b], 3)):
+        with pytest.raises(InvalidRequest):
+            retentions.retain(RetentionWish("a", "x", b, blocks, 200.0, ephemeral=ephemeral), 0.0, hashes)
+    assert list(retentions.all.values()) == [before]
+    assert before.blocks == retentions.blocks == 2
+    # A record may be wrong as well; its chain is not here yet.
+    retentions.retain(RetentionWish("a", "short", c, 1, 200.0), 0.0)
+    retentions.retain(RetentionWish("a", "right", c, 3, 200.0), 0.0)
+    check_integrity(pool.ledger)
+    pool.serve(1, 2, 3)
+    assert {one.wish.name for one in retentions.of("a")} == {"before", "right"}
+    assert retentions.all["a", "right"].blocks == 3
+    check_integrity(pool.ledger)
+
+
 @pytest.mark.parametrize(
     "damage",
-    ["block.retained += 1", "retention.end = None", "retentions.blocks += 1", "retentions._by_tail.clear()"],
+    [
+        "retention.wish = replace(retention.wish, blocks=1); retentions.blocks -= 1",
+        "block.retained += 1",
+        "retention.end = None",
+        "retentions.blocks += 1",
+        "retentions._by_tail.clear()",
+    ],
 )
 def test_the_proof_finds_damage(damage: str) -> None:
     pool = RetainedPool()
     pool.serve(1, 2)
     retention = pool.retain("a", "x", 1, 2)
     check_integrity(pool.ledger)
-    names = {"retentions": pool.ledger.retentions, "retention": retention, "block": retention.end}
+    names = {"replace": replace, "retentions": pool.ledger.retentions, "retention": retention, "block": retention.end}
     exec(damage, names)
     with pytest.raises(IntegrityError):
         check_integrity(pool.ledger)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pillion.errors import Conflict, InvalidRequest, NotFound
+from pillion.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.index.retention_records import RetentionRecords
 from pillion.kvstore.ledger.integrity import check_integrity
@@ -17,10 +17,12 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.node import retaining
 from pillion.kvstore.node.retaining import Retaining
+from pillion.net.rpc import RunningServer
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1.kvnode_pb2 import CommitRun
 from testbed.conditions import until
 from testbed.redis import RedisServer
+from tests.support.node_lives import Lives, ended
 
 CHAIN = chain_hashes(bytes(32), (1, 2, 3), 1)
 
@@ -29,7 +31,7 @@ class RetainingLife:
     """One life of a node's ledger, with a caller."""
 
     def __init__(self, num_slots: int = 16) -> None:
-        self.ledger = Ledger(itertools.count(1).__next__)
+        self.ledger = Ledger(itertools.count(1).__next__, retained_percents=(50, 25))
         if num_slots:
             self.ledger.shape(num_slots)
         self.epoch = self.ledger.attach("gateway", SESSION)
@@ -58,6 +60,9 @@ class RetainingLife:
         request = pb.RetainChainRequest(epoch=self.epoch, owner="a", name="x", block_hashes=CHAIN, ttl_s=600, tokens=50)
         request.MergeFrom(pb.RetainChainRequest(**fields))
         return request
+
+    def drop(self, retained: Retaining, name: str) -> bool:
+        return retained.drop(pb.DropRetentionRequest(epoch=self.epoch, owner="a", name=name))
 
     def listed(self, retained: Retaining, owner: str = "a") -> list[pb.Retention]:
         return list(retained.listed(pb.ListRetentionsRequest(epoch=self.epoch, owner=owner)).retentions)
@@ -89,8 +94,65 @@ async def test_a_node_that_starts_again_retains_what_its_last_life_did(redis: Re
         assert second.listed(retained)[0].present_blocks == 3
         assert second.listed(retained, "b") == []
         check_integrity(second.ledger)
-        assert retained.drop(pb.DropRetentionRequest(epoch=second.epoch, owner="a", name="x"))
+        assert second.drop(retained, "x")
+        assert not second.drop(retained, "x")
         await written(redis, "node", set())
+
+
+async def test_what_is_dropped_before_the_record_is_read_does_not_come_back(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retaining, "MAX_UNREAD_DROPS", 1)
+    first, second = RetainingLife(), RetainingLife(32)
+    async with first.running(redis, "unread") as retained:
+        for name in "xy":
+            retained.retain(first.asked(name=name, block_hashes=CHAIN[:32]))
+        await written(redis, "unread", {"x", "y"})
+    async with second.running(redis, "unread") as retained:
+        # Nothing of it has run yet.
+        assert second.drop(retained, "x")
+        assert second.drop(retained, "x")
+        with pytest.raises(Unavailable, match="remembers 1"):
+            second.drop(retained, "y")
+        retained.retain(second.asked(name="y"))
+        await written(redis, "unread", {"y"})
+        (found,) = second.listed(retained)
+        assert (found.name, found.blocks) == ("y", 3), "the newer one of a name stays"
+        assert not second.drop(retained, "x")
+
+
+async def test_a_drop_while_the_node_ends_is_written(
+    short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lives = Lives(short_folder, "", redis_url=redis.url)
+    async with ended(lives):
+        node = await lives.begin()
+        await lives.worker()
+        life = RetainingLife()
+        life.epoch = node.pool.open_session("gateway")
+        node.pool.retaining.retain(life.asked(block_hashes=CHAIN[:32]))
+        await written(redis, lives.flags.node_id, {"x"})
+        stop = RunningServer.stop
+
+        async def dropping(server: RunningServer, grace_s: float) -> None:
+            await stop(server, grace_s)
+            assert life.drop(node.pool.retaining, "x")
+
+        monkeypatch.setattr(RunningServer, "stop", dropping)
+        await lives.end()
+        await written(redis, lives.flags.node_id, set())
+        await node.stop(0.0)
+
+
+async def test_a_fenced_caller_changes_nothing() -> None:
+    life = RetainingLife()
+    retained = Retaining(life.ledger)
+    retained.retain(life.asked())
+    life.ledger.fence(life.epoch)
+    for change in (lambda: retained.retain(life.asked()), lambda: life.drop(retained, "x")):
+        with pytest.raises(Conflict, match="fenced"):
+            change()
+    assert [one.name for one in life.listed(retained)] == ["x"]
 
 
 async def test_an_emptied_redis_gets_the_record_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
