@@ -3,7 +3,8 @@
     the server   (none) --start()--> importing --READY--> forking --its end--> importing again, RESPAWN_DELAY_S later
                                          '--its end--> none any more: what cannot import now will not import later
     a component  asked for --> forked, this process's child --its number--> watched --its order--> runs as any other
-                                  '-- FORK_TIMEOUT_S, or the server's end --> started by its command line
+                                  |-- FORK_TIMEOUT_S, or the server's end --> started by its command line
+                                  '-- nobody waits for it any more --its number--> ends without an order, waited for
 
 Starting Python and importing torch and its like takes seconds of a core. Each process of a cluster would take them, and
 a client's stream waits for them when its worker has died. A fork has it all at once, and shares the memory. Nothing
@@ -64,6 +65,8 @@ class ForkServer:
         self._control: socket.socket | None = None
         # Set when the first server is ready, and when there will be none.
         self._decided = asyncio.Event()
+        # What waits for the ends of forks that were given up.
+        self._burials: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins to start the server. From now on the kernel makes orphans among this process's descendants its
@@ -96,12 +99,14 @@ class ForkServer:
         return await ChildProcess.start(argv, environ, forward, stdin=stdin)
 
     async def stop(self) -> None:
-        """Ends the server; components go on. Idempotent."""
+        """Ends the server; components go on. Forks that were given up have been waited for then. Idempotent."""
         keeping, self._keeping = self._keeping, None
         if keeping is not None:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         self._decided.set()
+        # The server is gone: what it has not forked ends their connections.
+        await asyncio.gather(*self._burials, return_exceptions=True)
 
     def gone(self) -> bool:
         """Whether no process of the server lives."""
@@ -161,10 +166,18 @@ class ForkServer:
                 return None
             # From here on the connection ends where nobody has the other end any more.
             its_connection.close()
-            number = await _number_from(connection, server)
-            if not number:
-                return None
-            child = ChildProcess(ForkedProcess(number, await _reader(os.dup(output))), forward)
+            number, child = 0, None
+            try:
+                number = await _number_from(connection, server)
+                if not number:
+                    return None
+                child = ChildProcess(ForkedProcess(number, await _reader(os.dup(output))), forward)
+            finally:
+                if child is None:
+                    burial = _bury(socket.socket(fileno=connection.detach()), server, number)
+                    task = asyncio.create_task(burial, name="a fork that is given up")
+                    self._burials.add(task)
+                    task.add_done_callback(self._burials.discard)
             with contextlib.suppress(OSError):
                 # One that has died meanwhile is a child that has died, as any other.
                 await asyncio.get_running_loop().sock_sendall(connection, order_of(argv, environ))
@@ -184,6 +197,18 @@ async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
     return 0
 
 
+async def _bury(connection: socket.socket, server: ChildProcess, number: int) -> None:
+    """Tells a fork that no order comes, and waits for its end: it would be a zombie as long as this process lives.
+
+    ``number`` is its process id, 0 where it has not been told yet: where it never comes, the server has not forked, or
+    is killed. Takes over the connection. Returns within the times of :func:`_number_from` and FORK_TIMEOUT_S."""
+    with connection, contextlib.suppress(OSError, TimeoutError):
+        connection.shutdown(socket.SHUT_WR)
+        if number := number or await _number_from(connection, server):
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                await ForkedProcess(number, None).wait()
+
+
 async def _reader(descriptor: int) -> asyncio.StreamReader:
     """Reads a pipe until its end, and closes it then."""
     reader = asyncio.StreamReader()
@@ -196,9 +221,9 @@ class ForkedProcess:
     """A child of this process which another process has forked, with what :class:`ChildProcess` uses of asyncio's
     ``Process``. Made in the event loop that watches it."""
 
-    def __init__(self, pid: int, stdout: asyncio.StreamReader) -> None:
+    def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
         self.pid = pid
-        self.stdout: asyncio.StreamReader | None = stdout
+        self.stdout = stdout
         self.returncode: int | None = None
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()

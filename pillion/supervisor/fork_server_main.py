@@ -3,6 +3,7 @@
     python -m pillion.supervisor.fork_server_main MODULE|MODULE:FUNCTION=TEXT...     (which calls FUNCTION(TEXT), too)
 
     importing --READY--> waiting --FORK, with three descriptors--> forked ---> waiting
+                            |  '-- some are missing: this process may have no more --> closed, no fork --> waiting
                             '-- the connection ends --> exit
 
     a fork:  the supervisor's child, tied to it, in its own session --its number--> waiting for its order
@@ -15,7 +16,6 @@ It starts no thread and uses no GPU: a fork has only the thread that called it, 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -86,10 +86,17 @@ def main() -> None:
 def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
     """Forks until the connection ends. In a fork it returns the component's words."""
     while True:
-        with contextlib.suppress(ConnectionError):
+        try:
             asked, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
+        except ConnectionError:
+            return None
         if asked != FORK:
             return None
+        if len(descriptors) < DESCRIPTORS:
+            # The supervisor finds the component's connection ended, and starts its command line.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
         between = os.fork()
         if between:
             for descriptor in descriptors:

@@ -309,8 +309,13 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
 
 
 def tokenizer_to_read(flags: ServeFlags) -> str:
-    """Has a fork server read the prepared model's tokenizer for grammars, which takes a decode worker longer than all
-    else that it does before it serves."""
+    """Returns the "MODULE:FUNCTION=TEXT" with which a fork server reads the prepared model's tokenizer for grammars.
+
+    A decode worker would need longer for that than for all else that it does before it serves. TEXT is JSON: the path
+    of the tokenizer, the size of the vocabulary, and the tokens within it that end an answer.
+
+    Raises ConfigError where the model is not prepared and cannot be.
+    """
     from pillion.engine.checkpoints.prepare import prepare
     from pillion.engine.models.model_config import load_config
 

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -145,7 +147,48 @@ async def test_an_order_that_is_given_up_is_run_by_nobody(folder: pathlib.Path) 
         # The next one is forked behind it.
         async with keeper(server, folder):
             pass
-        assert [child for child in children() if alive(child)] == []
+        # No zombie either.
+        await until("the fork to be waited for", lambda: children() == [])
+
+
+async def test_a_fork_that_is_given_up_is_waited_for_before_the_end(folder: pathlib.Path) -> None:
+    children = NewChildren()
+    async with serving() as (server, said):
+        async with keeper(server, folder):
+            pass
+        asking = asyncio.create_task(server.launch((*PILLION, "version"), child_environ(os.environ, ""), print))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+    assert (children(), said) == ([], [])
+
+
+async def test_a_server_without_descriptors_forks_nothing(folder: pathlib.Path) -> None:
+    async with serving() as (server, said):
+        async with keeper(server, folder):
+            pass
+        first = server.pid
+        assert first
+        # One more than it has: of an order's three it gets one.
+        highest = max(map(int, os.listdir(f"/proc/{first}/fd")))
+        limits = resource.prlimit(first, resource.RLIMIT_NOFILE, (highest + 2, highest + 2))
+        async with keeper(server, folder):
+            pass
+        assert limits[0] > highest + 2
+        assert (server.pid, said) == (first, [])
+
+
+def test_a_supervisor_that_is_lost_while_the_server_imports_is_its_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, started([sys.executable, "-m", fork_server.PROGRAM], stdin=theirs, stderr=subprocess.PIPE) as process:
+        theirs.close()
+        with ours:
+            ours.settimeout(WITHIN_S)
+            # It stays unread, so that the server's next look at the connection is an error.
+            assert ours.recv(1, socket.MSG_PEEK) == fork_server.READY
+        assert process.wait(WITHIN_S) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
 async def test_what_starts_a_thread_while_it_is_imported_is_not_forked(folder: pathlib.Path) -> None:
