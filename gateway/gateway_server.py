@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags
+from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_strangers
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
@@ -212,8 +212,7 @@ def _check(flags: GatewayFlags) -> None:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
-    if flags.ui and not flags.api_keys and not is_local(f"{flags.host}:0"):
-        raise ConfigError(f"--ui at {flags.host} needs --api-keys: any stranger would see the cluster")
+    refuse_strangers(flags)
 
 
 async def serve_models(
@@ -285,8 +284,6 @@ def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> Adapter
         raise ConfigError(
             "--allow-runtime-lora-updating and --lora-path, whose adapters may be loaded, need each other"
         )
-    if flags.allow_runtime_lora_updating and not flags.api_keys and not is_local(f"{flags.host}:0"):
-        raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
     names = AdapterNames(
         {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
         {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},

@@ -28,6 +28,7 @@ from typing import Any
 from pillion.adapter_folders import STORE_LIMITS, StoreLimits
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
+from pillion.net.addresses import is_local
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
@@ -120,6 +121,16 @@ def parse_split_policy(text: str) -> Fraction | None:
     if not 0 <= share <= 1:
         raise ConfigError(f"--split-policy {text!r}: write fraction:x with x from 0 to 1")
     return share
+
+
+def refuse_strangers(flags: GatewayFlags) -> None:
+    """Raises ConfigError for what a gateway without keys may only offer on an address of this machine alone."""
+    if flags.api_keys or is_local(f"{flags.host}:0"):
+        return
+    if flags.ui:
+        raise ConfigError(f"--ui at {flags.host} needs --api-keys: any stranger would see the cluster")
+    if flags.allow_runtime_lora_updating:
+        raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
 
 
 def listed_origins(values: Sequence[str]) -> list[str]:

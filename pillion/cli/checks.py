@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
-from pillion.config import listed_origins, parse_split_policy
+from pillion.config import GatewayFlags, listed_origins, parse_split_policy, refuse_strangers
 from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
@@ -38,6 +38,8 @@ def check_flags(flags: Any) -> None:
         if name in values:
             _check_listen(name, values)
     listed_origins(values.get("allowed_origins", ()))
+    if isinstance(flags, GatewayFlags):
+        refuse_strangers(flags)
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:

@@ -76,6 +76,12 @@ def test_the_defaults_are_good(cls: Any) -> None:
         ),
         (ServeFlags(allowed_origins=('["https://a.org/b"]',)), "--allowed-origins: 'https://a.org/b' is not"),
         (ServeFlags(allowed_origins=("[5]",)), "--allowed-origins: 5 is not"),
+        (GatewayFlags(ui=True, host="0.0.0.0"), "--ui at 0.0.0.0 needs --api-keys"),
+        (ServeFlags(ui=True, host="::"), "--ui at :: needs --api-keys"),
+        (
+            ServeFlags(enable_lora=True, allow_runtime_lora_updating=True, lora_path=("a",), host="10.0.0.7"),
+            "--allow-runtime-lora-updating needs --api-keys",
+        ),
         (ServeFlags(block_size=0), "--block-size 0 is less than 1"),
         (ServeFlags(chunk_size=100), "--chunk-size 100 is not a multiple of --block-size 16"),
         (ServeFlags(split_policy="half"), "is not auto, disaggregated, colocated or fraction:x"),
@@ -106,6 +112,13 @@ def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
 def test_colocated_needs_no_prefill_worker() -> None:
     check_flags(ServeFlags(prefill_workers=0, split_policy="colocated"))
     check_flags(ServeFlags(prefill_workers=0))
+
+
+def test_strangers_with_keys_are_none() -> None:
+    open_doors = {"ui": True, "allow_runtime_lora_updating": True}
+    check_flags(ServeFlags(host="0.0.0.0", api_keys="keys.toml", **open_doors))
+    check_flags(ServeFlags(host="127.0.0.1", **open_doors))
+    check_flags(ServeFlags(host="0.0.0.0"))
 
 
 def test_a_fraction_may_be_a_quotient() -> None:
