@@ -84,12 +84,14 @@ def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[s
         reach, sampling: arguments of :class:`pillion.Client` and of its ``chat``.
     """
     talk, options = Conversation(system), given(sampling)
-    with Client(**reach) as client:
-        if not sys.stdin.isatty():
+    if not sys.stdin.isatty():
+        # As `pillion generate`: a wrong address is told at once. On a terminal the first line tells it.
+        with Client(**reach, connect_timeout_s=0.0) as client:
             for line in sys.stdin:
                 if line.strip():
                     _turn(client, talk, line.strip(), options)
-            return
+        return
+    with Client(**reach) as client:
         print(banner(client.models(), options.get("model", ""), reach["target"]))
         with kept_history(history_file() if history else None):
             _converse(client, talk, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -14,14 +15,18 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from pillion.cli import chat, talk
 from pillion.cli.chat import BLOCK, HISTORY_LINES, Conversation, banner, kept_history, read_message
-from pillion.errors import ConfigError, Overloaded
+from pillion.client.client import Client
+from pillion.errors import ConfigError, Overloaded, Unavailable
 from pillion.types import ModelInfo
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
+from testbed.cluster import free_port
 from testbed.conditions import WITHIN_S
 from tests.pillion.client.test_connection import serving
 from tests.support.processes import started
@@ -138,6 +143,24 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
     assert "again" in kept
     assert "unkept" not in kept
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("command", [chat, talk])
+def test_a_wrong_address_is_told_without_waiting_for_somebody_to_listen(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def client(**options: Any) -> Client:
+        made.append(options)
+        return Client(**options)
+
+    monkeypatch.setattr(command, "Client", client)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    reach = {"target": f"127.0.0.1:{free_port()}"}
+    with pytest.raises(Unavailable, match="no server listens at"):
+        chat.run_chat("", False, reach, {}) if command is chat else talk.run_generate("hello", reach, {})
+    assert made == [reach | {"connect_timeout_s": 0.0}]
 
 
 def test_messages_of_several_lines() -> None:
