@@ -117,10 +117,13 @@ class Tiers:
         self.measured: dict[int, dict[str, Measured]] = {length: {} for length in args.lengths}
 
     def measure(self, tier: str, length: int) -> None:
-        """Asks for one prompt, whose KV is only where ``tier`` says."""
+        """Asks for one prompt, whose KV is only where ``tier`` says. Raises AssertionError where it was computed after
+        all."""
         into = self.measured[length].setdefault(tier, Measured())
         ask(self._target, self.prompts[length], into)
         seconds, cached = into.first_token_s[-1], into.cached_tokens[-1]
+        # The block of the last token is computed whatever is held.
+        assert tier == "computed" or cached >= length - BLOCK_TOKENS, f"{tier}: {cached} of {length} tokens were cached"
         print(f"{length} tokens, {tier}: {seconds:.2f} s, {cached} cached", flush=True)
 
     def bring_all(self) -> None:

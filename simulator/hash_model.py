@@ -286,10 +286,12 @@ class HashBackend:
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
         sampled = step.batch.sample_rows.tolist()
+        # Behind the rows that are sampled are those whose tokens are scored.
+        drawn = sampled[: len(positions)]
         chosen: list[int] = []
         reports: list[TokenLogprob | None] = []
         wanted = rows.logprobs.tolist()
-        for row, seed, position, plain, alternatives in zip(sampled, seeds, positions, greedy, wanted, strict=False):
+        for row, seed, position, plain, alternatives in zip(drawn, seeds, positions, greedy, wanted, strict=True):
             cell, last = behind[row]
             token = token_behind(cell, last, seed, position, plain, self._repeats)
             chosen.append(token)

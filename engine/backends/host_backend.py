@@ -142,7 +142,8 @@ class HostBackend(PlainAdapters):
         return PlainAdapter(weights)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Reads all weights once and lets buffers grow to a full step, over a pool of its own."""
+        """Reads all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
+        has them grow when it comes."""
         block_size = self.layout.block_size
         pool = torch.zeros(-(-max_tokens // block_size), self.layout.block_bytes, dtype=torch.uint8)
         for batch in warm_up_batches(max_tokens, block_size):

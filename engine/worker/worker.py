@@ -463,7 +463,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
 
 
 def _warm_up(model: LoadedModel, draft: DraftModel | None, tokens: int) -> None:
-    """Has the first steps of so many tokens find everything in memory."""
+    """Has steps of up to so many tokens find everything in memory; a larger one has its buffers grow."""
     model.backend.warm_up(tokens)
     if draft is not None:
         draft.backend.warm_up(tokens)

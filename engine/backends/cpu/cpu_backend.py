@@ -220,10 +220,16 @@ class CpuBackend(HostBackend):
 
     def warm_up(self, max_tokens: int) -> None:
         """Run a step of ``max_tokens`` tokens, or of the model's longest text where that is shorter."""
-        super().warm_up(min(max_tokens, self.model.max_model_len))
+        most = min(max_tokens, self.model.max_model_len)
+        super().warm_up(most)
+        buffers, tables, scratch = (size / 2**20 for size in self.memory_bytes())
         log.info(
-            "memory of this worker beside weights and KV pool: buffers %.0f MiB, rotary tables %.0f, scratch %.0f",
-            *(size / 2**20 for size in self.memory_bytes()),
+            "memory of this worker beside weights and KV pool: rotary tables %.1f MiB, scratch %.1f, buffers %.1f after"
+            " a step of %d tokens; larger steps have them grow",
+            tables,
+            scratch,
+            buffers,
+            most,
         )
 
     def memory_bytes(self) -> tuple[int, int, int]:
