@@ -20,6 +20,7 @@ import functools
 import heapq
 import inspect
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -59,6 +60,9 @@ class Process:
         # All that were made and have not been seen to end: a task that nobody holds would be closed, and what it does
         # then, a killed process does not do.
         self.tasks: list[asyncio.Task[Any]] = []
+        # Those that had died when they were seen to end, and that nobody had asked. Whoever holds them may ask yet;
+        # where nobody holds them, asyncio tells of them.
+        self.unseen: list[weakref.ref[asyncio.Task[Any]]] = []
         # Called once when the process dies.
         self.on_death: list[Callable[[], None]] = []
 
@@ -234,6 +238,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         tasks = process.tasks
         tasks.append(task)
         if not len(tasks) % TASKS_BEFORE_SWEEP:
+            process.unseen += [weakref.ref(one) for one in tasks if _unseen(one)]
             process.tasks = [one for one in tasks if not one.done()]
         return task
 
@@ -286,6 +291,20 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)
+
+    def unseen_deaths(self) -> list[dict[str, Any]]:
+        """What tasks of living processes have died of, where nobody has asked for it until now; each is told once.
+
+        asyncio tells it when the last holder lets such a task go; whoever keeps its tasks until it stops holds them for
+        as long as a world is looked at. A killed process might have asked later.
+        """
+        return [
+            {"message": f"task {task.get_name()} of {process.name} died unseen:", "exception": task.exception()}
+            for process in self.processes
+            if process.alive
+            for task in (*process.tasks, *(one() for one in process.unseen))
+            if task is not None and _unseen(task)
+        ]
 
     async def shutdown_asyncgens(self) -> None:
         """Nothing: generators belong to their tasks."""
@@ -363,6 +382,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                         _close(task.get_coro())
         finally:
             asyncio._set_running_loop(None)
+
+
+def _unseen(task: asyncio.Task[Any]) -> bool:
+    """Whether it ended with an exception that nobody has asked for. asyncio has no public way to ask that."""
+    return task._log_traceback
 
 
 def _hand_on(done: asyncio.Future[Any], waited: asyncio.Task[Any]) -> None:

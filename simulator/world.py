@@ -157,7 +157,7 @@ class World:
                     # What is closed from here on has no meaning.
                     logger.removeHandler(self._log)
                     logging.disable(logging.CRITICAL)
-                    self._failures = list(self.loop.failures)
+                    self._failures = [*self.loop.failures, *self.loop.unseen_deaths()]
                     sys.unraisablehook = lambda _: None
                     self.machine.close()
                     self.loop.close()

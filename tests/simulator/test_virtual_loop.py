@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pillion.simulator.virtual_loop import PROCESS, Process, Stuck, VirtualLoop
+from pillion.simulator.virtual_loop import PROCESS, TASKS_BEFORE_SWEEP, Process, Stuck, VirtualLoop
 
 
 def finish(loop: VirtualLoop, work: Coroutine[Any, Any, Any], process: Process | None = None) -> Any:
@@ -123,3 +123,30 @@ def test_what_a_callback_raises_is_kept() -> None:
     loop.call_later(1, done.set_result, None)
     loop.run(done)
     assert isinstance(loop.failures[0]["exception"], ZeroDivisionError)
+
+
+def test_a_task_that_dies_unseen_is_told() -> None:
+    loop = VirtualLoop(Random(1))
+    victim = loop.process("victim")
+
+    async def die() -> None:
+        raise ZeroDivisionError
+
+    async def work() -> None:
+        pass
+
+    async def world() -> list[asyncio.Task[None]]:
+        held = [loop.spawn(loop.outside, die(), "keeper"), loop.spawn(loop.outside, die()), loop.spawn(victim, die())]
+        # So many that the ended ones are swept out.
+        held += [loop.spawn(loop.outside, work()) for _ in range(2 * TASKS_BEFORE_SWEEP)]
+        await asyncio.sleep(1)
+        loop.kill(victim)
+        # Whoever asks has seen it; of a killed process nobody will.
+        assert isinstance(held[1].exception(), ZeroDivisionError)
+        return held
+
+    held = finish(loop, world())
+    assert [death["message"] for death in loop.unseen_deaths()] == ["task keeper of world died unseen:"]
+    # As long as somebody holds them, asyncio tells nothing.
+    assert (len(held), loop.failures) == (3 + 2 * TASKS_BEFORE_SWEEP, [])
+    held[2].exception()
