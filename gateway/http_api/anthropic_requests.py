@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -200,9 +201,10 @@ class _BlockConversation:
 
 def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
     """The deepest breakpoint, and the deepest one that lasts longer. Raises ApiError for too many."""
-    marks = _marks(body)
+    # Each mark copies what stands before it, so no more are made than tell that there are too many.
+    marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
     if len(marks) > MAX_BREAKPOINTS:
-        raise refused("cache_control", f"{len(marks)} breakpoints; at most {MAX_BREAKPOINTS}")
+        raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
     chosen: list[Breakpoint] = []
     for marked, cut in reversed(marks):
         ttl_s = _TTLS_S[marked.ttl]
@@ -212,25 +214,25 @@ def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
     return tuple(reversed(chosen))
 
 
-def _marks(body: CountTokensBody) -> list[tuple[CacheControl, CountTokensBody | None]]:
+def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBody | None]]:
     """Each cache_control of a body with the body cut off behind it, None for all of it, in the order of the prompt."""
     replace = msgspec.structs.replace
-    found: list[tuple[CacheControl, CountTokensBody | None]] = []
     # Something has to follow: most templates want a user's message.
     start = replace(body, messages=[AnthropicMessage("user", ".")])
-    found += [(tool.cache_control, start) for tool in body.tools or () if tool.cache_control is not None]
+    for tool in body.tools or ():
+        if tool.cache_control is not None:
+            yield tool.cache_control, start
     for n, block in enumerate(body.system if isinstance(body.system, list) else ()):
         if block.cache_control is not None:
             assert isinstance(body.system, list)
-            found.append((block.cache_control, replace(start, system=body.system[: n + 1])))
+            yield block.cache_control, replace(start, system=body.system[: n + 1])
     for n, message in enumerate(body.messages):
         for m, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if not isinstance(part, ThinkingBlock) and part.cache_control is not None:
                 last = AnthropicMessage(message.role, list(message.content[: m + 1]))  # type: ignore[arg-type]
-                found.append((part.cache_control, replace(body, messages=[*body.messages[:n], last])))
+                yield part.cache_control, replace(body, messages=[*body.messages[:n], last])
     if body.cache_control is not None:
-        found.append((body.cache_control, None))
-    return found
+        yield body.cache_control, None
 
 
 def _text(content: str | Sequence[TextBlock], path: str) -> str:

@@ -87,7 +87,8 @@ def read_prompts(path: Path) -> list[FilePrompt]:
         if not text:
             raise ConfigError(f"{path} is empty")
         return [FilePrompt(str(path), text, {})]
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines(): it also splits at characters such as U+2028, which JSON allows within a string.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not 0 < len(lines) <= MAX_PROMPTS:
         raise ConfigError(f"{path} has {len(lines)} prompts; from 1 to {MAX_PROMPTS} are possible")
     return [_read_line(f"{path}:{number}", line) for number, line in lines]

@@ -26,6 +26,13 @@ def test_a_text_is_one_prompt_and_each_line_of_jsonl_another(tmp_path: pathlib.P
     assert third.where == f"{lines}:4"
 
 
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\u0085"])
+def test_a_line_ends_at_a_newline_alone(inside: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(f'{{"text": "a{inside}b"}}\r\n{{"text": "c"}}\n', encoding="utf-8")
+    assert [one.prompt for one in read_prompts(path)] == [f"a{inside}b", "c"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
