@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
@@ -15,7 +16,7 @@ from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.prefixes.breakpoints import Breakpoint, ids_before, shared_tokens
-from pillion.gateway.prefixes.prefix_pins import PrefixPins
+from pillion.gateway.prefixes.prefix_pins import EPHEMERAL_WAIT_S, PrefixPins
 from pillion.kvstore.hashing import HASH_BYTES
 
 # The longer one of the times to live.
@@ -56,7 +57,7 @@ class _MarkedCall:
     def __init__(self, gateway: Gateway, pins: PrefixPins) -> None:
         self._gateway = gateway
         self._pins = pins
-        self._counting: asyncio.Future[list[tuple[int, ...] | None]] | None = None
+        self._counting: asyncio.Future[list[tuple[int, ...] | BaseException | None]] | None = None
 
     def begun(self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry) -> None:
         """Begins to count."""
@@ -64,7 +65,7 @@ class _MarkedCall:
             return
         (request,) = asked.requests
         counts = (ids_before(self._gateway, request, point, entry, call.tenant) for point in asked.breakpoints)
-        self._counting = asyncio.gather(*counts)
+        self._counting = asyncio.gather(*counts, return_exceptions=True)
 
     async def new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
@@ -73,8 +74,12 @@ class _MarkedCall:
         head = {"id": f"msg_{call.request_id}", "model": entry.name, "system_fingerprint": reader.fingerprint}
         pinned: dict[int, int] = {}
         if self._counting is not None:
-            for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
-                pinned[point.ttl_s] = await self._retained(call, point, ids, entry, reader)
+            # One bound for all of the wish: it never holds back an answer for longer.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EPHEMERAL_WAIT_S):
+                    for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
+                        if not isinstance(ids, BaseException):
+                            pinned[point.ttl_s] = await self._retained(call, point, ids, entry, reader)
         return MessageWriter(
             head, asked.shows_thinking, CachedTo(pinned.get(HOUR_S, 0), max(pinned.values(), default=0))
         )

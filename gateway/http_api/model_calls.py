@@ -101,7 +101,7 @@ class ModelCalls:
         begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
     ) -> None:
         """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is
-        there. ``begun`` is called when its model is known, before anything is computed. Raises ApiError."""
+        there. ``begun`` is called once its first prompt has been checked, counted and admitted. Raises ApiError."""
         await call.while_connected(self._answer(call, read, new_writer, begun, await call.body()))
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
@@ -131,10 +131,12 @@ class ModelCalls:
         entry, parent = await self.entry(asked.requests[0].model, call.tenant), call.trace_parent()
         if len(asked.requests) > 1:
             await self._check_prompts(asked, call.tenant)
-        begun(call, asked, entry)
 
         async def start(request: GenerateRequest) -> Generation:
-            return await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
+            generation = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
+            if request is asked.requests[0]:
+                begun(call, asked, entry)
+            return generation
 
         reader = DeltaReader(asked.requests, start)
         try:

@@ -23,6 +23,7 @@ from pillion.errors import (
     FieldViolation,
     InvalidRequest,
     NotFound,
+    Overloaded,
     PermissionDenied,
     PillionError,
     Unauthenticated,
@@ -178,13 +179,18 @@ class PrefixPins:
         ephemeral: bool = False,
     ) -> Retention:
         link = self._gateway.cluster.node(placed.node_id)
+        most_blocks = tenant.max_pinned_tokens // placed.block_size
+        if tenant.max_pinned_tokens and not most_blocks:
+            # Zero would mean no bound.
+            size = f"a block of {placed.block_size} tokens"
+            raise Overloaded(f"max_pinned_tokens of {tenant.max_pinned_tokens} is less than {size}")
         request = RetainChainRequest(
             epoch=link.epoch,
             owner=tenant.name,
             name=name,
             block_hashes=hashes,
             ttl_s=ttl_s,
-            most_blocks=-(-tenant.max_pinned_tokens // placed.block_size),
+            most_blocks=most_blocks,
             tokens=tokens,
             model=model,
             ephemeral=ephemeral,

@@ -23,7 +23,7 @@ from tests.support.http import call
 
 BLOCK = 16
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("red", "blue")}
-TENANTS = "[tenant.red]\n[tenant.blue]\nmax_pinned_tokens = 64\n"
+TENANTS = "[tenant.red]\n[tenant.blue]\nmax_pinned_tokens = 70\n"
 PROMPT = list(range(2, 131))
 WHOLE = len(PROMPT) // BLOCK
 SYSTEM = "You are a patient librarian. " * 12
