@@ -74,7 +74,7 @@ class ResponseWriter(AnswerWriter):
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # Of the call's one prompt; they come with its last delta.
+        # The timings of the call's one prompt, which come with its last delta.
         self._timings: Timings | None = None
         # Log probabilities of each prompt; the first token has none.
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)

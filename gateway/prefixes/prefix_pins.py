@@ -50,7 +50,7 @@ EPHEMERAL_WAIT_S = 0.25
 # A name that a user gives. Those of cache_control have a colon, so that nobody gives them by chance.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _EPHEMERAL = re.compile(r"cache_control:[0-9a-f]{16}")
-# Of a hash's hexadecimal digits, in a name that follows from the prompt.
+# A pin that its user gave no name is called after so many hexadecimal digits of a hash of its blocks' hashes.
 _NAME_DIGITS = 16
 
 

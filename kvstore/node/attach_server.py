@@ -207,8 +207,8 @@ class PeerProcess:
 
     @property
     def descriptor(self) -> int:
-        """Of the process (pidfd), this object's to close; UNSEEN_PROCESS where its exit cannot be noticed, another
-        number below 0 where the process is this one or has exited."""
+        """The pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot be
+        noticed, another number below 0 where the process is this one or has exited."""
         return self._pidfd
 
     async def gone(self) -> None:

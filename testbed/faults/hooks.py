@@ -25,7 +25,7 @@ from testbed.faults.board import FaultBoard
 from testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
-# Of the fork server's program: its forks have a role each.
+# The role of the fork server's own program, whose forks have any one.
 EVERY_ROLE = "every role"
 _FORK_SERVER = "pillion.supervisor.fork_server_main"
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -53,6 +54,13 @@ def running_keeper(path: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def shared_keeper() -> Iterator[str]:
+    """A keeper for the nodes of a whole module, each of which has a name of its own; yields its socket's path."""
+    with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
+        yield f"{folder}/keeper.sock"
 
 
 def parents_of(ledger: Ledger) -> dict[bytes, bytes]:
@@ -182,7 +190,7 @@ async def ended(made: Lives) -> AsyncIterator[Lives]:
 
 
 class NodeProcess:
-    """The same node as a process of its own, which can be killed."""
+    """The node of a :class:`Lives` in a process of its own, which can be killed."""
 
     def __init__(self, lives: Lives, environ: dict[str, str]) -> None:
         self.lives, self._environ = lives, environ

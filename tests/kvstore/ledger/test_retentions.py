@@ -145,7 +145,7 @@ class RetentionLife(RuleBasedStateMachine):
 
     @rule()
     def evict_ahead(self) -> None:
-        """As a spiller does, or a fault: a leaf goes out of turn."""
+        """Evicts the next leaf before its slot is needed, as a spiller does."""
         leaf = next((block for block in self.ledger.tree.policy if not block.children), None)
         if leaf is not None:
             self.ledger.evict_block(leaf)

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ from testbed import fake_cuda
 from testbed.conditions import until
 from testbed.fake_cuda import NATIVE
 from tests.support.kv_hosts import BLOCK_BYTES, NUM_SLOTS, ROOT, read_slot, write_slot
-from tests.support.node_lives import Lives, ended, killed_and_taken_over, running_keeper
+from tests.support.node_lives import Lives, ended, killed_and_taken_over, running_keeper, shared_keeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
 
@@ -53,8 +52,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
     """A keeper for all nodes here: each test's has a name of its own. It knows no CUDA driver."""
-    with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
-        yield f"{folder}/keeper.sock"
+    with shared_keeper() as path:
+        yield path
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -35,7 +34,7 @@ from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import BlockChanges, FollowBlocksRequest, PoolFacts
 from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, ROOT
-from tests.support.node_lives import Lives, ended, parents_of, running_keeper
+from tests.support.node_lives import Lives, ended, parents_of, shared_keeper
 
 # More than one of them does not fit into the pool.
 CHAIN_BLOCKS = 25
@@ -47,8 +46,8 @@ def chain(number: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
-        yield f"{folder}/keeper.sock"
+    with shared_keeper() as path:
+        yield path
 
 
 @pytest.fixture

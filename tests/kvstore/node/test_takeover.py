@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -27,7 +26,7 @@ from pillion.kvstore.memory.segment import OWNER, Segment, lock_place, locked_pl
 from pillion.wire.attach import AttachHello, attach_reply_from_line, line_to_bytes
 from testbed.conditions import WITHIN_S, until
 from tests.support.kv_hosts import BLOCK_BYTES, NAMESPACE, NUM_SLOTS, ROOT
-from tests.support.node_lives import Lives, ended, running_keeper
+from tests.support.node_lives import Lives, ended, running_keeper, shared_keeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
 
@@ -45,8 +44,8 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
     """A keeper for all nodes here: each test's has a name of its own."""
-    with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
-        yield f"{folder}/keeper.sock"
+    with shared_keeper() as path:
+        yield path
 
 
 @contextlib.contextmanager
