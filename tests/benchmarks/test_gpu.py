@@ -19,6 +19,7 @@ from benchmarks.gpu.bench import Row
 from benchmarks.gpu.result import merged, page
 from benchmarks.gpu.search import dump, put
 from benchmarks.gpu.section import SECTIONS
+from tests.support.examples import examples
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Packages that a machine with torch, triton and transformers may lack.
@@ -192,7 +193,7 @@ def taken(entries, facts):
 
 
 @given(entries=ENTRIES, facts=FACTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_what_was_measured_is_taken_for_its_facts_and_for_no_others(entries, facts):
     after = json.loads(json.dumps(entries))
     put(after, {"when": facts, "use": "new"})

@@ -26,6 +26,7 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import (
     GpuAttentionPlanner,
     Tiling,
 )
+from tests.support.examples import examples
 
 BLOCK_SIZE = 16
 KEYS = 8
@@ -86,7 +87,7 @@ def merges_of(record, planner, window, chunk):
     chunk=TILINGS,
     windows=st.sampled_from([(0,), (0, 5), (30, 1)]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, chunk, windows):
     batch = batch_of(parts)
     planner = planner_of(batch, kv_heads, group, decode, chunk, windows)
@@ -142,7 +143,7 @@ def wanted(batch, kv_heads, group, window):
 
 
 @given(parts=PARTS_OF_BATCH, kv_heads=st.integers(1, 3), decode=TILINGS, chunk=TILINGS, window=st.sampled_from([0, 20]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_programs_have_equal_shares(parts, kv_heads, decode, chunk, window):
     batch = batch_of(parts)
     planner = planner_of(batch, kv_heads, 2, decode, chunk, (window,))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.gpu.blocks import copy, gather, scatter
+from tests.support.examples import examples
 from tests.support.guarded import Guarded
 
 SLOTS = 7
@@ -34,7 +35,7 @@ def int32(values: list[int] | list[list[int]]) -> torch.Tensor:
     block_bytes=st.sampled_from(BLOCK_BYTES),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_blocks_are_gathered(slots, block_bytes, seed):
     pool = made_pool(block_bytes, seed)
     was = pool.whole.clone()
@@ -55,7 +56,7 @@ def test_blocks_are_gathered(slots, block_bytes, seed):
     block_bytes=st.sampled_from(BLOCK_BYTES),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_blocks_are_scattered(order, holes, block_bytes, seed):
     pool = made_pool(block_bytes, seed)
     slots = [-1 if hole else slot for slot, hole in zip(order, holes, strict=False)]
@@ -75,7 +76,7 @@ def test_blocks_are_scattered(order, holes, block_bytes, seed):
     block_bytes=st.sampled_from(BLOCK_BYTES),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_blocks_are_copied(order, kinds, block_bytes, seed):
     pool = made_pool(block_bytes, seed)
     expected = pool.inside.clone()

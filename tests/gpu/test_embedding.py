@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference
 from pillion.kernels.gpu.rows.embedding import embed
+from tests.support.examples import examples
 
 
 @given(
@@ -20,7 +21,7 @@ from pillion.kernels.gpu.rows.embedding import embed
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([1.0, 7.5]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_rows_are_those_of_known_tokens_and_of_the_last_steps_samples(tokens, hidden, dtype, scale):
     torch.manual_seed(0)
     table = torch.randn(37, hidden, device=DEVICE).to(dtype)

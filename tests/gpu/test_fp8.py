@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.kernels.gpu import fp8
+from tests.support.examples import examples
 
 LARGEST = 448.0
 
@@ -74,7 +75,7 @@ def test_values_ties_and_their_neighbours_are_encoded_as_torch_does():
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64), st.integers(-12, 10))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_any_values_are_encoded_as_torch_does(given_values, exponent):
     torch.manual_seed(len(given_values))
     values = torch.cat([torch.tensor(given_values), torch.randn(192) * 2.0**exponent])

@@ -13,6 +13,7 @@ from pillion.engine.models.layers import GATED
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.rows.gated import ACTIVATIONS, gated
+from tests.support.examples import examples
 from tests.support.guarded import Guarded
 
 # Exponentials may become infinite, as on a GPU.
@@ -28,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
     size=st.sampled_from([0.1, 1.0, 30.0]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_the_kernel_agrees_with_torch(tokens, inner, dtype, activation, size, seed):
     torch.manual_seed(seed)
     gate_up = torch.randn(tokens, 2 * inner)

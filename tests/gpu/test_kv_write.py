@@ -14,6 +14,7 @@ from pillion.engine.models.rope import Rope, rotate
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
+from tests.support.examples import examples
 from tests.support.guarded import MARK, Guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +62,7 @@ SHAPES = st.tuples(
     table_dtype=st.sampled_from([None, "wide", "plain"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
@@ -92,7 +93,7 @@ def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype,
 
 
 @given(shape=SHAPES, block_size=st.sampled_from([2, 16]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape

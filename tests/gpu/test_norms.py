@@ -13,6 +13,7 @@ from pillion.engine.models import layers
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference as reference
 from pillion.kernels.gpu.rows.norms import MAX_COLUMNS, add_rms_norm, rms_norm
+from tests.support.examples import examples
 from tests.support.guarded import Guarded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def tolerance(dtype: torch.dtype, roundings: int) -> dict[str, float]:
     in_place=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, behind, dtype, wide, in_place, seed):
     torch.manual_seed(seed)
     buffer = (3 * torch.randn(rows, before + columns + behind)).to(dtype).to(DEVICE)
@@ -67,7 +68,7 @@ def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, behind, dtype,
     scale=st.sampled_from([1.0, 0.22]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_what_a_layer_found_is_added_and_normed(rows, columns, dtype, wide, has_post, has_norm, scale, seed):
     torch.manual_seed(seed)
     residual = Guarded((rows, columns), dtype)

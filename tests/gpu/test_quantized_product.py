@@ -13,6 +13,7 @@ from pillion.errors import Internal
 from pillion.kernels.gpu.products.gpu_packing import PackedKind, PackedMatrix, can_pack, pack
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct, splits_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+from tests.support.examples import examples
 from tests.support.guarded import Guarded
 
 MAX_ROWS = 300
@@ -83,7 +84,7 @@ def test_every_coding_and_group(coding, group):
     flags=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_any_shape(coding, shape, group, count, dtype, flags, seed):
     offsets, ordered, biased, wide = flags
     matrix = random_matrix(coding, *shape, group, offsets=offsets, ordered=ordered, seed=seed)

@@ -21,6 +21,7 @@ from pillion.kernels.gpu.sampling.gpu_sampling import MASS_TOLERANCE, TOTAL_TOLE
 from pillion.kernels.gpu.sampling.sampling_cuts import find_cuts
 from pillion.kernels.gpu.sampling.sampling_device import HEAD_TOKENS, SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+from tests.support.examples import examples
 from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp
 
@@ -57,7 +58,7 @@ def check(logits: torch.Tensor, batch: list[RowParameters]) -> None:
             assert nearly_tie(edited_row(logits[row], batch[row]), batch[row], token, other), (row, token, other)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=examples(EXAMPLES))
 @given(
     batch=st.lists(all_params, min_size=1, max_size=4),
     seed=st.integers(0, 2**20),
@@ -85,7 +86,7 @@ def test_tokens_of_several_slices_are_those_of_the_cpu(params, spread):
     check(random_logits(1, 8195, spread=spread), [params])
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=examples(EXAMPLES))
 @given(
     batch=st.lists(all_params, min_size=1, max_size=2),
     seed=st.integers(0, 2**20),
@@ -109,7 +110,7 @@ def test_edited_rows_are_those_of_the_cpu(batch, seed, bias, seen, answered, ban
 ODD = [-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, 3e38, -3e38]
 
 
-@settings(max_examples=EXAMPLES * 2, deadline=None)
+@settings(max_examples=examples(EXAMPLES * 2))
 @given(values=st.lists(st.sampled_from(ODD), min_size=1, max_size=200), params=all_params)
 def test_logits_that_are_no_numbers(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])

@@ -14,6 +14,7 @@ from pillion.engine.sampling.penalties import edited
 from pillion.errors import Internal
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
 from pillion.kernels.gpu.sampling.sampling_record import EDIT_FIELDS, EditPacker
+from tests.support.examples import examples
 from tests.support.sampling import RowParameters, rows_of
 
 VOCAB = 300
@@ -33,7 +34,7 @@ edits = st.builds(
 )
 
 
-@settings(max_examples=200 if NATIVE else 60, deadline=None)
+@settings(max_examples=examples(200 if NATIVE else 60))
 @given(batch=st.lists(edits, min_size=1, max_size=4), seed=st.integers(0, 1000), odd=st.lists(st.integers(0, 299)))
 def test_edited_logits_are_those_of_the_cpu_bit_by_bit(batch, seed, odd):
     logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3

@@ -17,6 +17,7 @@ from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
 from pillion.kernels.gpu.sampling.sampling_record import cuts_any, pack_rows
+from tests.support.examples import examples
 from tests.support.gpu_sampling import nearly_tie
 from tests.support.sampling import RowParameters, packed_bits, rows_of
 
@@ -31,7 +32,7 @@ def words_of(allowed: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(packed_bits(allowed).view(np.int32))
 
 
-@settings(max_examples=100 if NATIVE else 15, deadline=None)
+@settings(max_examples=examples(100 if NATIVE else 15))
 @given(
     vocab=st.sampled_from(VOCABULARIES),
     seed=st.integers(0, 1000),

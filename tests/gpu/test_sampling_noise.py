@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.gumbel import random_words as words_on_cpu
 from pillion.kernels.gpu.sampling.gpu_philox import exponential, philox, random_words
+from tests.support.examples import examples
 
 WORD = 0xFFFFFFFF
 COUNT = 64
@@ -63,7 +64,7 @@ def test_philox_known_answers(counter, key, wanted):
     assert tuple(out.tolist()) == wanted
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 2**63 - 1),

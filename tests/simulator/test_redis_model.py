@@ -24,6 +24,7 @@ from pillion.simulator.redis_keyspace import RedisRefusalError, RedisReply, Redi
 from pillion.simulator.redis_model import BEGIN_US, WRITE_REFUSALS, RedisModel, RedisWord
 from testbed.redis import RedisServer, running_redis
 from testbed.redis_kinds import running_pair
+from tests.support.examples import examples
 from tests.support.redis_nodes import Chain
 
 EXPIRIES = b"test:expiries"
@@ -260,14 +261,14 @@ def real(server: RedisServer) -> Iterator[client.Redis]:
         yield made
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps=steps)
 def test_it_answers_and_keeps_what_a_real_one_does(real: client.Redis, steps: list[Step]) -> None:
     Both(real).play(steps)
 
 
 @pytest.mark.parametrize("why", WRITE_REFUSALS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(before=steps, refused=during, after=during)
 def test_it_refuses_what_a_real_one_refuses(
     server: RedisServer, real: client.Redis, why: str, before: list[Step], refused: list[Step], after: list[Step]
@@ -289,7 +290,7 @@ def test_a_replica_takes_over_as_a_real_one() -> None:
         client.Redis(port=replica.port) as new,
     ):
 
-        @settings(max_examples=10)
+        @settings(max_examples=examples(10))
         @given(before=steps, lost=during, after=during)
         def take_over(before: list[Step], lost: list[Step], after: list[Step]) -> None:
             new.execute_command("REPLICAOF", "127.0.0.1", master.port)

@@ -13,13 +13,14 @@ from pillion.engine.checkpoints.formats.layout import from_unsigned
 from pillion.engine.checkpoints.gguf_blocks import BLOCK_LAYOUTS, read_blocks
 from pillion.kernels.cpu.products.packing import pack_linear, packed_kind, unpack
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+from tests.support.examples import examples
 
 # Where the float16 numbers of a block begin. All other bytes may be anything.
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 9), blocks=st.integers(1, 3))
 def test_numbers_are_those_of_gguf_bit_by_bit(kind, seed, rows, blocks):
     generator, layout = np.random.default_rng(seed), BLOCK_LAYOUTS[kind]

@@ -17,6 +17,7 @@ from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from testbed.tiny_model import save_model
+from tests.support.examples import examples
 from tests.support.torch_model import BackendDriver
 
 
@@ -48,7 +49,7 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
     return groups * 10.0 ** draw(st.integers(-6, 3))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(weight=matrices(), kind=st.sampled_from(list(CODE_RANGES)))
 def test_no_group_is_worse_than_rounded_to_nearest(weight, kind):
     found = quantize_matrix(weight, kind, 32)

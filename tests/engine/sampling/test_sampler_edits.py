@@ -15,6 +15,7 @@ from transformers.generation import logits_process as hf
 from pillion.engine.sampling.logprobs import MIN_LOGPROB
 from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampler import sample
+from tests.support.examples import examples
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, rows_of
 
 VOCAB = 300
@@ -77,7 +78,7 @@ def plain(logits: list[float], params: RowParameters) -> list[float]:
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 1000),
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=20),
@@ -140,7 +141,7 @@ def test_greedy_rows_are_edited_too() -> None:
         assert sample(logits, rows_of([params])).token_ids == (token,)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     all_params=st.lists(
         st.builds(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Bool, Int64, SamplingRows, UInt32
+from tests.support.examples import examples
 from tests.support.sampling import RowParameters, rows_of, unpruned
 
 DENSITIES = st.sampled_from([0.0, 0.003, 0.1, 0.5, 0.97, 1.0])
@@ -50,7 +51,7 @@ def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torc
     return logits, allowed
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.integers(0, 10_000),
     st.sampled_from([33, 97, 300, 1280, 5000]),

@@ -26,6 +26,7 @@ from tests.engine.scheduling.test_drafts import OracleDrafter
 from tests.engine.scheduling.test_properties import ANSWER, CANCEL, LOAD, PUNCTUAL, STEP
 from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
+from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, answer, prompt
 
 
@@ -377,7 +378,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     check_integrity(harness.ledger)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2), st.none() | st.integers(0, 3).map(OracleDrafter)
 )

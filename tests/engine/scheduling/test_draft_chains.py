@@ -17,6 +17,7 @@ from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftChain, DraftPla
 from pillion.engine.scheduling.step_plan import StepPlan
 from tests.engine.scheduling.test_draft_control import ROW_S, TimedHarness
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
+from tests.support.examples import examples
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
@@ -230,7 +231,7 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
     assert len(chain.guesses) == (0 if came else 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),

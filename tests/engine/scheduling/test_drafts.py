@@ -16,6 +16,7 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
 from pillion.engine.scheduling.step_cost import StepCost
 from pillion.engine.scheduling.step_plan import SequencePiece
 from tests.support.drafts import guessing
+from tests.support.examples import examples
 from tests.support.fake_grammar import number_of
 from tests.support.scheduler_harness import ADAPTER_SHIFT, GREEDY, SchedulerHarness, answer, prompt
 
@@ -105,7 +106,7 @@ def test_a_stop_inside_a_guess_ends_the_answer_there() -> None:
     assert harness.records[1].token_ids == tokens[: at + 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=5),
     st.integers(0, 4),
@@ -161,7 +162,7 @@ def test_looking_back(text: list[int], guess: list[int]) -> None:
     assert looked_up(NGRAM, text, 2) == guess[:2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 12))
 def test_a_guess_stood_in_the_text_behind_the_same_tokens(text: list[int], most: int) -> None:
     guess = looked_up(NGRAM, text, most)

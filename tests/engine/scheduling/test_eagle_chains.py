@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pillion.engine.scheduling import eagle_chains
 from pillion.engine.scheduling.draft_chains import PAUSE_S, DraftShape
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
+from tests.support.examples import examples
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend
 from tests.support.fake_head import FakeHead
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
@@ -127,7 +128,7 @@ def test_a_failed_pass_ends_guessing_for_its_sequences_alone() -> None:
     assert head.guessed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),

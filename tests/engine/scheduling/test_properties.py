@@ -13,6 +13,7 @@ from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.lookup_drafters import SuffixDrafter
 from tests.engine.scheduling.test_drafts import OracleDrafter
 from tests.support.drafts import guessing
+from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 ARRIVE = st.tuples(
@@ -70,7 +71,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 harness.answer()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
@@ -104,7 +105,7 @@ def test_any_history(
     harness.check_answers()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 9))
 def test_spans_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budget: int, answers: int) -> None:
     harness = SchedulerHarness(slots=64, budget=budget, max_num_seqs=min(budget, 3))

@@ -22,6 +22,7 @@ from pillion.engine.scheduling.step_cost import (
     features,
 )
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
 
@@ -250,7 +251,7 @@ def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int,
 
 
 @given(cost=COSTS, streams=st.integers(1, 32), context=st.sampled_from([100, 500, 2000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
     """On fast and slow machines, where fewer prompts wait than streams run."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
@@ -264,7 +265,7 @@ def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], stre
 
 
 @given(cost=COSTS, streams=st.integers(1, 8), start=st.sampled_from([0, 1000, 4000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float], streams: int, start: int) -> None:
     """Where prompts limit the throughput: prompt tokens for each second of what is not spent on the decodes' tokens."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, NamedAdapter, NameTable
 from pillion.kvstore.index.shared_names import StampedValue
+from tests.support.examples import examples
 
 NAMES = ("a", "b", "c")
 GATEWAYS = 3
@@ -50,7 +51,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(EVENTS, max_size=30), st.lists(st.integers(-5, 5), min_size=GATEWAYS, max_size=GATEWAYS))
 def test_all_gateways_end_up_alike(events, skews):
     """Clocks differ and changes are made without a registry; the fixed name stays."""

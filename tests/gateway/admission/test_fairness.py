@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.admission.fairness import OUTPUT_COST, RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import Tenant
+from tests.support.examples import examples
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 NUMBERS = itertools.count()
@@ -91,7 +92,7 @@ def test_who_left_is_not_served() -> None:
 TENANTS = st.sampled_from([A, B, HEAVY])
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 100), st.integers(-5, 5)), min_size=1, max_size=60), st.data())
 def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
     """``ahead`` of the last one to come is how many are really served before it."""
@@ -116,7 +117,7 @@ def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.D
     assert len({request.number for request in order}) == len(order) == len(asked)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=20, max_size=100))
 def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None:
     """Never further apart than the largest requests."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pillion.errors import Overloaded
 from pillion.gateway.admission.quotas import MINUTE_S, Bucket, Quotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
+from tests.support.examples import examples
 
 
 def test_a_minutes_worth_at_once_then_the_rate() -> None:
@@ -77,7 +78,7 @@ def test_a_new_rate_forgives_nothing() -> None:
     quotas.take_request(wider, 0.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     per_minute=st.integers(1, 1000),
     asked=st.lists(st.tuples(st.integers(0, 50), st.floats(0, 30)), max_size=60),

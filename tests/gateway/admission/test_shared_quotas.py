@@ -22,6 +22,7 @@ from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
+from tests.support.examples import examples
 
 LUA = pathlib.Path(__file__).resolve().parents[3] / "kvstore" / "index" / "lua"
 
@@ -57,7 +58,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @example(draws=[(0.0, 1, None, 5), (0.0, 1000, None, 1), (0.3, 1, 0, 1)])
 @given(st.lists(steps, max_size=25))
 def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:

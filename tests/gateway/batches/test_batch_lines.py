@@ -21,6 +21,7 @@ from pillion.gateway.batches.batch_lines import (
     unserved_line,
     whole_entries,
 )
+from tests.support.examples import examples
 
 CHAT = "/v1/chat/completions"
 GOOD = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
@@ -40,7 +41,7 @@ def replayed(journal: bytes) -> tuple[list[JournalEntry], int]:
 
 
 @given(st.lists(entries, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry]) -> None:
     packed = [entry.packed() for entry in written]
     journal = b"".join(packed)
@@ -51,7 +52,7 @@ def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry
 
 
 @given(st.lists(entries, min_size=1, max_size=4), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_what_is_behind_a_damaged_entry_is_not_believed(written: list[JournalEntry], data: st.DataObject) -> None:
     """After a power cut pages of the file may be missing, so zeros stand where an entry was."""
     journal = bytearray(b"".join(entry.packed() for entry in written))

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pillion.gateway.batches.batch_machine import BACKOFF_S, FAULT_ATTEMPTS, MAX_BACKOFF_S, BatchMachine
 from pillion.gateway.batches.batch_records import BatchRecord
+from tests.support.examples import examples
 
 NUMBERS = (1, 2, 4, 5, 7)
 RECORD = BatchRecord(
@@ -126,7 +127,7 @@ class BatchLife(RuleBasedStateMachine):
 
 
 TestBatchLife = BatchLife.TestCase
-TestBatchLife.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBatchLife.settings = settings(max_examples=examples(150), stateful_step_count=30)
 
 
 def test_each_line_runs_once() -> None:

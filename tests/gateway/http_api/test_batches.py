@@ -27,6 +27,7 @@ from pillion.gateway.http_api.multipart import FormReader
 from pillion.observability import metric_catalog as names
 from pillion.priority import MAX_PRIORITY
 from testbed.conditions import until
+from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
 from tests.support.http import call, connected, request_bytes
 
@@ -283,7 +284,7 @@ async def test_wrong_questions_are_refused(served: str) -> None:
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 700), max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_a_form_is_the_same_however_it_is_cut(content: bytes, cuts: list[int]) -> None:
     content = content.replace(b"--x", b"")
     body, headers = form(PURPOSE, ("file", '; filename="ä.jsonl"', content))
@@ -296,7 +297,7 @@ def test_a_form_is_the_same_however_it_is_cut(content: bytes, cuts: list[int]) -
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_no_bytes_break_the_reader_of_forms(body: bytes) -> None:
     with contextlib.suppress(ApiError):
         reader = FormReader("multipart/form-data; boundary=x")

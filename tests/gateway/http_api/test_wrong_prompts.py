@@ -10,6 +10,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 
@@ -105,7 +106,7 @@ BODIES = st.one_of(
 
 @pytest.mark.asyncio(loop_scope="module")
 @given(BODIES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_mutated_bodies_are_served_or_their_field_is_named(
     fakes: FakeCluster, asked: tuple[str, dict[str, Any]]
 ) -> None:

@@ -13,6 +13,7 @@ from pillion.gateway.planning.plan_auto import HYSTERESIS, Fetched
 from pillion.gateway.planning.plan_cost import Board, DecodeSide, StepModel
 from pillion.gateway.planning.planner import make_plan
 from pillion.wire.registry import ComponentRecord
+from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
 
 HALF = {"core_board": "board", "core_share": 0.5}
@@ -135,7 +136,7 @@ def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[st
     mean=st.sampled_from([0.0, 50.0, 3000.0]),
 )
 @example(2835, {"spans": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 def test_more_load_of_any_kind_never_attracts(
     prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], mean: float
 ) -> None:
@@ -173,7 +174,7 @@ def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> Non
     tokens=st.integers(1, 2000),
     further=st.integers(0, 10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_more_prompts_never_make_the_wait_shorter(streams: int, waiting: int, tokens: int, further: int) -> None:
     def until(prompts: int) -> float:
         side = predicted(streams, prompts, prompts * tokens)

@@ -23,6 +23,7 @@ from pillion.types import FinishReason, Timings, TokenLogprob, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.gateway.request.test_request import EOS, GONE, ack, hold, planned
+from tests.support.examples import examples
 
 CODEC = byte_tokenizer()
 PROMPT = tuple(range(100, 121))
@@ -224,7 +225,7 @@ EVENTS = ["planned", "granted", "granted", "fetched", "spanended", "tokens", "to
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 def test_any_order_of_events(data) -> None:
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))
@@ -265,7 +266,7 @@ def by_hand(text: str, stops: list[str], min_tokens: int) -> tuple[str, int]:
     st.integers(0, 8),
     st.integers(1, 5),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 def test_stop_strings_text_and_log_probabilities_are_cut_together(
     text: str, stops: list[str], min_tokens: int, step: int
 ) -> None:

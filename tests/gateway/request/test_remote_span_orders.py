@@ -25,6 +25,7 @@ from pillion.v1.kvnode_pb2 import OpenTicketReply, PrefetchReply
 from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import loop_turns
+from tests.support.examples import examples
 
 BLOCK = 4
 ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict("fenced"))
@@ -149,7 +150,7 @@ JOB = Job(
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
     def draw(strategy: Any) -> Any:
         return data.draw(strategy)

@@ -13,6 +13,7 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestMachine, RequestState
 from pillion.types import FinishReason
 from tests.gateway.request.test_request import GONE, ack, hold, machine, planned
+from tests.support.examples import examples
 
 
 def token_at(position: int) -> int:
@@ -123,7 +124,7 @@ EVENTS = COMMON * 3 + [
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_any_order_of_events(data) -> None:
     m = machine(prompt=data.draw(st.integers(1, 30)), max_tokens=data.draw(st.integers(1, 12)), attempts=5)
     world, now = RequestWorld(m), 0.0

@@ -26,6 +26,7 @@ from pillion.gateway.scaling.worker_needs import (
     span_s,
 )
 from pillion.wire.registry import ComponentRecord
+from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, node, prefill
 
 FLEET = (node(0), prefill(0, model="m"), *(decode(number, model="m") for number in range(3)))
@@ -74,7 +75,7 @@ def run(
     return found
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 @given(per_s=st.floats(0.3, 40.0))
 def test_a_constant_load_wants_a_constant_number(per_s: float) -> None:
     wanted = run(WorkerForecaster(GOALS), lambda at_s: per_s, 1200.0)
@@ -121,7 +122,7 @@ def test_a_fall_is_believed_after_a_window() -> None:
     assert all(later <= earlier for earlier, later in itertools.pairwise(quiet))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(counts=st.lists(st.integers(0, 150), min_size=2, max_size=60))
 def test_never_less_than_the_present_arrivals_need(counts: list[int]) -> None:
     forecaster = WorkerForecaster(GOALS)

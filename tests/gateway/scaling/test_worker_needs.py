@@ -19,6 +19,7 @@ from pillion.gateway.scaling.worker_needs import (
     TypicalWorker,
     span_s,
 )
+from tests.support.examples import examples
 from tests.support.planner_components import COST
 
 GOALS = Objectives()
@@ -49,7 +50,7 @@ answer_lists = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(prompts=prompt_lists, per_s=st.floats(0.0, 60.0), more=st.floats(1.0, 4.0), busy=st.floats(0.0, 3.0))
 def test_prefill_workers_grow_with_the_load(
     prompts: list[PlannedPrompt], per_s: float, more: float, busy: float
@@ -61,7 +62,7 @@ def test_prefill_workers_grow_with_the_load(
     assert needs.workers(per_s, busy) >= max(found, busy)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     prompts=prompt_lists,
     answers=answer_lists,
@@ -88,7 +89,7 @@ def test_decode_workers_grow_with_the_load(
     assert needs.workers(per_s, streams, 500 * streams, busy) >= crowded
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(answers=answer_lists, per_s=st.floats(0.1, 60.0))
 def test_streams_settle_within_the_bound(answers: list[GivenAnswer], per_s: float) -> None:
     """Little's law, step by step: each step has the streams that came in the time of the one before."""

@@ -14,6 +14,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.model
 
@@ -68,7 +69,7 @@ def streamed(tokenizer: ModelTokenizer, ids: list[int]) -> str:
 
 def test_streams_equal_transformers_decode(oracle, tokenizer: ModelTokenizer) -> None:
     @given(st.one_of(st.lists(st.integers(0, 49_151), max_size=30), st.lists(st.integers(0, 300), max_size=30)))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300))
     def check(ids: list[int]) -> None:
         expected = oracle.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert streamed(tokenizer, ids) == expected

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.gateway.tokens.detokenizer import Spellings, new_detokenizer
 from testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
+from tests.support.examples import examples
 
 BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer()
 TEXTS = [
@@ -36,13 +37,13 @@ def full(codec, ids) -> str:
 
 
 @given(st.lists(st.integers(0, 270), max_size=40))
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_random_ids_equal_the_full_decode(ids: list[int]) -> None:
     assert "".join(stream(BYTES, ids)) == full(BYTES, ids)
 
 
 @given(st.lists(st.lists(st.integers(0, 270), max_size=12), min_size=2, max_size=4))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_answers_that_share_what_is_remembered_know_nothing_of_each_other(answers: list[list[int]]) -> None:
     for codec in (BYTES, FALLBACK):
         shared = Spellings(codec)
@@ -57,7 +58,7 @@ def test_answers_that_share_what_is_remembered_know_nothing_of_each_other(answer
 
 
 @given(st.text(max_size=40))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_text_comes_back_whole_character_by_character(text: str) -> None:
     for codec in (BYTES, FALLBACK):
         ids = codec.encode(text, add_special_tokens=False).ids

@@ -22,6 +22,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
 )
 from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
+from tests.support.examples import examples
 from tests.support.kernel_runner import Runner, isa_or_skip
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
@@ -112,7 +113,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(PARTS, st.sampled_from([0, 1, 16, 50, 520]), st.sampled_from([SMALL, WIDE]))
 def test_ragged_batches(runner, parts, window, shape):
     check(runner, AttentionCase.of(shape, parts, window=window), window=window, softcap=1.5 if window else 0.0)

@@ -25,6 +25,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
     CpuAttentionPlanner,
 )
 from pillion.kernels.cpu.language.isa import TABLE
+from tests.support.examples import examples
 
 COUNTS = (3, 12)
 GROUP = 3
@@ -54,7 +55,7 @@ def tokens_of(item, group=GROUP):
 PARTS = st.lists(st.tuples(st.integers(0, 9000), st.one_of(st.just(1), st.integers(1, 200))), min_size=1, max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     PARTS,
     st.sampled_from([(1, (1, 12)), (3, (3, 12)), (16, (16, 16)), (30, (10, 12)), (5, (3, 4))]),
@@ -88,7 +89,7 @@ def test_everything_is_met_once(parts, sizes, threads, partial_rows, window):
             assert (row, partition) in met
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(PARTS, st.sampled_from([1, 2, 8, 64]), st.sampled_from([0, 40, 5000]), st.sampled_from([0, 2500]))
 def test_partials_are_written_once_and_merged(parts, threads, partial_rows, window):
     plan = plan_of(batch_of(*parts), threads=threads, partial_rows=partial_rows, window=window)
@@ -111,7 +112,7 @@ def test_partials_are_written_once_and_merged(parts, threads, partial_rows, wind
     assert folded == written
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(PARTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 8]))
 def test_threads_end_together(parts, threads, kv_heads):
     """Each thread draws the next item when it has ended one; none ends later than a fair share and one item."""

@@ -19,6 +19,7 @@ from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import DTYPES, FEW_BITS, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import reference_gemm, reference_sum_inputs
+from tests.support.examples import examples
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 # The kind of the weights, and the type of the rows.
@@ -135,7 +136,7 @@ def test_product(runner, spec, rows, columns, depth):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(
     rows=st.integers(1, 50),
     columns=st.integers(1, 130),

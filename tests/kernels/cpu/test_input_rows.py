@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pillion.kernels.cpu.products.input_rows import SUMMED_GROUPS, GatherInputs, SumInputs
 from tests.support.cpu_references import reference_gather_inputs, reference_sum_inputs
+from tests.support.examples import examples
 from tests.support.kernel_runner import normal, rows_step, runner_of, stride
 
 TYPES = {True: torch.bfloat16, False: torch.float32}
@@ -50,14 +51,14 @@ def check_sums(runner, spec, rows, vectors, inputs, threads):
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(rows=st.integers(1, 9), vectors=st.integers(1, 9), seed=st.integers(0, 99), threads=st.sampled_from((1, 3)))
 def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
     check_order(runner, spec, rows, vectors, seed, threads)
 
 
 @pytest.mark.parametrize("spec", SPECS[2:], ids=lambda spec: spec.name)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(
     rows=st.integers(1, 9),
     vectors=st.integers(1, 20),

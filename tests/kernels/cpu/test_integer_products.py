@@ -20,6 +20,7 @@ from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import reference_gemm
+from tests.support.examples import examples
 from tests.support.kernel_runner import Runner, isa_or_skip, normal, padded, rows_step, runner_of, stride
 
 SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
@@ -187,7 +188,7 @@ def test_product(runner, spec, rows, columns, inputs):
     assert_close(one.run(runner), one.expected())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     spec=st.sampled_from(PRODUCTS),
     rows=st.integers(1, 50),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pillion.engine.models import layers
 from pillion.kernels.cpu.products import moe_kernels as moe
 from tests.support.cpu_references import reference_combine, reference_gather_groups, reference_group, reference_route
+from tests.support.examples import examples
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 # (experts, chosen): below a vector, with a tail, as wide as real ones, and all of them.
@@ -66,7 +67,7 @@ def test_route(runner, spec, spread):
     assert torch.equal(experts[counts], expected[1][counts])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 9), st.sampled_from(ROUTES), st.integers(0, 2**31))
 def test_a_row_is_routed_by_itself(runner, count, spec, seed):
     logits = normal(count, spec.experts, seed=seed)
@@ -119,7 +120,7 @@ def test_group(runner, size, rows_of, count):
         assert torch.equal(one, expected)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 30), st.integers(0, 2**31))
 def test_groups_are_sorted_and_stable(runner, count, seed):
     """Even where an expert stands twice in a row, as behind broken logits."""
@@ -177,7 +178,7 @@ def test_combine(runner, spec, count, width, factor):
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(st.integers(1, 8), st.integers(0, 2**31))
 def test_a_row_is_combined_by_itself(runner, count, seed):
     """A row's pairs have other places when it is alone; the bits of their sum are the same."""

@@ -22,6 +22,7 @@ from pillion.kernels.cpu.products.packing import (
     unpack,
 )
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+from tests.support.examples import examples
 from tests.support.kernel_runner import normal
 
 KINDS = ("bf16", "fp32")
@@ -33,7 +34,7 @@ def weights_of(packed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(columns=st.integers(1, 100), depth=st.integers(1, 70), seed=st.integers(0, 9))
 def test_what_is_packed_is_unpacked(kind, columns, depth, seed):
     weight = normal(columns, depth, seed=seed)
@@ -118,7 +119,7 @@ def test_units_hold_every_code(bits):
 
 
 @pytest.mark.parametrize("coding", list(CODINGS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     columns=st.integers(1, 70),
     inputs=st.integers(1, 200),

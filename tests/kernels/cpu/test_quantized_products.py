@@ -18,6 +18,7 @@ from pillion.kernels.cpu.runtime.compiler import assembly_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
+from tests.support.examples import examples
 from tests.support.kernel_runner import normal, outer_tiles, padded, rows_step, runner_of
 
 # The kinds whose constants are float32, and that of codes that float32 constants do not have.
@@ -105,7 +106,7 @@ def test_product(runner, spec, rows, columns, inputs, group):
     assert_close(one, one.run(runner))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     spec=st.sampled_from(PLAIN),
     rows=st.integers(1, 50),

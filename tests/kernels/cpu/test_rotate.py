@@ -19,6 +19,7 @@ from pillion.kernels.cpu.rows.rotate import RotateWrite
 from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_rotate, reference_write, reference_write_codes
 from tests.support.eight_bit_kv import TYPES, dequantized
+from tests.support.examples import examples
 from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
 
 LAYERS, LAYER = 3, 1
@@ -171,7 +172,7 @@ def test_a_mixed_batch(runner, spec):
 PARTS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.sampled_from([SHAPES[0], wide(SHAPES[0]), SHAPES[2], wide(SHAPES[2]), *CODED]), PARTS, st.integers(0, 2**31))
 def test_any_batch(runner, spec, parts, seed):
     compare(runner, spec, parts, seed)

@@ -18,6 +18,7 @@ from tests.support.cpu_references import (
     reference_norm_add,
     reference_soft_cap_scale,
 )
+from tests.support.examples import examples
 from tests.support.kernel_runner import (
     batch_step,
     normal,
@@ -94,7 +95,7 @@ def test_norms_of_the_torch_path_are_all_one(wide):
     torch.testing.assert_close(reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(NORMS), st.integers(0, 2**31))
 def test_a_row_does_not_see_the_others(runner, count, vectors, spec, seed):
     x = normal(count, vectors * 16, seed=seed)

@@ -15,6 +15,7 @@ from pillion.kernels.torch import attention_tiles as attention_plan
 from pillion.kernels.torch.reference import paged_attention, write_kv
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.batches import Sequences
+from tests.support.examples import examples
 
 LAYERS = 2
 STALE = (torch.nan, torch.inf, -torch.inf)
@@ -70,7 +71,7 @@ def compare(
         torch.testing.assert_close(got.view(wanted.shape), wanted, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(
     parts=PARTS,
     block_size=st.sampled_from([1, 3, 16, 32]),
@@ -154,7 +155,7 @@ def test_what_a_step_allocates_does_not_grow_with_the_context(window, softcap):
     assert largest(1600) == largest(400)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     parts=PARTS,
     block_size=st.sampled_from([1, 3, 16]),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from pillion.kernels.torch.torch_linear import Linear, can_pack
+from tests.support.examples import examples
 
 # One layer of each type, made and called as the torch backend does it.
 ONE_LAYER = """
@@ -27,7 +28,7 @@ print(can_pack(dtype))
 """
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.integers(1, 70),
     st.integers(1, 100),

@@ -13,6 +13,7 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS
 from pillion.kvstore.index.index import Index
 from testbed.redis import RedisServer
 from testbed.redis_kinds import running_cluster
+from tests.support.examples import examples
 from tests.support.redis_nodes import Chain, FakeNode
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -106,7 +107,7 @@ async def play(url: str, script: list[tuple[str, str, int, int]]) -> None:
         await node.aclose()
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_one_server_agrees_with_a_dictionary(redis: RedisServer, script: list[tuple[str, str, int, int]]) -> None:
     redis.command("FLUSHALL")
@@ -119,7 +120,7 @@ def cluster_ports() -> Iterator[list[int]]:
         yield [server.port for server in servers]
 
 
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_a_cluster_agrees_with_a_dictionary(cluster_ports: list[int], script: list[tuple[str, str, int, int]]) -> None:
     import redis as client

@@ -20,6 +20,7 @@ from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import BlockChanges, PoolFacts
+from tests.support.examples import examples
 from tests.support.kept_node import KeptNode, random_act
 from tests.support.node_lives import parents_of
 
@@ -142,7 +143,7 @@ class FollowedLives(RuleBasedStateMachine):
             self.patch.undo()
 
 
-FollowedLives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+FollowedLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestFollowedLives = FollowedLives.TestCase
 
 

@@ -15,6 +15,7 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION, Block
 from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
 
 POLICIES = ("lru", "lfu")
 
@@ -81,7 +82,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(steps=STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
     protects is known, and the order that is shown is the order in which blocks go."""

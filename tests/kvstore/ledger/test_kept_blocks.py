@@ -15,6 +15,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.ledger.slot_table import NO_PARENT, POOL_ID_BYTES, WORD_BYTES, SlotTable, table_bytes
+from tests.support.examples import examples
 from tests.support.kept_node import NUM_SLOTS, SHAPE, KeptNode, MortalWords, NodeKilledError, random_act
 
 POOL_ID = b"p" * POOL_ID_BYTES
@@ -86,7 +87,7 @@ class KeptLives(RuleBasedStateMachine):
             assert set(self.node.ledger.tree.by_hash) == known, "what was sealed is there again"
 
 
-KeptLives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+KeptLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestKeptLives = KeptLives.TestCase
 
 

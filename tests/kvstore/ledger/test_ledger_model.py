@@ -19,6 +19,7 @@ from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.priority import PRIORITY_AGING_S
 from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
 
 NUM_SLOTS = 12
 RESERVE_PERCENT = 20
@@ -326,5 +327,5 @@ class NodeLife(RuleBasedStateMachine):
                 del self.tickets[ticket_id]
 
 
-NodeLife.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+NodeLife.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50)
 TestNodeLife = NodeLife.TestCase

@@ -18,6 +18,7 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION, Retention, RetentionWish
 from pillion.kvstore.ledger.retentions import MAX_OWNER_RETENTIONS, MAX_RETENTION_S
 from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
 
 NUM_SLOTS = 12
 # Shares of the pool that all owners, and one, may have retained: 9 and 6 blocks.
@@ -176,12 +177,12 @@ class LfuRetentionLife(RetentionLife):
 
 
 TestRetentionLife = RetentionLife.TestCase
-TestRetentionLife.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestRetentionLife.settings = settings(max_examples=examples(25), stateful_step_count=30)
 TestLfuRetentionLife = LfuRetentionLife.TestCase
-TestLfuRetentionLife.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+TestLfuRetentionLife.settings = settings(max_examples=examples(15), stateful_step_count=30)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     served=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=6), max_size=30),
     policy=st.sampled_from(["lru", "lfu"]),

@@ -33,6 +33,7 @@ from pillion.wire.attach import (
 from testbed import fake_cuda
 from testbed.conditions import WITHIN_S, until
 from testbed.fake_cuda import NATIVE, DeviceBytes
+from tests.support.examples import examples
 
 MIB = 2**20
 SIZE = MIB + 4096
@@ -131,7 +132,7 @@ class RegionsModel:
                 self.fillers[action.key] = action.user
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(["ask", "filled", "gone", "idle"]), st.integers(0, 30), st.integers(0, 3))))
 def test_one_fills_and_nobody_sees_less_than_all(steps: list[tuple[str, int, int]]) -> None:
     regions, model = Regions(max_regions=2, max_waiters=2), RegionsModel()

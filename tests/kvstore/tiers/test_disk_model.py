@@ -19,6 +19,7 @@ from pillion.kvstore.tiers import disk
 from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
 from pillion.kvstore.tiers.disk_files import PAGE_BYTES, DiskFolder
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, chain, file_of, flip
+from tests.support.examples import examples
 
 MAX_BLOCKS = 6
 BLOCKS = [*chain(6), *chain(3, 50), *chain(3, 80)]
@@ -147,5 +148,5 @@ class DiskLife(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-DiskLife.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+DiskLife.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=30)
 TestDiskLife = DiskLife.TestCase

@@ -15,6 +15,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.tiers.host_tier import HostTier
 from pillion.kvstore.tiers.tiers import BlockName, BufferTier
+from tests.support.examples import examples
 
 BLOCK_BYTES = 64
 BLOCKS = 5
@@ -162,7 +163,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(STEPS)
 def test_it_never_gives_wrong_bytes_and_never_loses_a_buffer(steps: list[tuple[str, int, int]]) -> None:
     asyncio.run(_play(steps))

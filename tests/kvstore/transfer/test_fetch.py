@@ -24,6 +24,7 @@ from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 from testbed.conditions import loop_turns
+from tests.support.examples import examples
 
 BLOCK_BYTES = 64
 NUM_SLOTS = 24
@@ -405,7 +406,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     node.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     has=st.lists(st.integers(-1, 10), min_size=1, max_size=3),
     tier=st.sets(st.integers(0, 9)),

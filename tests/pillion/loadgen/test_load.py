@@ -23,6 +23,7 @@ from pillion.loadgen.load import (
     text_of,
 )
 from pillion.loadgen.traces import PromptMaker, TraceRequest, read_trace, write_trace
+from tests.support.examples import examples
 
 VOCABULARY = range(1000, 30_000)
 
@@ -135,7 +136,7 @@ def test_a_load_that_cannot_be_is_refused(fields, complaint):
         make_sessions(LoadConfig(**fields))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=2, max_size=2),
     st.integers(1, 2500),

@@ -24,6 +24,7 @@ from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
 from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 
@@ -63,7 +64,7 @@ class MeteredLine(SchedulerHarness):
         self.meter.count_outcome(outcome)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     budget=st.integers(6, 24),
     wrong=st.integers(0, 4),
