@@ -168,7 +168,8 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="no tables")
     add_flags(parser)
     args = parser.parse_args()
-    from testbed.cluster import free_port, served
+    from testbed.cluster import served
+    from testbed.ports import free_port
 
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", "--split-policy=auto", *args.flags)

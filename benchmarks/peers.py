@@ -28,8 +28,9 @@ from benchmarks.closed_loop import ClosedLoad, measure
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import LoadTarget, PillionTarget
-from testbed.cluster import free_port, served
+from testbed.cluster import served
 from testbed.conditions import wait_for
+from testbed.ports import free_port
 
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0

@@ -196,7 +196,8 @@ def main() -> int:
     parser.add_argument("--plot", type=pathlib.Path, help="an SVG of the series")
     add_flags(parser)
     args = parser.parse_args()
-    from testbed.cluster import free_port, served
+    from testbed.cluster import served
+    from testbed.ports import free_port
 
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", f"--kv-pool-bytes={POOL}", *args.flags)

@@ -1,9 +1,9 @@
 """Servers, clusters and models that tests and benchmarks start. Nothing here is product code or in the wheel.
 
-- `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role; it also has free
-  ports.
+- `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role.
 - `hosts` starts several KV nodes with their workers on one machine, as if they were on several hosts.
 - `faults` kills or stops processes at named points of their code.
+- `ports` are ports that nobody else takes before they are used.
 - `conditions` waits for a condition with a bound, blocking or on the event loop.
 - `redis` starts a redis-server on a private Unix socket.
 - `redis_kinds` starts a Redis Cluster, a master with a replica and Sentinels, or a server with TLS and users.

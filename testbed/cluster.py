@@ -7,7 +7,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,17 +21,11 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import wait_for
+from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
 # The longest drain, and time for all processes to end.
 STOP_TIMEOUT_S = 120.0
-
-
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServedCluster:

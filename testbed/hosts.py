@@ -16,8 +16,9 @@ from pillion.errors import PillionError
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import READY_TIMEOUT_S, free_port, proven_status
+from testbed.cluster import READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
+from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
 
 # The end of each process's log that is shown.

@@ -16,8 +16,8 @@ from functools import partial
 
 import redis
 
-from testbed.cluster import free_port
 from testbed.conditions import wait_for
+from testbed.ports import free_port, free_ports
 from testbed.redis import redis_executable, spawn
 
 START_TIMEOUT_S = 60.0
@@ -38,23 +38,14 @@ def _until_redis(what: str, condition: Callable[[], object]) -> None:
     wait_for(what, asked, START_TIMEOUT_S)
 
 
-def free_port_with_bus() -> int:
-    """Return a port that is free now, as is the one for a Cluster's bus."""
-    while True:
-        port = free_port()
-        if port + BUS_OFFSET < 65_536:
-            with contextlib.suppress(OSError), socket.socket() as bus:
-                bus.bind(("127.0.0.1", port + BUS_OFFSET))
-                return port
-
-
 @dataclass
 class PortServer:
     """A server at a port of this machine; ``options`` are those of redis-server's command line."""
 
     folder: pathlib.Path
     options: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port_with_bus)
+    # The one for a Cluster's bus is free, too.
+    port: int = field(default_factory=partial(free_ports, 2, BUS_OFFSET))
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:

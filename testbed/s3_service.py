@@ -10,8 +10,8 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from testbed.cluster import free_port
 from testbed.conditions import until
+from testbed.ports import free_port
 
 KEY_ID, SECRET = "test-key-id", "test-secret"
 BUCKET = "blocks"

@@ -50,8 +50,9 @@ from pillion.types import (
 )
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import delta_from_pb, request_to_pb
-from testbed.cluster import ServedCluster, free_port, served, words_of
+from testbed.cluster import ServedCluster, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
+from testbed.ports import free_port
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
 from tests.support.drafts import guessing

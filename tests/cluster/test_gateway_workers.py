@@ -32,8 +32,9 @@ from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.kvstore.index import redis_keys
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, free_port, served, words_of
+from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
+from testbed.ports import free_port
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, parse_reply, request_bytes
 

@@ -15,7 +15,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,8 +31,9 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.model_config import load_config
 from pillion.v1 import gateway_pb2
-from testbed.cluster import READY_TIMEOUT_S, free_port
+from testbed.cluster import READY_TIMEOUT_S
 from testbed.conditions import WITHIN_S, wait_for
+from testbed.ports import free_port, free_ports
 from tests.support.adapters import write_adapter
 from tests.support.pages import (
     LANGUAGES,
@@ -140,16 +140,6 @@ def copy_of_the_clone(folder: pathlib.Path) -> None:
     for stamp in (".made", ".torch", ".server"):
         # What `make setup` leaves behind, in the order of its steps.
         (folder / ".venv" / stamp).touch()
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that were free a moment ago."""
-    while True:
-        first = free_port()
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from testbed.cluster import READY_TIMEOUT_S, ServedCluster, free_port
+from testbed.cluster import READY_TIMEOUT_S, ServedCluster
 from testbed.conditions import WITHIN_S, until, wait_for
+from testbed.ports import free_port
 from testbed.redis import running_redis
 from testbed.tiny_model import save_model
 

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from pillion import Client
 from pillion.errors import InvalidRequest, NotFound
-from testbed.cluster import READY_TIMEOUT_S, free_port
+from testbed.cluster import READY_TIMEOUT_S
 from testbed.conditions import wait_for
 from testbed.hosts import Hosts, hosts
+from testbed.ports import free_port
 from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference

@@ -9,8 +9,8 @@ from pillion.errors import ConfigError
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.wire.registry import ComponentRecord
-from testbed.cluster import free_port
 from testbed.conditions import until
+from testbed.ports import free_port
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 

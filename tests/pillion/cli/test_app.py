@@ -128,7 +128,7 @@ def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, c
 
 
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
-    from testbed.cluster import free_port
+    from testbed.ports import free_port
     from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))

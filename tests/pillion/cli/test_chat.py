@@ -26,8 +26,8 @@ from pillion.client.client import Client
 from pillion.errors import ConfigError, Overloaded, Unavailable
 from pillion.types import ModelInfo
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import free_port
 from testbed.conditions import WITHIN_S
+from testbed.ports import free_port
 from tests.pillion.client.test_connection import serving
 from tests.support.processes import started
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from pillion.cli.models import ago, size_of
-from testbed.cluster import free_port
+from testbed.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMIT = "a" * 40

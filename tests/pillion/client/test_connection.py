@@ -31,8 +31,8 @@ from pillion import (
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.cluster import free_port
 from testbed.conditions import WITHIN_S, until
+from testbed.ports import free_port
 from tests.support.fake_components import running_fake_cluster
 from tests.support.processes import started
 

@@ -24,8 +24,8 @@ from pillion.net import listener
 from pillion.net.listener import KnownListener, Listener, find_listener, place_of
 from pillion.net.tls import client_context
 from pillion.top.top import PageReader
-from testbed.cluster import free_port
 from testbed.otlp import collecting
+from testbed.ports import free_port
 from tests.pillion.client.test_connection import Scripted, server_credentials, serving
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.load_test import complaints, idle_complaints, load_test
 from pillion._version import VERSION
-from testbed.cluster import free_port, served
+from testbed.cluster import served
+from testbed.ports import free_port
 from testbed.tiny_model import save_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

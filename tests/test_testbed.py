@@ -1,0 +1,81 @@
+"""What tests stand on: waits that say in one line what they waited for and what they saw, and ports that stay free."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from testbed.conditions import LINE_CHARACTERS, until, wait_for
+from testbed.ports import FIRST, LAST, free_port, free_ports
+
+FOUND = [3]
+
+
+async def told() -> int:
+    await asyncio.sleep(0)
+    return 2
+
+
+def test_what_was_seen_is_the_answer_or_what_it_was_made_of() -> None:
+    other = "much\nlonger" * 1000
+
+    def ready() -> bool:
+        least = 7
+        return bool(FOUND and FOUND[0] >= least)
+
+    cases = [
+        (lambda: len(FOUND) == 3, "len(FOUND) = 1"),
+        (lambda: not any(one > 2 for one in FOUND), "FOUND = [3]"),
+        (lambda: other == "x", "other = "),
+        (list, "[]"),
+        (lambda: None, "None"),
+        (ready, "FOUND = [3], FOUND[0] = 3, least = 7"),
+        (asyncio.Event().is_set, "self._value = False"),
+    ]
+    for condition, seen in cases:
+        with pytest.raises(AssertionError) as caught:
+            wait_for("something", condition, 0)
+        (line,) = str(caught.value).splitlines()
+        assert re.match(r"waited 0 s for something; for \d+\.\d s it saw ", line)
+        assert seen in line
+        assert len(line) < LINE_CHARACTERS + 100
+    with pytest.raises(AssertionError, match=r"it saw a log$"):
+        wait_for("something", lambda: False, 0, saw=lambda: "a\nlog")
+
+
+async def test_coroutines_are_looked_into_too() -> None:
+    count = iter(range(100))
+
+    async def enough() -> bool:
+        asked = next(count)
+        return await told() + asked > 500
+
+    with pytest.raises(AssertionError, match=r"waited 0\.1 s for more; for \d\.\d s it saw asked = [1-9]"):
+        await until("more", enough, 0.1)
+    assert await until("an answer", told) == 2
+
+
+def test_a_port_is_given_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is neither one that was given, in this process or another, nor one at which somebody listens."""
+    mine = free_port()
+    program = f"from testbed import ports; ports._next = iter(range({mine - FIRST}, 9**9)); print(ports.free_port())"
+    theirs = int(subprocess.check_output([sys.executable, "-c", program]))
+    assert theirs != mine
+    with socket.create_server(("127.0.0.1", theirs)):
+        monkeypatch.setattr("testbed.ports._next", iter(range(theirs - FIRST, 9**9)))
+        assert free_port() not in (mine, theirs)
+    assert all(FIRST <= port < LAST for port in (mine, theirs))
+
+
+def test_ports_in_a_row_are_all_held() -> None:
+    first = free_ports(2, 10_000)
+    for port in (first, first + 10_000):
+        with socket.socket(type=socket.SOCK_DGRAM) as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):
+            pass
