@@ -12,6 +12,8 @@ from functools import cache
 
 import pytest
 
+from tests.support.source_facts import facts_of
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "simulator")
 ALL = (*PRODUCT, "benchmarks", "testbed", "tests")
@@ -36,20 +38,15 @@ def modules(*folders: str) -> dict[str, pathlib.Path]:
     return found
 
 
-@cache
-def tree_of(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def imported(path: pathlib.Path, known: Iterable[str]) -> Iterator[str]:
     """The modules of ``known`` that a module imports anywhere in it: at the top, in functions, for types alone."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
+    for found in facts_of(path).imports:
+        if found.name is None:
+            names = [found.module]
+        else:
+            inner = f"{found.module}.{found.name}"
+            names = [inner if inner in known else found.module]
+        yield from (name for name in names if name in known)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -98,9 +95,8 @@ def test_no_import_circle() -> None:
 def test_no_class_name_twice() -> None:
     places = defaultdict(set)
     for path in modules(*ALL).values():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].add(path.relative_to(ROOT).as_posix())
+        for name in facts_of(path).classes:
+            places[name].add(path.relative_to(ROOT).as_posix())
     assert {name: sorted(files) for name, files in places.items() if len(files) > 1} == {}
 
 
@@ -115,20 +111,23 @@ def packages() -> list[pathlib.Path]:
     return [path for path in modules(*PRODUCT, "testbed").values() if path.name == "__init__.py"]
 
 
-@pytest.mark.parametrize("path", packages(), ids=lambda path: path.parent.relative_to(ROOT).as_posix())
-def test_a_package_has_a_map(path: pathlib.Path) -> None:
-    """Its docstring names every module and folder in it."""
-    text = ast.get_docstring(tree_of(path)) or ""
-    inside = {p.stem for p in path.parent.glob("*.py") if not p.stem.startswith("_")}
-    inside |= {p.name for p in path.parent.iterdir() if (p / "__init__.py").exists()}
-    assert [name for name in sorted(inside) if not re.search(rf"\b{name}\b", text)] == []
+def test_a_package_has_a_map() -> None:
+    """A package's docstring names every module and folder in it."""
+    missing = []
+    for path in packages():
+        text = facts_of(path).docstring
+        inside = {p.stem for p in path.parent.glob("*.py") if not p.stem.startswith("_")}
+        inside |= {p.name for p in path.parent.iterdir() if (p / "__init__.py").exists()}
+        place = path.parent.relative_to(ROOT).as_posix()
+        missing += [f"{place}: {name}" for name in sorted(inside) if not re.search(rf"\b{name}\b", text)]
+    assert missing == []
 
 
 def sans_io() -> list[pathlib.Path]:
     """Modules whose docstring says that they are sans-IO or cites I9, and all of a package that says it of itself."""
 
     def says(path: pathlib.Path, pattern: str) -> bool:
-        return re.search(pattern, ast.get_docstring(tree_of(path)) or "", re.IGNORECASE) is not None
+        return re.search(pattern, facts_of(path).docstring, re.IGNORECASE) is not None
 
     return [
         path
@@ -138,16 +137,13 @@ def sans_io() -> list[pathlib.Path]:
     ]
 
 
-@pytest.mark.parametrize("path", sans_io(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_decisions_are_sans_io(path: pathlib.Path) -> None:
-    """They see events and a clock that is handed to them (I9)."""
-    names = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module.split(".")[0])
-    assert not names & IO_MODULES
+def test_decisions_are_sans_io() -> None:
+    """What decides sees events and a clock that is handed to it (I9)."""
+    wrong = []
+    for path in sans_io():
+        names = {found.module.partition(".")[0] for found in facts_of(path).imports}
+        wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(names & IO_MODULES)]
+    assert wrong == []
 
 
 def test_what_decides_says_that_it_is_sans_io() -> None:
@@ -175,21 +171,23 @@ def cited() -> list[tuple[str, str]]:
     return re.findall(r"`([a-z_/]+\.py):([A-Za-z_.]+)`", text)
 
 
-def test_the_walkthrough_cites_code() -> None:
-    assert len(cited()) >= 20
-
-
-@pytest.mark.parametrize(("file", "name"), cited())
-def test_what_the_walkthrough_names_is_there(file: str, name: str) -> None:
-    body: list[ast.stmt] = tree_of(ROOT / file).body
+def is_defined(file: str, name: str) -> bool:
+    body: list[ast.stmt] = ast.parse((ROOT / file).read_text()).body
     for part in name.split("."):
         found = [
             node
             for node in body
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
         ]
-        assert found, f"{file} has no {name}"
+        if not found:
+            return False
         body = found[0].body
+    return True
+
+
+def test_what_the_walkthrough_names_is_there() -> None:
+    assert len(cited()) >= 20
+    assert [f"{file} has no {name}" for file, name in cited() if not is_defined(file, name)] == []
 
 
 def test_pages_cite_files_that_are_there() -> None:

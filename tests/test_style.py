@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import pathlib
 import re
 from collections.abc import Iterator
+from functools import cache
 
-import pytest
+from tests.support.source_facts import facts_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGES = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels", "simulator")
@@ -36,13 +36,13 @@ FORBIDDEN = {
 }
 
 
-def sources(*folders: str) -> list[pathlib.Path]:
+@cache
+def sources(*folders: str) -> dict[str, pathlib.Path]:
+    """Every module of the folders that is not generated, by its path from the root."""
     found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    return [path for path in found if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
-
-
-def name_of(path: pathlib.Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+    return {
+        path.relative_to(ROOT).as_posix(): path for path in found if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+    }
 
 
 def package_of(module: str) -> str:
@@ -51,69 +51,75 @@ def package_of(module: str) -> str:
     return rest[0] if first == "pillion" and rest and rest[0] in PACKAGES else first
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
     """Top-level package of each import, and whether it runs when the module is imported."""
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield package_of(alias.name), id(node) not in inside
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module] if node.module != "pillion" else [f"pillion.{alias.name}" for alias in node.names]
-            for name in names:
-                yield package_of(name), id(node) not in inside
+    for found in facts_of(path).imports:
+        module = f"pillion.{found.name}" if found.module == "pillion" and found.name else found.module
+        yield package_of(module), found.at_import
 
 
-@pytest.mark.parametrize("path", sources(*CHECKED), ids=name_of)
-def test_sizes(path: pathlib.Path) -> None:
-    text = path.read_text()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines < MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+def test_sizes() -> None:
+    long = [
+        f"{file}:{line} {name} has {lines} lines"
+        for file, path in sources(*CHECKED).items()
+        for line, name, lines in facts_of(path).functions
+        if lines >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
-def test_imports_point_one_way(path: pathlib.Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    for target, at_import in imports(ast.parse(path.read_text())):
-        if target not in MAY_IMPORT or target == package or target in MAY_IMPORT[package]:
-            continue
-        lazily = name_of(path).startswith(COMPOSITION_ROOTS) and not at_import
-        assert lazily, f"{name_of(path)} imports {target}"
+def test_imports_point_one_way() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in sources(*PACKAGES).items()
+        for target, at_import in imports(path)
+        if target in MAY_IMPORT and target not in {package := name.partition("/")[0], *MAY_IMPORT[package]}
+        if at_import or not name.startswith(COMPOSITION_ROOTS)
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", sources("benchmarks", "testbed"), ids=name_of)
-def test_nobody_imports_tests(path: pathlib.Path) -> None:
+def test_nobody_imports_tests() -> None:
     """Benchmarks share helpers with tests through ``testbed``, which knows neither."""
-    barred = {"tests"} if path.is_relative_to(ROOT / "benchmarks") else {"tests", "benchmarks"}
-    assert not barred & {target for target, _ in imports(ast.parse(path.read_text()))}
+    barred = {"benchmarks": {"tests"}, "testbed": {"tests", "benchmarks"}}
+    wrong = [
+        f"{name} imports {target}"
+        for folder, not_these in barred.items()
+        for name, path in sources(folder).items()
+        for target, _ in imports(path)
+        if target in not_these
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", sources("pillion", "gateway", "kvstore"), ids=name_of)
-def test_torch_stays_below_the_edge(path: pathlib.Path) -> None:
-    eager = {target for target, at_import in imports(ast.parse(path.read_text())) if at_import}
-    assert not eager & {"torch", "transformers", "triton"}
+def test_torch_stays_below_the_edge() -> None:
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in sources("pillion", "gateway", "kvstore").items()
+        for target, at_import in imports(path)
+        if at_import and target in {"torch", "transformers", "triton"}
+    ]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
-def test_messages_stop_at_the_wire(path: pathlib.Path) -> None:
+def test_messages_stop_at_the_wire() -> None:
     """Only converters, servers and clients import generated modules; others import single messages."""
-    if name_of(path).startswith("pillion/wire/"):
-        return
-    if path.stem.endswith(("rpc", "server", "servicer", "session", "probes", "client", "client_requests", "link")):
-        return
-    assert not re.search(r"import .*_pb2\b", path.read_text()), "use pillion.wire"
+    at_the_wire = ("rpc", "server", "servicer", "session", "probes", "client", "client_requests", "link")
+    wrong = [
+        name
+        for name, path in sources(*PACKAGES).items()
+        if not name.startswith("pillion/wire/") and not path.stem.endswith(at_the_wire)
+        if re.search(r"import .*_pb2\b", path.read_text())
+    ]
+    assert wrong == [], "use pillion.wire"
 
 
-@pytest.mark.parametrize("path", [p for p in sources(*CHECKED) if p.name != "test_style.py"], ids=name_of)
-def test_nothing_forbidden(path: pathlib.Path) -> None:
-    text = path.read_text()
-    for pattern, why in FORBIDDEN.items():
-        match = re.search(pattern, text, re.MULTILINE)
-        assert match is None, f"{match.group(0)!r}: {why}" if match else ""
+def test_nothing_forbidden() -> None:
+    texts = {name: path.read_text() for name, path in sources(*CHECKED).items() if name != "tests/test_style.py"}
+    wrong = [
+        f"{name}: {match.group(0)!r}: {why}"
+        for pattern, why in FORBIDDEN.items()
+        for name, text in texts.items()
+        if (match := re.search(pattern, text, re.MULTILINE))
+    ]
+    assert wrong == []
