@@ -130,7 +130,8 @@ class RankMemory:
         return self._bytes[len(self._bytes) - self.max_tokens * self.logit_bytes :]
 
     def check_integrity(self) -> None:
-        """Between two steps: raises Internal unless all ranks have arrived at the same phase and none sleeps."""
+        """Between two steps, when the forward pass of every rank has returned: raises Internal unless all ranks have
+        arrived at the same phase and none sleeps. While a rank's pass goes on, it may not have woken up yet."""
         phases = [self.phase(rank) for rank in range(self.ranks)]
         sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
         if not self.aborted and (len(set(phases)) > 1 or any(sleepers)):

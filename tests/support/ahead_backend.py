@@ -20,11 +20,12 @@ from pillion.engine.backends.batch import StepBatch
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.kvstore.ledger.ledger import Ledger
+from testbed.conditions import WITHIN_S
 from tests.support.fake_backend import FakeBackend
 
 # Longest time that the device takes before, and after, a step: its lateness is what it is there for.
 MAX_DELAY_S = 0.002
-LANDING_TIMEOUT_S = 30.0
+LANDING_TIMEOUT_S = WITHIN_S
 
 
 class Launched:

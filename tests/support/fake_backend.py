@@ -25,6 +25,7 @@ from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import States
+from testbed.conditions import WITHIN_S
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97
@@ -96,8 +97,8 @@ class FakeBackend(HostBackend):
     """A HostBackend over the KV of :func:`kv_of`.
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
-    ``waiting`` is set while a step waits there. ``bound`` counts the pools. Behind the token ``broken`` no logit is a
-    number. ``packing`` blocks the loading of adapters while it is cleared; ``packed`` are their digests, and
+    ``waiting`` is set while a step waits there; it clears itself before the step that has so many before it as
+    ``hold_behind`` says. ``bound`` counts the pools. Behind the token ``broken`` no logit is a number. ``packing`` blocks the loading of adapters while it is cleared; ``packed`` are their digests, and
     ``packers`` the process and the niceness that each was packed with.
     """
 
@@ -107,6 +108,7 @@ class FakeBackend(HostBackend):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()
+        self.hold_behind: int | None = None
         self.steps: list[int] = []
         self.bound = 0
         self.broken = -1
@@ -118,7 +120,7 @@ class FakeBackend(HostBackend):
         self._last_kv = np.empty(0, np.int64)
 
     def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
-        assert self.packing.wait(60)
+        assert self.packing.wait(WITHIN_S), "nobody has let the packing go on"
         self.packed.append(weights.digest)
         return ShiftAdapter(shift_of(weights.digest))
 
@@ -131,9 +133,11 @@ class FakeBackend(HostBackend):
         super().bind_pool(memory, num_slots)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        if len(self.steps) == self.hold_behind:
+            self.gate.clear()
         if not self.gate.wait(0):
             self.waiting.set()
-            assert self.gate.wait(60)
+            assert self.gate.wait(WITHIN_S), "nobody has opened the gate of the steps"
             self.waiting.clear()
         self.before_step(batch)
         self.steps.append(batch.num_tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,13 +15,12 @@ from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
 
 # A number whose first token is chosen freely.
 FREE = next(kind for kind in range(9) if place(kind, [])[1])
-SOON_S = 20.0
 
 
 class HeldMatcher(NumberMatcher):
@@ -34,7 +34,7 @@ class HeldMatcher(NumberMatcher):
 
     def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
         HeldMatcher.begun += 1
-        assert self.gate.wait(SOON_S)
+        assert self.gate.wait(WITHIN_S)
         super().fill(bits, guesses)
 
 
@@ -54,7 +54,14 @@ class Woken:
         self.times.release()
 
     def wait(self) -> None:
-        assert self.times.acquire(timeout=SOON_S)
+        assert self.times.acquire(timeout=WITHIN_S)
+
+
+@pytest.fixture(autouse=True)
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask is overdue because the machine stood still."""
+    monkeypatch.setattr(mask_threads, "MASK_LIMIT_MS", 1000 * WITHIN_S)
+    monkeypatch.setattr("pillion.engine.grammars.grammar_state.MASK_LIMIT_MS", 1000 * WITHIN_S)
 
 
 @pytest.fixture
@@ -108,7 +115,7 @@ def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken
     masks = [other.place_masks((), 1) for other in others]
     # The step that finds masks missing has another thread started.
     wait_for("another thread", lambda: not late.follow() and masks[-1].wait(0))
-    assert all(each.wait(SOON_S) for each in masks)
+    assert all(each.wait(WITHIN_S) for each in masks)
     assert all(other.follow() for other in others)
 
 
@@ -123,22 +130,27 @@ def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: t
     wait_for("another grammar's mask", lambda: not siblings[0].follow() and mask.wait(0))
     assert HeldMatcher.begun == 1
     gate.set()
-    assert all(each.wait(SOON_S) for each in masks)
+    assert all(each.wait(WITHIN_S) for each in masks)
 
 
 def test_a_mask_that_never_comes_fails_its_request_alone(
     threads: MaskThreads, woken: Woken, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_s = 100.0
     monkeypatch.setattr(mask_threads, "MASK_LIMIT_MS", 30)
     monkeypatch.setattr("pillion.engine.grammars.grammar_state.MASK_LIMIT_MS", 30)
+    monkeypatch.setattr(mask_threads, "time", SimpleNamespace(monotonic=lambda: now_s))
     endless = state_of(held(gate), threads)
     endless.place_masks((), 1)
+    wait_for("its begin", lambda: HeldMatcher.begun)
     other = state_of(NumberMatcher(FREE), threads)
     assert not endless.follow()
     woken.wait()
-    wait_for("the end of its time", lambda: endless.follow() and endless.failure)
+    assert not endless.follow(), "its time is not over by the clock"
+    now_s += 0.031
+    assert endless.follow()
     assert "took longer than 30 ms" in str(endless.failure)
-    assert other.place_masks((), 1).wait(SOON_S)
+    assert other.place_masks((), 1).wait(WITHIN_S)
 
 
 def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
@@ -163,7 +175,7 @@ def test_a_fork_begins_where_the_answer_does(threads: MaskThreads, gate: threadi
     child = state.fork()
     assert child.follow()
     assert child.num_tokens == 0
-    assert child.place_masks((), 1).wait(SOON_S)
+    assert child.place_masks((), 1).wait(WITHIN_S)
 
 
 def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
@@ -173,10 +185,10 @@ def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThread
     state.take([place(FREE, [])[1][0]])
     sibling.place_masks((), 1)
     wait_for("the sibling's begin", lambda: HeldMatcher.begun)
-    # Another thread has the grammar until the gate opens.
-    began_s = time.monotonic()
-    assert not state.place_masks((), 1).wait(3 * SOON_S)
-    assert time.monotonic() - began_s < SOON_S
+    # Another thread has the grammar until the gate opens, which this wait would outlast.
+    masks = state.place_masks((), 1)
+    with ThreadPoolExecutor(1) as waiting:
+        assert waiting.submit(masks.wait, 2 * WITHIN_S).result(WITHIN_S) is False
 
 
 def test_a_long_queue_has_more_threads(
@@ -190,4 +202,4 @@ def test_a_long_queue_has_more_threads(
     wait_for("three threads", lambda: HeldMatcher.begun == 3)
     assert threads._threads == 3
     gate.set()
-    assert all(each.wait(SOON_S) for each in masks)
+    assert all(each.wait(WITHIN_S) for each in masks)

@@ -85,16 +85,18 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "broken"])
 async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "STEP_SILENCE_MS", 300)
     async with (
         running_workers(decode={"tensor_parallel_size": 2}, load=fake_ranks.load_ranks) as workers,
         connected(workers) as connection,
     ):
         backend = workers.decode.worker.model.backend
         assert isinstance(backend, RankedBackend)
+        own = backend.own
+        assert isinstance(own, fake_ranks.FakeShare)
+        own.hold_behind = 10
         tickets = [await workers.ticket(TOKENS)]
         answer = await connection.submit(submit_of(1, tickets[0], TOKENS, 800))
-        await until("some tokens", lambda: answer.token_ids)
+        await until("some tokens and a step at the gate", lambda: answer.token_ids and own.waiting.is_set())
         said = list(answer.token_ids)
         if how == "broken":
             breaking = [fake_ranks.BROKEN] * 3
@@ -102,6 +104,8 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
             await connection.submit(submit_of(2, tickets[1], breaking))
         else:
             os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
+            monkeypatch.setattr(rank_processes, "STEP_SILENCE_MS", 300)
+        own.gate.set()
         reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
         assert backend.ranks.lost
         assert "rank" in reason

@@ -127,7 +127,10 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_thread(prepared_of)
 
 
 def in_turn(group, batch, order):
-    """Runs a step whose ranks come in this order: each one sleeps in its first wait before the next one begins."""
+    """Runs a step whose ranks come in this order: each one sleeps in its first wait before the next one begins.
+
+    Returns when every rank's forward pass has: rank 0 may be through while one that it met is not yet awake.
+    """
     futures = {}
     for rank in order:
         futures[rank] = group.threads.submit(group.backends[rank].forward, batch)
@@ -136,7 +139,7 @@ def in_turn(group, batch, order):
             # All that are there sleep until the first one that is not says that it has come.
             asleep = functools.partial(group.memory.sleepers, min(missing))
             wait_for("all ranks that are there sleep", lambda asleep=asleep: asleep() == len(futures))
-    return futures[0].result(WITHIN_S)
+    return [futures[rank].result(WITHIN_S) for rank in sorted(order)][0]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])

@@ -47,6 +47,18 @@ async def start(workers: Workers, connection: Connection, key: int, tokens: list
     return answer
 
 
+async def start_together(
+    workers: Workers, connection: Connection, texts: dict[int, list[int]], **flags: Any
+) -> list[Answer]:
+    """Starts a stream for each key; the first step ends when the worker has heard of all of them."""
+    backend = workers.decode_backend
+    backend.gate.clear()
+    starting = asyncio.gather(*(start(workers, connection, key, text, **flags) for key, text in texts.items()))
+    await until("all streams", lambda: len(workers.decode.worker.epoch.listeners) == len(texts))
+    backend.gate.set()
+    return await starting
+
+
 async def over(answer: Answer) -> None:
     await asyncio.wait_for(answer.over.wait(), WITHIN_S)
     assert answer.last is not None
@@ -124,9 +136,8 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
         ahead_workers(slots=40, decode={"max_num_seqs": 8}) as (workers, decode),
         connected(workers) as connection,
     ):
-        answers = await asyncio.gather(
-            *(start(workers, connection, key, prompt(key, 10), max_tokens=60) for key in range(6))
-        )
+        texts = {key: prompt(key, 10) for key in range(6)}
+        answers = await start_together(workers, connection, texts, max_tokens=60)
         for key, answer in enumerate(answers):
             await over(answer)
             assert answer.token_ids == greedy(prompt(key, 10), 60)
@@ -153,13 +164,14 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
 
 
 async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:
-    def fail(batch: StepBatch) -> None:
-        if batch.num_tokens == batch.num_seqs:
-            raise ArithmeticError("broken")
-
     async with ahead_workers() as (workers, decode), connected(workers) as connection:
-        answer = await start(workers, connection, 1, prompt(1, 9), max_tokens=900)
+
+        def fail(batch: StepBatch) -> None:
+            if len(decode.steps) > 5:
+                raise ArithmeticError("broken")
+
         decode.before_step = fail
+        answer = await start(workers, connection, 1, prompt(1, 9), max_tokens=900)
         await over(answer)
         assert answer.last is not None
         assert answer.last.error is not None
@@ -179,15 +191,17 @@ async def returned(worker: Worker, old: int) -> None:
 async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
     async with ahead_workers() as (workers, decode), connected(workers) as connection:
         worker, pool = workers.decode.worker, workers.kvnode.pool
-        # They need a slot in different steps, so that one of them at least can always run.
-        answers = [await start(workers, connection, key, prompt(key, 8 + key), max_tokens=900) for key in range(1, 4)]
         stuck, go = threading.Event(), threading.Event()
 
         def hang(batch: StepBatch) -> None:
-            stuck.set()
-            assert go.wait(WITHIN_S)
+            if batch.num_tokens == batch.num_seqs == 3:
+                stuck.set()
+                assert go.wait(WITHIN_S)
 
         decode.before_step = hang
+        # They need a slot in different steps, so that one of them at least can always run.
+        texts = {key: prompt(key, 8 + key) for key in range(1, 4)}
+        answers = await start_together(workers, connection, texts, max_tokens=900)
         await until("a step ahead of one that does not end", lambda: stuck.is_set() and len(decode.under_way) == 2)
         old = worker.epoch.number
         leaving: Callable[[], Any] = worker.close if gone == "closed" else worker.epoch.close

@@ -25,9 +25,10 @@ PROMPT = list(range(20))
 
 async def test_the_nodes_end_is_the_workers_end() -> None:
     async with running_workers() as workers, connected(workers) as connection:
-        ticket = await workers.ticket(PROMPT)
+        ticket, backend = await workers.ticket(PROMPT), workers.decode_backend
+        backend.hold_behind = 20
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
-        await until("a token", lambda: answer.token_ids)
+        await until("a step at the gate and a token", lambda: backend.waiting.is_set() and answer.token_ids)
         await workers.kvnode.stop(0.0)
         reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
         assert "KV node" in reason
@@ -36,6 +37,7 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
         assert answer.last is not None
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
+        backend.gate.set()
 
 
 async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
@@ -44,7 +46,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
         answer = await connection.submit(submit_of(1, tickets[0], PROMPT, 12))
         await until("the stream", lambda: workers.decode.worker.epoch.listeners)
-        stopping = asyncio.create_task(workers.decode.stop(10.0))
+        stopping = asyncio.create_task(workers.decode.stop(WITHIN_S))
         await until("the stop to be noticed", lambda: workers.decode.worker.draining)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))
         await asyncio.wait_for(late.over.wait(), WITHIN_S)
