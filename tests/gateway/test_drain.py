@@ -44,7 +44,11 @@ async def test_a_drain_loses_no_stream() -> None:
         await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
         # Health is asked and answered while streams go on; the registry has forgotten the gateway.
         assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
-        assert all(component.role != "gateway" for component in await fakes.registry.components())
+
+        async def forgotten() -> bool:
+            return all(component.role != "gateway" for component in await fakes.registry.components())
+
+        await until("the registry to have forgotten it", forgotten)
         async with AsyncClient(fakes.gateway.grpc_address) as late:
             with pytest.raises(Unavailable, match="this gateway is stopping") as caught:
                 await read(late)

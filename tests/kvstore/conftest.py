@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from pillion.kvstore.memory import kept_pool
+from pillion.kvstore.transfer import peers
+from testbed.conditions import WITHIN_S
 from testbed.redis import RedisServer, running_redis
+
+
+@pytest.fixture(autouse=True)
+def patient_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes wait for each other and for workers on a machine that stands still for seconds, but where a test says
+    otherwise."""
+    monkeypatch.setattr(kept_pool, "PATIENCE_S", WITHIN_S)
+    monkeypatch.setattr(peers, "STREAM_STALL_S", WITHIN_S / 2)
 
 
 @pytest.fixture
@@ -21,3 +33,11 @@ def short_folder() -> Iterator[str]:
     """Yield a folder with a short path, because a Unix socket's path may have about a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
         yield folder
+
+
+@pytest.fixture
+def nobodys_port() -> Iterator[int]:
+    """Yield a TCP port of this machine that refuses connections: it is bound, and nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -98,8 +98,9 @@ class FakeBackend(HostBackend):
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
     ``waiting`` is set while a step waits there; it clears itself before the step that has so many before it as
-    ``hold_behind`` says. ``bound`` counts the pools. Behind the token ``broken`` no logit is a number. ``packing`` blocks the loading of adapters while it is cleared; ``packed`` are their digests, and
-    ``packers`` the process and the niceness that each was packed with.
+    ``hold_behind`` says. ``bound`` counts the pools. Behind the token ``broken`` no logit is a number. ``packing``
+    blocks the loading of adapters while it is cleared; ``packed`` are their digests, and ``packers`` the process and
+    the niceness that each was packed with.
     """
 
     def __init__(self, block_size: int, version: str = "fake") -> None:

@@ -187,7 +187,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once, or where it ``stays_broken`` before each token behind them. ``refusals``: errors
-    for the next submits. ``gate``: closed, no stream moves. ``silent``: keys of streams that say nothing any more.
+    for the next submits. ``gate``: closed, no stream moves; a stream closes it that has said ``hold_behind`` tokens, so
+    that nothing but the test ends it. ``silent``: keys of streams that say nothing any more.
     ``pace_s``: seconds that a step of a stream takes.
     """
 
@@ -211,6 +212,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.scores_per_delta = 8
         self.refusals: list[tuple[int, bool]] = []
         self.silent: set[int] = set()
+        self.hold_behind: int | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
@@ -308,10 +310,22 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await computed.wait()
         await self._stream(fork, out)
 
+    @property
+    def holds(self) -> bool:
+        """Whether a stream stands behind ``hold_behind`` tokens."""
+        return bool(self.streams) and not self.gate.is_set()
+
+    def go_on(self) -> None:
+        """Hold nothing any more."""
+        self.hold_behind = None
+        self.gate.set()
+
     async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
         script = self.scripts.get(submit.sampling.seed, self.script)
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
+            if at == self.hold_behind:
+                self.gate.clear()
             await self.gate.wait()
             # The worker is as slow as the test wants it to be.
             await asyncio.sleep(self.pace_s)

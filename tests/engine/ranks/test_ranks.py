@@ -139,7 +139,8 @@ def in_turn(group, batch, order):
             # All that are there sleep until the first one that is not says that it has come.
             asleep = functools.partial(group.memory.sleepers, min(missing))
             wait_for("all ranks that are there sleep", lambda asleep=asleep: asleep() == len(futures))
-    return [futures[rank].result(WITHIN_S) for rank in sorted(order)][0]
+    results = [futures[rank].result(WITHIN_S) for rank in sorted(order)]
+    return results[0]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])

@@ -12,6 +12,7 @@ from pillion.decode_service.decode_server import start_decode
 from pillion.engine.worker import worker as worker_module
 from pillion.engine.worker.worker import WARM_UP_TOKENS
 from pillion.errors import ConfigError
+from pillion.kvstore.index import registry as registry_module
 from pillion.kvstore.index.registry import Registry
 from testbed.conditions import WITHIN_S, until
 from testbed.redis import running_redis
@@ -62,7 +63,9 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         await workers.quiet()
 
 
-async def test_the_registry_shows_the_worker_until_it_leaves() -> None:
+async def test_the_registry_shows_the_worker_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its goodbye is a call to Redis, too.
+    monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", 30_000)
     with running_redis() as redis:
         url = redis.url
         async with running_workers(decode={"redis_url": url, "served_model_name": "shown"}) as workers:

@@ -11,12 +11,13 @@ import grpc
 import pytest
 
 from pillion.net.rpc import open_channel
+from testbed.conditions import WITHIN_S
 from tests.support.fake_components import running_fake_cluster
 from tests.support.fuzz import a_request, malformed, send
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "300"))
 AT_ONCE = 8
-TIMEOUT_S = 20.0
+TIMEOUT_S = WITHIN_S
 # Longer than any answer may be: the fake worker says no more than its script, even if it is told to ignore its end.
 SCRIPT = "abc" * 100
 # A model's name that was tampered with is one that nobody serves.

@@ -81,7 +81,7 @@ async def ended(client: openai.AsyncOpenAI, batch: Batch, status: str = "complet
     async def over() -> bool:
         return (await client.batches.retrieve(batch.id)).status in FINAL
 
-    await until("the batch to end", over, 60)
+    await until("the batch to end", over)
     found = await client.batches.retrieve(batch.id)
     assert found.status == status, found
     return found
@@ -352,7 +352,7 @@ async def test_tenants_see_their_own_and_pay_for_it(tmp_path: pathlib.Path, monk
         await until("its lines to run", lambda: len(fakes.decode.streams) == 2)
         keys.write_text(tenants.replace("red", "green") + rows[1] + rows[0].replace("red", "green"))
         folder = BatchFolder(tmp_path / "b", max_bytes=1, file_bytes=1, keep_s=10**6)
-        await until("its end", lambda: folder.batch("red", batch.id).status == "failed", 60)
+        await until("its end", lambda: folder.batch("red", batch.id).status == "failed")
         assert [error.code for error in folder.batch("red", batch.id).errors] == ["unknown_tenant"]
         fakes.decode.gate.set()
 
@@ -388,7 +388,7 @@ async def test_a_refused_line_runs_again(tmp_path: pathlib.Path, monkeypatch: py
         ]
         await until("them to run", lambda: len(fakes.decode.streams) == 3)
         batch = await begun(client, chats(3))
-        await until("a refusal", lambda: counted(fakes, "retried"), 20)
+        await until("a refusal", lambda: counted(fakes, "retried"))
         assert len(fakes.decode.streams) == 3
         fakes.decode.refusals = [(8, False), (14, False)]
         fakes.decode.gate.set()
@@ -440,7 +440,7 @@ async def test_another_gateway_goes_on_where_one_ends(tmp_path: pathlib.Path) ->
                 gateway: meters.counter(names.BATCH_LINES, "completed").value for gateway, meters in gateways.items()
             }
 
-        await until("some to be done", lambda: sum(done().values()) >= 5, 30)
+        await until("some to be done", lambda: sum(done().values()) >= 5)
         fakes.decode.gate.clear()
         (first,) = [gateway for gateway, count in done().items() if count]
         other = next(gateway for gateway in gateways if gateway is not first)

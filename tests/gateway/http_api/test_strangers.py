@@ -20,13 +20,13 @@ from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.tokens.tokenizer import TokenizerPool
 from pillion.kvstore.index import redis_link, redis_url
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call, connected, request_bytes, send
 from tests.support.loop_clock import turn_clock
 
 KEY = "plk-" + "k" * 43
-TIMEOUT_S = 20.0
+TIMEOUT_S = WITHIN_S
 TEXT = {"prompt": "x"}
 
 

@@ -91,6 +91,7 @@ async def test_an_emptied_redis_learns_everything_again(redis: RedisServer) -> N
         await b.until_sees("decode-0", 0, 0)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_without_redis_a_gateway_knows_its_own_work(redis: RedisServer) -> None:
     async with gateways(redis, "a", "b") as (a, b):
         a.load.add("decode-1", 1, 5)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
 from pillion.gateway.request import runner
+from pillion.gateway.request.runner import Generation
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
 from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
@@ -227,6 +231,17 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
     monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.pace_s = 0.02
+        now_s, handle = time.monotonic(), Generation._handle
+
+        def counted(generation: Generation, index: int | None, event: Any) -> Any:
+            """Ten words of the answers are the longest silence, however long they take."""
+            nonlocal now_s
+            done = handle(generation, index, event)
+            now_s += runner.MAX_SILENCE_S / 10
+            return done
+
+        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(Generation, "_handle", counted)
         asked = SamplingParams(seed=SEED, n=2)
         generation = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
         while not ((delta := await anext(generation)).index == 1 and delta.token_ids):
@@ -247,7 +262,9 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
 @pytest.mark.parametrize("tokens", [0, 10])
 async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
     async with running_fake_cluster("z" * 200) as fakes:
-        if not tokens:
+        if tokens:
+            fakes.decode.hold_behind = tokens
+        else:
             fakes.decode.gate.clear()
         stream = ask(fakes, n=4)
         reading = asyncio.ensure_future(anext(stream))

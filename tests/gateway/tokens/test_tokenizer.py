@@ -6,7 +6,6 @@ import asyncio
 import json
 import pathlib
 import threading
-import time
 
 import pytest
 
@@ -96,14 +95,12 @@ async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path)
     tokenizer, pool = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer())), TokenizerPool()
     try:
         for encode in (tokenizer.encode_text, tokenizer.encode_chat):
-            began = last_turn = time.monotonic()
-            longest_s = 0.0
-            work = asyncio.create_task(pool.run(encode, "hello world " * 50_000, MOST))
+            turns, work = 0, asyncio.create_task(pool.run(encode, "hello world " * 50_000, MOST))
             while not work.done():
                 await loop_turns(1)
-                longest_s, last_turn = max(longest_s, time.monotonic() - last_turn), time.monotonic()
+                turns += 1
             assert len(await work) == 600_000
-            assert longest_s < (last_turn - began) / 2
+            assert turns > 20, "the loop stood still while the prompt was tokenized"
     finally:
         pool.close()
 

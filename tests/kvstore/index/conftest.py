@@ -17,6 +17,11 @@ PATIENT_DEADLINE_MS = 30_000
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthens every deadline of a call to Redis: on a busy machine a sound Redis may take a second to answer."""
+    lengthen_deadlines(monkeypatch)
+
+
+def lengthen_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``patient`` does, for a part of a test."""
     monkeypatch.setattr(index_module, "LOOKUP_DEADLINE_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(registry, "REGISTRY_DEADLINE_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(redis_writer, "ANNOUNCE_DEADLINE_MS", PATIENT_DEADLINE_MS)

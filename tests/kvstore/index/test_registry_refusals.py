@@ -102,8 +102,8 @@ async def test_the_next_heartbeat_finds_the_silent_known(redis: RedisServer) -> 
         await later(redis, 2 * TTL_MS)
         with pytest.raises(Unavailable, match="raise its maxmemory"):
             await b.beat()
-    assert await b.beat()
-    assert await a.beat(), "a node that is not known announces all its blocks again"
+    # Redis takes both at once: nobody is silent in between, however busy the machine is.
+    assert await asyncio.gather(b.beat(), a.beat()) == [True, True], "a node that is not known announces all again"
     # Silence beside others that do beat is a loss as before.
     async with beating(b):
         await a.until_lost()

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.node import pool as pool_module
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
 from testbed.conditions import WITHIN_S, until
@@ -243,31 +245,35 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
     assert (books.waiting_tickets, tuple(books.fenced_components)) == (0, ("decode-0",))
 
 
-async def test_silence_fences_and_a_word_in_time_does_not(short_folder: str) -> None:
-    timeout_s = 0.2
-    async with running(short_folder, heartbeat_ms=20, heartbeat_timeout_ms=int(timeout_s * 1000)) as line:
-        silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
-        await line.client.heartbeat(silent)
+async def test_silence_fences_and_a_word_in_time_does_not(line: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, pool = time.monotonic(), line.node.pool
+    limit_s = pool._timeout_s
 
-        async def fenced() -> tuple[str, ...]:
-            assert not (await line.client.heartbeat(lively)).fenced
-            return tuple((await line.books()).fenced_components)
+    async def fenced_after(limits: float) -> tuple[str, ...]:
+        """Who is fenced after so many longest silences. One that goes by at once would be the node's own sleep."""
+        nonlocal now_s
+        for _ in range(round(limits * 10)):
+            now_s += limit_s / 10
+            pool.judge_silence(limit_s / 10)
+        return tuple((await line.books()).fenced_components)
 
-        await until("a fence", fenced)
-        assert tuple((await line.books()).fenced_components) == ("decode-0",), "who never spoke is still loading"
-        assert not (await line.client.heartbeat(loading)).fenced
-        # A new epoch, too, may take its time until it begins.
-        fresh = await line.client.reattach(silent)
-        over_s = time.monotonic() + 2 * timeout_s
-
-        async def over() -> bool:
-            await line.client.heartbeat(lively)
-            await line.client.heartbeat(loading)
-            return time.monotonic() > over_s
-
-        await until("twice the time of silence", over)
-        assert tuple((await line.books()).fenced_components) == ()
-        assert not (await line.client.heartbeat(fresh)).fenced
+    # The node's clock is the test's from here on.
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    silent, lively, loading = [await line.worker(f"decode-{number}") for number in range(3)]
+    for epoch in (silent, lively):
+        await line.client.heartbeat(epoch)
+    assert await fenced_after(0.9) == ()
+    await line.client.heartbeat(lively)
+    assert await fenced_after(0.2) == ("decode-0",), "who never spoke is still loading"
+    assert not (await line.client.heartbeat(lively)).fenced
+    assert not (await line.client.heartbeat(loading)).fenced
+    # A new epoch, too, may take its time until it begins.
+    fresh = await line.client.reattach(silent)
+    for _ in range(3):
+        assert await fenced_after(0.9) == ()
+        await line.client.heartbeat(lively)
+        await line.client.heartbeat(loading)
+    assert not (await line.client.heartbeat(fresh)).fenced
 
 
 async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisServer) -> None:

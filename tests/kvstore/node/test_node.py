@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from pillion.errors import (
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
+from pillion.kvstore.node import pool as pool_module
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.kvstore.node.pool import Pool
 from pillion.net.rpc import open_channel
@@ -344,7 +346,7 @@ async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[At
 
 async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, now = cluster.node.pool, 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now))
     worker = await cluster.worker()
     pool.judge_silence(0.5)
     pool.heartbeat(worker.epoch)

@@ -46,7 +46,7 @@ from pillion.kvstore.client.attachment import share_region
 from testbed.fake_cuda import DeviceBytes
 from pillion.kvstore.client.attachment import share_region
 from testbed.fake_cuda import DeviceBytes
-region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 20)
+region = share_region(sys.argv[1], sys.argv[2], int(sys.argv[3]), 60)
 print("fill" if region.must_fill else "ready", flush=True)
 sys.stdin.readline()
 if region.must_fill:
@@ -254,7 +254,7 @@ def children(folder: str, count: int) -> Iterator[list[Child]]:
             child.process.communicate()
 
 
-async def shared(folder: str, key: str = KEY, size: int = SIZE, timeout_s: float = 10) -> Region:
+async def shared(folder: str, key: str = KEY, size: int = SIZE, timeout_s: float = WITHIN_S) -> Region:
     return await asyncio.to_thread(share_region, f"{folder}/attach.sock", key, size, timeout_s)
 
 

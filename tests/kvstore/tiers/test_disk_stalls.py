@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +15,7 @@ from pillion.kvstore.tiers.disk import READ_THREADS, DiskTier
 from pillion.kvstore.tiers.disk_files import BlockFiles
 from pillion.kvstore.tiers.tier_breaker import TierBreaker
 from pillion.kvstore.tiers.tiers import BlockName
-from testbed.conditions import loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.redis import RedisServer
 from tests.support.disk import BLOCK_BYTES, Stored, chain, file_of, files_in, loaded, opened
 from tests.support.disk_stalls import stalled
@@ -139,45 +141,69 @@ async def test_many_late_reads_make_one_pause_of_the_first_length(
         await until("the disk to be used again", tier.answers)
 
 
+class SlowReads:
+    """The tier's clock, which goes on by an eighth of LATE_S with each block that is read and stands still meanwhile.
+
+    ``allowed`` counts the blocks that may be read.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, allowed: int = 0) -> None:
+        self.now_s, self.allowed = 1000.0, threading.Semaphore(allowed)
+        lock, read = threading.Lock(), BlockFiles.read
+
+        def slow(files: BlockFiles, *words: object) -> None:
+            assert self.allowed.acquire(timeout=WITHIN_S)
+            with lock:
+                self.now_s += LATE_S / 8
+            read(files, *words)  # type: ignore[arg-type]
+
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, time_ns=time.time_ns)
+        monkeypatch.setattr(BlockFiles, "read", slow)
+        monkeypatch.setattr(disk, "time", clock)
+
+
 async def test_waiting_for_a_thread_is_not_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that waited for others, and is given up, pauses no disk whose blocks come."""
-    blocks, read, pauses = chain(8), BlockFiles.read, list[float]()
+    blocks, pauses = chain(8), list[float]()
     monkeypatch.setattr(TierBreaker, "late", lambda breaker, now: pauses.append(now))
-
-    def slow(files: BlockFiles, *words: object) -> None:
-        time.sleep(0.01)
-        read(files, *words)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(BlockFiles, "read", slow)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
-        others = [asyncio.create_task(loaded(tier, blocks)) for _ in range(40)]
+        reads = SlowReads(monkeypatch, allowed=24)
+        others = [asyncio.create_task(loaded(tier, blocks)) for _ in range(10)]
         await loop_turns()
-        last = asyncio.create_task(loaded(tier, blocks))
-        await late(tier)
+        last, began_s = asyncio.create_task(loaded(tier, blocks)), reads.now_s
+        # The threads have read 24 of 80 blocks of others.
+        await until("so many blocks", lambda: reads.now_s - began_s > 2 * LATE_S)
         last.cancel()
+        reads.allowed.release(200)
         await asyncio.wait([*others, last])
+        assert last.cancelled()
         assert not pauses
         assert not any(other.exception() for other in others)
 
 
 async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long read is not late while its blocks come."""
-    blocks, read = chain(8), BlockFiles.read
-
-    def slow(files: BlockFiles, *words: object) -> None:
-        time.sleep(LATE_S / 3)
-        read(files, *words)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(BlockFiles, "read", slow)
+    blocks = chain(24)
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
-        assert await loaded(tier, blocks) == 8
+        reads = SlowReads(monkeypatch)
+        began_s, loading = reads.now_s, asyncio.create_task(loaded(tier, blocks))
+        for number in range(1, 25):
+            reads.allowed.release()
+            await until("a block to be read", lambda number=number: reads.now_s - began_s > (number - 0.5) * LATE_S / 8)  # type: ignore[misc]
+            assert tier.answers()
+        assert await loading == 24
+        assert reads.now_s - began_s > 2 * LATE_S
         assert tier.answers()
 
 
-async def test_a_node_serves_on_while_its_disk_hangs(short_folder: str, redis: RedisServer) -> None:
+async def test_a_node_serves_on_while_its_disk_hangs(
+    short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests compute what they cannot get. What late reads keep of the pool does not grow with their number."""
+    # A sound disk is not late because the machine stands still.
+    monkeypatch.setattr(disk, "LATE_S", WITHIN_S)
     folder = Path(short_folder, "disk")
     # Evicting ends where it begins, so that a pool with enough free slots is one that evicts nothing more.
     flags = {**EAGER, "high_watermark_percent": EAGER["low_watermark_percent"]}
@@ -188,6 +214,7 @@ async def test_a_node_serves_on_while_its_disk_hangs(short_folder: str, redis: R
             await a.serve(hashes)
             await a.until(lambda status: status.free_blocks >= NUM_SLOTS * 0.6)
         await a.until(lambda status: status.disk_blocks == status.spilled_blocks)
+        monkeypatch.setattr(disk, "LATE_S", LATE_S)
         with stalled(files_in(folder)):
             most_late = 0
             for hashes in prompts:

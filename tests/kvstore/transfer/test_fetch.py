@@ -23,7 +23,7 @@ from pillion.kvstore.transfer import fetch as fetch_module
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.v1.kvnode_pb2 import CommitRun, PrefetchReply
 from pillion.v1.kvplane_pb2 import PinBlocksReply
-from testbed.conditions import loop_turns
+from testbed.conditions import WITHIN_S, loop_turns
 from tests.support.examples import examples
 
 BLOCK_BYTES = 64
@@ -339,6 +339,7 @@ async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, boun
         check_integrity(node.ledger)
     source.gate.set()
     await node.fetcher.close()
+    node.fetcher._timeout_s = WITHIN_S
     assert await node.bring(node.ticket(), "a") == 10
     node.check()
 
@@ -471,6 +472,7 @@ async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
     late = await brought("silent")
     assert (late.fetched_blocks, late.bucket_ms) == (0, 0)
     assert late.fetched_ms > 150
+    node.fetcher._timeout_s = WITHIN_S
     good = await brought("good")
     assert good.fetched_blocks == 10
     assert good.fetched_ms > 0

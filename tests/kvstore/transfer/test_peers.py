@@ -161,7 +161,7 @@ async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess, monk
         peer = await peers.get("source")
         source.signal(signal.SIGSTOP)
         try:
-            pinning = asyncio.create_task(peer.pin(CHAIN, 0, 5.0))
+            pinning = asyncio.create_task(peer.pin(CHAIN, 0, WITHIN_S))
             await loop_turns()
             pinning.cancel()
             await asyncio.wait([pinning])
@@ -178,6 +178,7 @@ async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess, monk
 async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
     source: SourceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peers_module, "AVOID_S", 10 * WITHIN_S)
     async with reading(Directory(source=source.address)) as (peers, _, _):
         node = peers.source("source")
         await node.pin(CHAIN, 0, timeout_s=WITHIN_S)
@@ -241,7 +242,7 @@ async def test_peers_are_bounded_and_idle_ones_are_closed(
 async def test_requests_that_are_too_large_are_refused(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer = await peers.get("source")
-        pinned = await peer.pin(CHAIN, 0, 5.0)
+        pinned = await peer.pin(CHAIN, 0, WITHIN_S)
         count = MAX_READ_SLOTS + 1
         targets = [memoryview(bytearray(BLOCK_BYTES))] * count
         # The reader's own side cuts longer lists; without that the source refuses them.
@@ -250,17 +251,17 @@ async def test_requests_that_are_too_large_are_refused(source: SourceProcess, mo
         with pytest.raises(InvalidRequest, match="at most"):
             await peer.read_blocks(pinned.ticket_id, pinned.slots[:1] * count, targets)
         with pytest.raises(InvalidRequest, match="at most"):
-            await peer.pin(bytes(32 * (MAX_PIN_BLOCKS + 1)), 0, 5.0)
+            await peer.pin(bytes(32 * (MAX_PIN_BLOCKS + 1)), 0, WITHIN_S)
         with pytest.raises(InvalidRequest, match="behind the end"):
-            await peer.pin(CHAIN, NUM_SLOTS + 1, 5.0)
+            await peer.pin(CHAIN, NUM_SLOTS + 1, WITHIN_S)
         with pytest.raises(InvalidRequest):
-            await peer.pin(CHAIN[:-1], 0, 5.0)
+            await peer.pin(CHAIN[:-1], 0, WITHIN_S)
 
 
 async def test_a_stream_that_ends_early_or_says_too_much_is_unavailable(source: SourceProcess) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer = await peers.get("source")
-        pinned = await peer.pin(CHAIN, 0, 5.0)
+        pinned = await peer.pin(CHAIN, 0, WITHIN_S)
         for wrong in (BLOCK_BYTES * 2, BLOCK_BYTES // 2):
             with pytest.raises(Unavailable, match="sent"):
                 await peer.read_blocks(pinned.ticket_id, pinned.slots[:1], [memoryview(bytearray(wrong))])
