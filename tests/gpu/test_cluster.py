@@ -123,6 +123,7 @@ async def answered(server: WorkerServer, node: NodeClient, session: NodeSession,
     return answer.token_ids, ticket.pinned_blocks
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
 async def test_workers_of_two_sizes_share_a_pool_of_two_shards(folder, gpus):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterator
 
@@ -33,11 +32,3 @@ def short_folder() -> Iterator[str]:
     """Yield a folder with a short path, because a Unix socket's path may have about a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder:
         yield folder
-
-
-@pytest.fixture
-def nobodys_port() -> Iterator[int]:
-    """Yield a TCP port of this machine that refuses connections: it is bound, and nobody listens."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]

@@ -59,9 +59,18 @@ class Runner:
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A fixture ``runner`` for a module: runs its kernels in each of MODES."""
+    """A fixture ``runner`` for a module: runs its kernels in each of MODES.
 
-    @pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+    Checks are written alike for all instruction sets; those of the widest one run in the long tests alone.
+    """
+
+    @pytest.fixture(
+        scope="module",
+        params=[
+            pytest.param(mode, marks=pytest.mark.long if mode == (ISAS[0], True) and _BOTH else ()) for mode in MODES
+        ],
+        ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}",
+    )
     def runner(request: Any) -> Iterator[Runner]:
         name, checked = request.param
         found = Runner(specs, isa_or_skip(name), checked)

@@ -41,6 +41,17 @@ MODELS_AND_KV = [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8
 EACH_MODEL_AND_KV = pytest.mark.parametrize(
     ("folder", "prepared", "kv"), MODELS_AND_KV, indirect=["folder", "prepared"]
 )
+# Long texts in each of them take a while: these have both types, experts, KV in 8 bits, windows and soft caps.
+LONG_TEXTS = pytest.mark.parametrize(
+    ("folder", "prepared", "kv"),
+    [
+        case
+        if case in (("qwen3_moe", "float32", "auto"), ("gemma2", "bfloat16", "fp8"))
+        else pytest.param(*case, marks=pytest.mark.long)
+        for case in MODELS_AND_KV
+    ],
+    indirect=["folder", "prepared"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +119,7 @@ def test_float32_models_keep_weights_that_are_bfloat16(folder, tmp_path, monkeyp
     assert torch.equal(other.run_all(other.sequences.add()[0], text, []), found)
 
 
-@EACH_MODEL_AND_KV
+@LONG_TEXTS
 def test_a_row_has_the_same_bits_in_every_batch_chunk_and_thread_pool(prepared, kv):
     """Logits depend on the text before them and on nothing else, which makes migrated streams exact."""
     text = text_of(600, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import pytest
@@ -16,6 +17,7 @@ from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from testbed.tiny_model import save_model
+from tests.support.covering import covering_rows
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.torch_model import BackendDriver
 
@@ -69,9 +71,16 @@ def few_bits(monkeypatch, tmp_path):
     monkeypatch.setattr(Checkpoint, "take_matrix", taken)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "avx2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", MODELS)
+SHORT = covering_rows((tuple(MODELS), ("float32", "bfloat16"), ("auto", "avx2")))
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernels"),
+    [
+        row if row in SHORT else pytest.param(*row, marks=pytest.mark.long)
+        for row in itertools.product(MODELS, ("float32", "bfloat16"), ("auto", "avx2"))
+    ],
+)
 def test_logits_are_those_of_the_widened_model(few_bits, tmp_path, model, dtype, kernels):
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in (dtype, "float32"))

@@ -60,6 +60,7 @@ def chat(folder, text):
     )
 
 
+@pytest.mark.long
 def test_prepared_weights_are_exactly_the_dequantized_ones(exact, oracle):
     theirs = dict(oracle.model.state_dict())
     config = load_config(exact.folder)
@@ -71,6 +72,7 @@ def test_prepared_weights_are_exactly_the_dequantized_ones(exact, oracle):
     assert theirs.keys() == {"lm_head.weight"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROMPTS)
 def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
     prompt = Tokenizer.from_file(str(exact.folder / "tokenizer.json")).encode(PROMPTS[name]).ids
@@ -78,7 +80,7 @@ def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
     assert not first_difference(oracle.greedy(prompt, 20), got, EPSILON)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_the_capital_of_france(dtype):
     prepared = prepare(ModelFlags(model="demo", dtype=dtype))
     prompt = chat(prepared.folder, "What is the capital of France?")

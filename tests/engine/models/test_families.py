@@ -91,12 +91,17 @@ def test_log_probabilities_of_prompts(case):
         check_scores(found, text, case.logits(text))
 
 
-def test_every_split_point(case):
+# Splits at the edges of blocks of 16 and of texts; all of them take a while.
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 68, 69]
+
+
+@pytest.mark.parametrize("splits", [EDGES, pytest.param(range(1, PROMPT_TOKENS), marks=pytest.mark.long)], ids=len)
+def test_every_split_point(case, splits):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
     assert wanted.std() > 0.5  # Flat logits would prove nothing.
     drivers = [case.driver(block_size, num_slots=1500) for block_size in case.block_sizes]
-    for split in range(1, PROMPT_TOKENS):
+    for split in splits:
         driver = drivers[split % 2]
         (number,) = driver.sequences.add()
         close(driver.run_all(number, text, [split]), wanted)

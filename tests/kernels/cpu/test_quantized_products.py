@@ -184,7 +184,14 @@ def test_strays_are_noted(runner, short, rows):
         runner.run(one.spec, values, rows_step(rows))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("avx512_bf16", "bf16"), ("avx512_bf16", "fp32"), ("avx512", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("avx512_bf16", "bf16"),
+        pytest.param("avx512_bf16", "fp32", marks=pytest.mark.long),
+        pytest.param("avx512", "bf16", marks=pytest.mark.long),
+    ],
+)
 def test_sums_stay_in_registers(name, rows):
     """No tile spills a vector, in code for this processor if it has these instructions: neither the tallest ones, which
     keep the most sums, nor the lowest. Tiles of float32 rows are the same without products of bfloat16 pairs."""

@@ -55,7 +55,9 @@ def test_float32_is_never_packed() -> None:
     assert torch.equal(Linear(w)(x), linear(x, w))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", *(pytest.param(dtype, marks=pytest.mark.long) for dtype in ("float16", "float32"))]
+)
 def test_a_layer_works_on_a_processor_without_avx512(dtype: str) -> None:
     """With oneDNN and torch limited to AVX2, the layer stays plain and is correct."""
     narrow = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

@@ -44,14 +44,12 @@ async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
         await registry.aclose()
 
 
-async def test_the_record_of_a_node_that_crashed_hinders_no_restart(
-    short_folder: str, redis: RedisServer, nobodys_port: int
-) -> None:
+async def test_the_record_of_a_node_that_crashed_hinders_no_restart(short_folder: str, redis: RedisServer) -> None:
     """Its address does not answer any more, or another node answers there."""
     registry = patient(Registry(redis.url, 600_000))
     other = await start_kvnode(flags_of(short_folder, redis, "kv-b", "other"))
     try:
-        for left in (f"127.0.0.1:{nobodys_port}", other.address):
+        for left in (f"127.0.0.1:{free_port()}", other.address):
             await registry.heartbeat(ComponentRecord(component_id="kv-a", role="kvnode", address=left, node_id="kv-a"))
             again = await start_kvnode(flags_of(short_folder, redis, "kv-a", "again"))
 
