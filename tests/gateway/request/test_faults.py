@@ -331,7 +331,7 @@ async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.Monkey
 async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A worker that says that the request waits keeps it, however long; the request does not begin again elsewhere."""
     monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.2)
-    told, clock = list[int](), Clock()
+    told, clock = list[int](), TurnedClock()
     monkeypatch.setattr(runner, "time", clock)
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         worker: FakePrefill | FakeDecode = fakes.prefill if where == "prefill" else fakes.decode
@@ -347,7 +347,7 @@ async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where:
         await fakes.settled()
 
 
-class Clock:
+class TurnedClock:
     """A clock that the test turns."""
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class Clock:
         return self.now_s
 
 
-def spying(handle: Callable[..., Any], told: list[int], clock: Clock) -> Callable[..., Any]:
+def spying(handle: Callable[..., Any], told: list[int], clock: TurnedClock) -> Callable[..., Any]:
     """``handle``, and the places in line that it was told. Behind each half of the longest silence goes by at once."""
 
     def spy(generation: Generation, index: int | None, event: Any) -> Any:
