@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
+from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
 
@@ -48,27 +48,25 @@ class AnswerReader:
         self.parts = parts
         self.thinking = form.reasoning is not None and form.opened is not False
         self._text = PendingText()
-        self._marks: tuple[str, ...] = ()
-        if form.reasoning is not None:
-            self._marks = (form.reasoning.begin, form.reasoning.end)
+        marks = [] if form.reasoning is None else [form.reasoning.begin, form.reasoning.end]
         if form.tools is not None:
-            self._marks += (form.tools.begin, *filter(None, (form.tools.end,)))
+            marks += filter(None, (form.tools.begin, form.tools.end))
+        self._marks = Marks(*marks)
         self._reading = self._read(form)
         # Up to where it needs text.
         next(self._reading, None)
 
     def push(self, text: str) -> None:
         """Reads the next text."""
-        self._text.rest += text
+        self._text.push(text)
         next(self._reading, None)
 
     def flush(self, cut: bool = False) -> None:
         """Reads what was held back: no more text will come. Call once, at the end. ``cut``: the answer has not ended by
         itself, so that half a mark at its end, of two characters and more, is no text."""
         text = self._text
-        half = held_back(text.rest, self._marks) if cut and self._marks else 0
-        if half > 1:
-            text.rest = text.rest[:-half]
+        if cut:
+            text.cut(self._marks)
         text.ended = True
         next(self._reading, None)
         self.parts.end(self.thinking)
@@ -81,9 +79,4 @@ class AnswerReader:
         if form.tools is not None:
             yield from form.tools.read(text, parts, form.schemas)
             return
-        while True:
-            parts.content(text.rest)
-            text.rest = ""
-            if text.ended:
-                return
-            yield
+        yield from text.until(Marks(), parts.content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
+from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +49,15 @@ def read_reasoning(
     """Reads up to where the reasoning ends; nothing where the answer does not begin with it."""
     if opened is False:
         return
-    at = yield from text.past_space(0)
-    if at >= 0 and (yield from text.has(form.begin, at)):
-        text.skip(at + len(form.begin))
-    elif not opened:
-        return
+    text.attempt()
+    yield from text.past_space()
+    if (yield from text.has(form.begin)):
+        text.take()
+    else:
+        parts.content(text.leave())
+        if not opened:
+            return
     parts.mark()
     parts.thought = True
-    while True:
-        before, mark, behind = text.rest.partition(form.end)
-        if mark:
-            parts.think(before)
-            text.rest = behind
-            parts.mark()
-            return
-        keep = 0 if text.ended else held_back(text.rest, (form.end,))
-        certain = len(text.rest) - keep
-        parts.think(text.rest[:certain])
-        text.skip(certain)
-        if text.ended:
-            return
-        yield
+    if (yield from text.until(Marks(form.end), parts.think)):
+        parts.mark()

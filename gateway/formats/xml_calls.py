@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import msgspec
 
-from pillion.gateway.formats.answer_parts import AnswerParts, PendingText, held_back
+from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Marks, PendingText
 from pillion.gateway.formats.json_calls import NAME
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 MAX_KEY_CHARS = 256
+# Parameters whose types are remembered for one answer.
+_KEPT_TYPES = 1024
 
-_BEGINS = re.compile(f"{TOOL_CALL}|{FUNCTION}")
+_BEGINS = Marks(TOOL_CALL, FUNCTION)
+# Models write a parameter's text on lines of its own.
+_ENDS_PARAMETER = Marks("\n" + END_PARAMETER, END_PARAMETER)
+_BEHIND_WORD = re.compile(r"[>\n<]")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
@@ -32,106 +37,118 @@ class XmlCalls:
         self._text = text
         self._parts = parts
         self._schemas = schemas
+        # By tool and parameter: a schema may be long, and a model may write a parameter often.
+        self._types: dict[tuple[str, str], set[str]] = {}
 
     def read(self) -> Generator[None, None, None]:
         """Reads the whole text."""
-        text = self._text
-        while True:
-            found = _BEGINS.search(text.rest)
-            if found is None:
-                certain = len(text.rest) - (0 if text.ended else held_back(text.rest, (TOOL_CALL, FUNCTION)))
-                self._parts.content(text.rest[:certain])
-                text.skip(certain)
-                if text.ended:
-                    return
-                yield
-                continue
-            self._parts.content(text.rest[: found.start()])
-            text.skip(found.start())
-            if not (yield from self._call()):
-                self._parts.content(found.group())
-                text.skip(len(found.group()))
+        text, parts = self._text, self._parts
+        while mark := (yield from text.until(_BEGINS, parts.content)):
+            text.attempt()
+            if not (yield from self._call(mark)):
+                parts.content(mark + text.leave())
 
-    def _call(self) -> Generator[None, None, bool]:
-        """Reads a call, from its mark on; false where it is none, and nothing has been taken."""
-        text, at = self._text, 0
-        if (yield from text.has(TOOL_CALL)):
-            at = yield from text.past_space(len(TOOL_CALL))
-        if at < 0 or not (yield from text.has(FUNCTION, at)):
-            return False
-        name, at = yield from self._word(at + len(FUNCTION), MAX_KEY_CHARS)
+    def _call(self, mark: str) -> Generator[None, None, bool]:
+        """Reads a call, from behind its mark on, and takes it; false where it is none, which leaves the attempt to the
+        caller."""
+        text = self._text
+        if mark == TOOL_CALL:
+            yield from text.past_space()
+            if not (yield from text.has(FUNCTION)):
+                return False
+        name = yield from self._word()
         if not NAME.fullmatch(name):
             return False
-        text.skip(at)
+        text.take()
         self._parts.begin(name)
-        schema = self._schemas.get(name, {})
         opened = "{"
-        while (yield from self._parameter(schema, opened)):
+        while (yield from self._parameter(name, opened)):
             opened = ", "
-        at = yield from text.past_space(0)
-        if at >= 0:
+        if (yield from text.some()):
             # What is cut short stays open, so that nobody takes it for whole.
             self._parts.arguments("{}" if opened == "{" else "}")
-        for mark in (END_FUNCTION, END_TOOL_CALL):
-            if at >= 0 and (yield from text.has(mark, at)):
-                text.skip(at + len(mark))
-                at = yield from text.past_space(0)
+        for end in (END_FUNCTION, END_TOOL_CALL):
+            if (yield from text.has(end)):
+                yield from text.past_space()
         return True
 
-    def _word(self, at: int, most: int) -> Generator[None, None, tuple[str, int]]:
-        """What stands between ``at`` and the next ``>``, and the place behind it; "" where nothing does."""
-        end = at
-        while (yield from self._text.reaches(end)) and end - at <= most:
-            if self._text.rest[end] == ">":
-                return self._text.rest[at:end], end + 1
-            if self._text.rest[end] in "<\n":
-                break
-            end += 1
-        return "", -1
+    def _word(self) -> Generator[None, None, str]:
+        """Reads what stands before the next ``>``, and that; "" where nothing does."""
+        word = yield from self._text.up_to(_BEHIND_WORD, MAX_KEY_CHARS)
+        return word if (yield from self._text.has(">")) else ""
 
-    def _parameter(self, schema: Mapping[str, Any], opened: str) -> Generator[None, None, bool]:
-        """Reads the next parameter; false where there is none, and nothing has been taken."""
+    def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
+        """Reads the next parameter of the tool ``name``; false where there is none."""
         text, parts = self._text, self._parts
-        at = yield from text.past_space(0)
-        if at < 0 or not (yield from text.has(PARAMETER, at)):
-            return False
-        key, at = yield from self._word(at + len(PARAMETER), MAX_KEY_CHARS)
+        # White space in a call is no content.
+        yield from text.past_space()
+        text.attempt()
+        key = (yield from self._word()) if (yield from text.has(PARAMETER)) else ""
         if not key:
+            parts.content(text.leave())
             return False
-        text.skip(at)
+        text.take()
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
-        # Models write the text on lines of its own.
-        if (yield from text.has("\n")):
-            text.skip(1)
-        types = types_of(schema, key)
-        if types != {"string"}:
-            value, whole = yield from self._value(None)
-            parts.arguments(typed(value, types) if whole else value)
-            return True
-        parts.arguments('"')
-        _, whole = yield from self._value(parts)
-        parts.arguments('"' if whole else "")
+        yield from text.has("\n")
+        value = _Value(self._types_of(name, key), parts.arguments)
+        mark = yield from text.until(_ENDS_PARAMETER, value.push)
+        value.end(whole=bool(mark))
         return True
 
-    def _value(self, parts: AnswerParts | None) -> Generator[None, None, tuple[str, bool]]:
-        """Reads up to a parameter's end, without the line end before it: the text, and whether the end came. Gives the
-        text to ``parts`` as it comes, as that of a JSON string."""
-        text, read = self._text, ""
-        marks = ("\n" + END_PARAMETER, END_PARAMETER)
-        while True:
-            before, mark, behind = text.rest.partition(END_PARAMETER)
-            piece = before.removesuffix("\n")
-            if not mark:
-                piece = before[: len(before) - (0 if text.ended else held_back(before, marks))]
-                behind = before[len(piece) :]
-            text.rest = behind
-            if parts is None:
-                read += piece
-            else:
-                parts.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-            if mark or text.ended:
-                return read, bool(mark)
-            yield
+    def _types_of(self, name: str, key: str) -> set[str]:
+        known = self._types.get((name, key))
+        if known is None:
+            known = types_of(self._schemas.get(name, {}), key)
+            if len(self._types) < _KEPT_TYPES:
+                self._types[name, key] = known
+        return known
+
+
+class _Value:
+    """A parameter's text as JSON of one of ``types``. A string is given as it comes. Anything else is held until it is
+    known what it is. A text of more than MAX_HELD_CHARS is given as it comes too: as it is where it begins like an
+    object or a list that ``types`` allow, and as a string otherwise."""
+
+    def __init__(self, types: set[str], give: Callable[[str], None]) -> None:
+        self._types = types
+        self._give = give
+        self._held: list[str] = []
+        self._held_chars = 0
+        # How what comes is spelled; None while it is held.
+        self._spell: Callable[[str], str] | None = None
+        if types == {"string"}:
+            self._begin("")
+
+    def push(self, piece: str) -> None:
+        if self._spell is not None:
+            self._give(self._spell(piece))
+            return
+        self._held.append(piece)
+        self._held_chars += len(piece)
+        if self._held_chars > MAX_HELD_CHARS:
+            self._begin("".join(self._held))
+
+    def end(self, whole: bool) -> None:
+        """``whole``: whether the parameter's end has come."""
+        if self._spell is None:
+            text = "".join(self._held)
+            self._give(typed(text, self._types) if whole else text)
+        elif whole and self._spell is _in_string:
+            self._give('"')
+
+    def _begin(self, text: str) -> None:
+        kind = {"{": "object", "[": "array"}.get(text.lstrip()[:1])
+        self._held.clear()
+        if kind in self._types:
+            self._spell = str
+            self._give(text)
+        else:
+            self._spell = _in_string
+            self._give('"' + _in_string(text))
+
+
+def _in_string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
@@ -143,26 +160,33 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {one for one in named or () if isinstance(one, str)}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    if not found:
-        found = {_TYPE_OF.get(type(value), "null") for value in values}
-    for word in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(word)
-        for option in options if isinstance(options, list) else ():
-            found |= _types(option) if isinstance(option, dict) else set()
-    # What a reference means is in another place; its value is most likely an object.
-    return found | {"object"} if "$ref" in schema else found
+    found: set[str] = set()
+    # A stack, as a client's schema may be deep.
+    left = [schema]
+    while left:
+        one = left.pop()
+        named = one.get("type")
+        types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+        values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
+        found |= types or {_TYPE_OF.get(type(value), "null") for value in values}
+        if "$ref" in one:
+            # What a reference means is in another place; its value is most likely an object.
+            found.add("object")
+        for word in ("anyOf", "oneOf", "allOf"):
+            options = one.get(word)
+            left += [option for option in options if isinstance(option, dict)] if isinstance(options, list) else ()
+    return found
 
 
 def typed(text: str, types: set[str]) -> str:
     """A parameter's text as JSON of one of ``types``; as a string where it is none."""
     value = _PYTHON.get(text.strip(), text.strip())
     try:
-        # Unlike the standard library it reads neither NaN nor an infinity.
-        kind = _TYPE_OF.get(type(msgspec.json.decode(value)), "null")
+        # Unlike the standard library it reads neither NaN nor an infinity. What an object or a list holds is checked
+        # and not made: a deep one would take long.
+        read = msgspec.json.decode(value, type=msgspec.Raw if value[:1] in ("{", "[") else Any)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+    kind = {"{": "object", "[": "array"}.get(value[:1]) or _TYPE_OF.get(type(read), "null")
     fits = kind in types or (kind == "integer" and "number" in types) or "string" not in types
     return value if fits else json.dumps(text, ensure_ascii=False)

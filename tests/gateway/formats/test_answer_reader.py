@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import FrameType
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.gateway.formats.answer_parts import AnswerParts, call_id
+from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, MAX_REREAD_CHARS, AnswerParts, call_id
 from pillion.gateway.formats.answer_reader import AnswerForm, AnswerReader
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
+from pillion.gateway.formats.xml_calls import typed, types_of
 
 SCHEMAS: dict[str, Any] = {
     "f": {
@@ -21,6 +25,7 @@ SCHEMAS: dict[str, Any] = {
             "s": {"type": "string"},
             "u": {"anyOf": [{"type": "string"}, {"type": "number"}]},
             "b": {"type": "boolean"},
+            "o": {"type": "object"},
         }
     },
     "g": {},
@@ -229,6 +234,156 @@ def test_arguments_come_as_they_are_written() -> None:
         reader.push(character)
         sizes += [len(delta.arguments) for delta in reader.parts.take()[1]]
     assert sizes == [0, *[1] * len('{"s": "one two three"}')]
+
+
+# Texts that look like a call for as long as they go on, and would be read anew from each of their marks.
+FALSE_CALLS = {
+    "objects": ("hermes", '<tool_call>{"a":[\\"'),
+    "objects of Llama": ("llama3_json", '<|python_tag|>{"a":[\\"'),
+    "lists of Mistral": ("mistral", '[TOOL_CALLS][{"a":[\\"'),
+    "names": ("hermes", '<tool_call>{"name'),
+    "brackets": ("hermes", '<tool_call>{"a":' + "[" * 60),
+    "functions": ("qwen3_coder", "<tool_call> <function=x"),
+    "parameters": ("qwen3_coder", "<function=f><parameter=a>1"),
+    "white space": ("hermes", "      "),
+    "white space behind marks": ("mistral", "[TOOL_CALLS]      "),
+    "reasoning": ("hermes", "</thin"),
+}
+
+
+def count_work(text: str, tools: str) -> tuple[int, int]:
+    """How many functions are called, of Python and of C, to read a text in small pieces; and the most at once."""
+    form = AnswerForm(REASONING_FORMATS["qwen3"], "</thin" in text or None, TOOL_FORMATS[tools], SCHEMAS, {})
+    reader, calls, most = AnswerReader(form, AnswerParts("r", 0)), 0, 0
+
+    def count(_: FrameType, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        for at in range(0, len(text), 4):
+            before = calls
+            reader.push(text[at : at + 4])
+            reader.parts.take_content()
+            reader.parts.take()
+            most = max(most, calls - before)
+        before = calls
+        reader.flush()
+        most = max(most, calls - before)
+    finally:
+        sys.setprofile(None)
+    return calls, most
+
+
+@pytest.mark.parametrize("name", FALSE_CALLS)
+def test_reading_costs_what_the_text_is_long_whatever_it_looks_like(name: str) -> None:
+    tools, unit = FALSE_CALLS[name]
+    size = 2 * MAX_REREAD_CHARS
+    once, _ = count_work((unit * size)[:size], tools)
+    twice, most = count_work((unit * size)[: 2 * size], tools)
+    assert twice < 2.2 * once
+    # What was held is given in one piece, of which a bounded part is read again, some calls for each of its characters.
+    assert most < 5 * MAX_REREAD_CHARS
+
+
+@pytest.mark.parametrize("unit", ["  ", "\n \t"])
+def test_white_space_that_waits_is_not_copied_for_each_token(unit: str) -> None:
+    parts = AnswerParts("r", 0)
+    parts.content("x")
+    longest = 0
+
+    def count(_: FrameType, event: str, function: Any) -> None:
+        nonlocal longest
+        if event == "c_call" and function.__name__ in ("rstrip", "lstrip"):
+            longest = max(longest, len(function.__self__))
+
+    sys.setprofile(count)
+    try:
+        for _ in range(1000):
+            parts.content(unit)
+    finally:
+        sys.setprofile(None)
+    assert longest == len(unit)
+    parts.content("y")
+    assert parts.take_content() == "x" + unit * 1000 + "y"
+
+
+@pytest.mark.parametrize("cuts", [[], list(range(0, 2 * MAX_HELD_CHARS, 1009))])
+@pytest.mark.parametrize(
+    ("tools", "begin"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"s": "'),
+        ("hermes", '<tool_call>{"name": "f", "x": ['),
+        ("hermes", "<tool_call> "),
+        ("llama3_json", '{"arguments": {"s": "'),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]"),
+        ("qwen3_coder", "<tool_call>\n"),
+    ],
+)
+def test_no_more_is_held_of_one_call_than_the_bound(tools: str, begin: str, cuts: list[int]) -> None:
+    filler = " " if begin.endswith((" ", "\n")) else "z"
+    text = begin + filler * MAX_HELD_CHARS
+    form = AnswerForm(None, None, TOOL_FORMATS[tools], SCHEMAS, {})
+    reader = AnswerReader(form, AnswerParts("r", 0))
+    reader.push(text)
+    # Too long for a call, so it is content, and calls behind it are calls.
+    assert reader.parts.take_content() or filler == " "
+    call = {"hermes": '<tool_call>{"name":"g"}', "llama3_json": '<|python_tag|>{"name":"g"}'}.get(tools)
+    if call is None:
+        call = "[TOOL_CALLS]g{}" if tools == "mistral" else "<function=g></function>"
+    cuts = [cut for cut in cuts if cut < len(text)]
+    assert read(text + "z" + call, tools, cuts=cuts) == (text + "z", "", [("g", "{}")])
+
+
+def test_what_is_read_again_for_false_calls_is_bounded() -> None:
+    broken = '<tool_call>{"x": "' + "y" * (MAX_REREAD_CHARS // 2) + '<tool_call>{"name": "g"}'
+    # There the object within the string that does not end is found; where that is too long, it is not looked for.
+    content, _, calls = read(broken, "hermes")
+    assert (content, calls) == (broken.removesuffix('<tool_call>{"name": "g"}'), [("g", "{}")])
+    content, _, calls = read(broken + "and " + broken, "hermes")
+    assert len(calls) == 1
+    assert content.endswith('{"name": "g"}')
+
+
+@pytest.mark.parametrize("step", [1009, 10**9])
+@pytest.mark.parametrize(
+    ("key", "text", "spelled"),
+    [
+        ("o", '{"x": "' + "z" * MAX_HELD_CHARS + '"}', None),
+        ("a", "z" * (MAX_HELD_CHARS + 5) + '"', json.dumps("z" * (MAX_HELD_CHARS + 5) + '"')),
+        ("u", "[" + "z" * (MAX_HELD_CHARS + 5), json.dumps("[" + "z" * (MAX_HELD_CHARS + 5))),
+    ],
+)
+def test_a_parameter_that_is_too_long_to_hold_is_given_as_it_comes(
+    key: str, text: str, spelled: str | None, step: int
+) -> None:
+    whole = f"<function=f><parameter={key}>\n{text}\n</parameter></function>"
+    cuts = list(range(0, len(whole), step))
+    expected = f'{{"{key}": {text if spelled is None else spelled}}}'
+    assert read(whole, "qwen3_coder", cuts=cuts) == ("", "", [("f", expected)])
+
+
+def test_a_deep_list_is_checked_and_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda *args, **kinds: made.append(decode(*args, **kinds)) or made[-1])
+    text = "[" + ",".join(["[[[]]]"] * 5000) + "]"
+    assert typed(text, {"array"}) == text
+    assert [type(one) for one in made] == [msgspec.Raw]
+    assert typed(text[:-1], {"array"}) == json.dumps(text[:-1])
+
+
+@pytest.mark.parametrize("schema", [{"type": 5}, {"type": [5, None]}, {"anyOf": 3}, {"enum": "x"}])
+def test_a_type_that_is_none_says_nothing(schema: dict[str, Any]) -> None:
+    assert types_of({"properties": {"a": schema}}, "a") == {"string"}
+
+
+def test_the_types_of_a_deep_schema() -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(5000):
+        deep = {"anyOf": [deep]}
+    assert types_of({"properties": {"a": deep}}, "a") == {"integer"}
 
 
 def test_ids_of_calls() -> None:
