@@ -187,8 +187,8 @@ class PendingText:
         self._from = None
 
     def leave(self) -> str:
-        """Ends the attempt, as if it had read nothing. Where too much would be read again, what it has read is taken and
-        returned."""
+        """Ends the attempt, as if it had read nothing. Where too much would be read again, what it has read is taken
+        and returned."""
         begin, self._from = self._from or 0, None
         if self._at - begin > self._may_reread:
             return self._text[begin : self._at]
