@@ -1,18 +1,26 @@
-"""A pairwise subset of the parity matrix (parity.py); `make parity` runs all of it."""
+"""A subset of the parity matrix (parity.py): every value, and in the long test every pair of values.
+
+`make parity` runs all of the matrix.
+"""
 
 from __future__ import annotations
 
 import pathlib
 import tempfile
+from dataclasses import astuple
 
 import pytest
 
-from tests.cluster.parity import full_matrix, pairwise, run_cases
+from tests.cluster.parity import LONG, ParityCase, full_matrix, pairwise, run_cases
+from tests.support.covering import each_value
+
+# A prompt that is computed for seconds is among the long tests alone.
+FEW = each_value([case for case in pairwise() if case.prompt not in LONG], astuple)
 
 
 def test_subset_covers_every_pair() -> None:
-    def pairs(cases: list) -> set:
-        found = set()
+    def pairs(cases: list[ParityCase]) -> set[object]:
+        found: set[object] = set()
         for case in cases:
             found |= {(case.policy, case.chunk_size), (case.policy, case.warm), (case.chunk_size, case.warm)}
         return found
@@ -22,8 +30,18 @@ def test_subset_covers_every_pair() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(1200)
-async def test_greedy_tokens_are_transformers() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(FEW, id="every value"),
+        pytest.param(
+            [case for case in pairwise() if case not in FEW],
+            id="every pair of values",
+            marks=[pytest.mark.long, pytest.mark.timeout(1200)],
+        ),
+    ],
+)
+async def test_greedy_tokens_are_transformers(cases: list[ParityCase]) -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
-        results = await run_cases(pairwise(), pathlib.Path(folder))
+        results = await run_cases(cases, pathlib.Path(folder))
     assert [f"{case}: {wrong}" for case, wrong in results if wrong] == []

@@ -1,11 +1,13 @@
-"""Covering arrays: few cases in which every pair of values of two dimensions occurs."""
+"""Covering arrays: few cases in which every value occurs, or every pair of values of two dimensions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 Row = tuple[object, ...]
+Made = TypeVar("Made")
 
 
 def pairs_of(row: Row) -> Iterator[tuple[int, object, int, object]]:
@@ -22,5 +24,16 @@ def covering_rows(dimensions: Sequence[Sequence[object]]) -> list[Row]:
     while missing:
         best = max(rows, key=lambda row: sum(pair in missing for pair in pairs_of(row)))
         missing -= set(pairs_of(best))
+        chosen.append(best)
+    return chosen
+
+
+def each_value(cases: Sequence[Made], row_of: Callable[[Made], Row]) -> list[Made]:
+    """A few of the cases, chosen greedily, in which each value occurs that occurs in any; always the same ones."""
+    missing = {value for case in cases for value in enumerate(row_of(case))}
+    chosen: list[Made] = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing.intersection(enumerate(row_of(case)))))
+        missing.difference_update(enumerate(row_of(best)))
         chosen.append(best)
     return chosen
