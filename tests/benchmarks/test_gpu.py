@@ -71,6 +71,7 @@ def run(bare: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sections", [("attention", "small", "products"), ("step", "prefill", "line", "ranks"), ("mps", "e2e")]
 )
@@ -89,6 +90,7 @@ def test_every_section_runs_where_only_torch_and_triton_are(sections, bare, tmp_
         assert "not measured: needs click, google.rpc" in result["sections"]["e2e"]["rows"][0]["note"]
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_end_to_end_is_measured_where_the_servers_can_run(tmp_path):
@@ -107,6 +109,7 @@ def test_the_sections_are_all_smoked():
     assert {name for sections in marks[0].args[1] for name in sections} == set(SECTIONS)
 
 
+@pytest.mark.long
 def test_a_tuned_kernel_says_what_was_tried(bare, tmp_path):
     done = run(bare, "benchmarks.gpu.tune", "gated", "attention_decode_fp8", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -122,6 +125,7 @@ def test_a_tuned_kernel_says_what_was_tried(bare, tmp_path):
     assert found["embed"] == known["embed"]
 
 
+@pytest.mark.long
 def test_a_candidate_with_a_wrong_result_is_not_taken(bare, tmp_path):
     """With a wrong kernel every candidate fails, and nothing is written for it."""
     broken = (
@@ -138,6 +142,7 @@ def test_a_candidate_with_a_wrong_result_is_not_taken(bare, tmp_path):
     assert json.loads((tmp_path / "sm_90.json").read_text()) == known
 
 
+@pytest.mark.long
 def test_without_a_gpu_both_refuse_in_one_line(bare):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

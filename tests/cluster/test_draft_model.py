@@ -31,6 +31,7 @@ def answer(cluster: ServedCluster, seed: int) -> list[int]:
         return list(itertools.chain.from_iterable(delta.token_ids for delta in stream))
 
 
+@pytest.mark.long
 def test_kills_lose_no_token(tmp_path: pathlib.Path) -> None:
     base = save_model(tmp_path / "base", num_hidden_layers=6)
     main = with_quiet_layers(base, tmp_path / "main", 2, 0.05)

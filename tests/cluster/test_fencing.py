@@ -206,6 +206,7 @@ def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
     returned(cluster, client, victim, salts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [HASTY], indirect=True)
 def test_workers_that_stay_away_are_killed_and_started_again(
     cluster: ServedCluster, client: Client, salts: Iterator[str]

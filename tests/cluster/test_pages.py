@@ -176,6 +176,7 @@ def clone() -> Iterator[ServedClone]:
                 process.wait(WITHIN_S)
 
 
+@pytest.mark.long
 def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) -> None:
     *facts, curl, chat = clone.lines
     # The first start on a machine also says that it prepares the model.
@@ -192,6 +193,7 @@ def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) ->
 PAGES_OF_CODE = [page for page in PAGES if any(b.language == "python" for b in blocks(page))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES_OF_CODE if page not in CODE_RUN_ELSEWHERE])
 def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
     code = "\n".join(block.text for block in blocks(page) if block.language == "python")
@@ -204,6 +206,7 @@ def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
         assert text in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "sh" for b in blocks(page))])
 def test_the_commands_of_a_page_run(clone: ServedClone, page: str) -> None:
     for block in blocks(page):

@@ -190,6 +190,7 @@ async def test_the_code_of_the_page_runs(components: Components) -> None:
         assert (await client.chat.completions.create(**more)).usage.completion_tokens == 1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CLIENTS.is_dir(), reason="`make setup-clients` makes the environment of these clients")
 @pytest.mark.parametrize("script", ["langchain_calls", "litellm_calls"])
 async def test_other_clients_read_the_calls(components: Components, script: str) -> None:

@@ -20,7 +20,8 @@ from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache
 
-TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
+NIXL = [pytest.param("nixl", marks=pytest.mark.long)] if importlib.util.find_spec("nixl") else []
+TRANSPORTS = ["grpc", *NIXL]
 ENGLISH = (
     "The harbour at night was quiet, and the lamps along the pier burned with a small yellow light. "
     "A ship lay at anchor; its crew had gone ashore, all but the cook, who was counting onions. "
@@ -124,6 +125,7 @@ def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str) -> None:
     all_idle(cluster, "kv-b")
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kv-a and the gateway share a machine, kv-b and its worker another one, whose copies are lost."""
