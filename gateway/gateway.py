@@ -87,8 +87,6 @@ from pillion.wire.registry import ComponentRecord
 T = TypeVar("T")
 
 STOPPING = "this gateway is stopping"
-# A client may come again at once: it reaches another gateway, or the next one behind this port.
-DRAIN_RETRY_MS = 100
 # Longest time that the load of an adapter waits until all machines have it.
 SPREAD_TIMEOUT_S = 30.0
 # Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
@@ -223,10 +221,7 @@ class Gateway:
             NotFound: no such model. InvalidRequest: with every wrong field. Overloaded: a bound or a quota is met, or
                 the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
                 ``tenant`` is None.
-            Unavailable: the gateway is stopping; another one may take the request at once.
         """
-        if self._draining:
-            raise Unavailable(STOPPING, DRAIN_RETRY_MS)
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
@@ -458,7 +453,8 @@ class Gateway:
         return self.admission.requests
 
     def drain(self) -> None:
-        """Refuses new requests from now on; those under way go on."""
+        """Says from now on that it is not ready. What still comes, over connections that were open before, is served:
+        the ports take no more."""
         self._draining = True
 
     async def aclose(self) -> None:

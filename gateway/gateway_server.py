@@ -2,8 +2,9 @@
 
 keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
 while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
-stop(grace_s):  out of the registry, health NOT_SERVING, new requests refused, HTTP takes no connections
-             -> streams under way end by themselves, or grace_s is over -> ports closed -> tokenizers, links
+stop(grace_s):  out of the registry, health NOT_SERVING
+             -> both ports take no connections; those that are open end behind their requests under way (GOAWAY, close)
+             -> streams under way end by themselves, or grace_s is over -> what is left is cut -> tokenizers, links
 """
 
 from __future__ import annotations
@@ -131,12 +132,17 @@ class GatewayServer:
         except PillionError as error:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
+        await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
+        # A client's next request then goes over a new connection, which another process behind this port or another
+        # replica takes. Refused over the old one, it would come again over the old one.
+        self._server.close()
+        closing = asyncio.create_task(self.http.stop(grace_s))
         if self._batches is not None:
             # At once: their lines run again elsewhere, and nobody waits for them.
             await self._batches.stop()
-        await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
-        await asyncio.gather(self._drained(grace_s), self.http.stop(grace_s))
+        await self._drained(grace_s)
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
+        await closing
         if self._probe is not None:
             # Until here it showed that this process drains and does not hang.
             await self._probe.stop(0)

@@ -17,6 +17,7 @@ from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.prefixes.prefix_pins import PrefixPins
 from pillion.gateway.request.message_bounds import check_generate_message, check_warm_message
+from pillion.gateway.request.runner import Generation
 from pillion.gateway.request.validation import check_counts, is_request_id
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
@@ -83,7 +84,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._prefixes = PrefixPins(gateway)
-        # Streams whose last message has not been given to the transport.
+        # Streams from their calls to their last messages, which have been given to the transport then.
         self.streams = 0
 
     async def Generate(  # noqa: N802
@@ -91,6 +92,25 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """Streams an answer; the call's end, however it comes, cancels what is left of the request. The ``request`` is
         a serialized GenerateRequest, as RawGenerate hands it on."""
+        self.streams += 1
+        try:
+            generation = await self._begin(request, context)
+            writer = DeltaWriter(generation.job.request_id)
+            try:
+                # There is always a first delta, or an error.
+                first = delta_to_pb(await anext(generation))
+                if (origin := generation.origin()) is not None:
+                    first.origin.CopyFrom(origin_to_pb(origin))
+                yield first
+                async for delta in generation:
+                    yield writer.to_pb(delta)
+            finally:
+                generation.cancel()
+        finally:
+            self.streams -= 1
+
+    async def _begin(self, request: bytes, context: Any) -> Generation:
+        """The request of a Generate call, admitted."""
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(_header(metadata, "authorization"))
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
@@ -104,20 +124,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             timeout_s=_timeout_s(context),
             parent=telemetry.extract(metadata),
         )
-        self.streams += 1
         context.add_done_callback(lambda _: generation.cancel())
-        writer = DeltaWriter(generation.job.request_id)
-        try:
-            # There is always a first delta, or an error.
-            first = delta_to_pb(await anext(generation))
-            if (origin := generation.origin()) is not None:
-                first.origin.CopyFrom(origin_to_pb(origin))
-            yield first
-            async for delta in generation:
-                yield writer.to_pb(delta)
-        finally:
-            self.streams -= 1
-            generation.cancel()
+        return generation
 
     async def ListModels(  # noqa: N802
         self, request: gateway_pb2.ListModelsRequest, context: Any

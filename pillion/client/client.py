@@ -27,6 +27,7 @@ span's context to the gateway.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -41,7 +42,7 @@ from pillion.client.answer_schema import AnswerSchema, Schema, answer_schema, wi
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
-from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, is_loss
+from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, goes_on, is_loss
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
 from pillion.types import (
@@ -372,17 +373,17 @@ class Client:
         return number, call
 
     def _unary(self, name: str, message: Any, timeout_s: float = UNARY_TIMEOUT_S) -> Any:
-        for left in reversed(range(len(self._connection.targets))):
+        for sent in itertools.count(1):
             number, stub = self._stub()
             try:
                 method = getattr(stub, name)
                 return method(message, timeout=timeout_s, metadata=self._connection.metadata())
             except grpc.RpcError as error:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
-                if not left or not is_loss(found, spoken):
+                if not goes_on(found, spoken, sent, len(self._connection.targets)):
                     raise self._connection.explained(found, found, spoken, number) from None
                 self._leave(number)
-        raise AssertionError("the last address returns or raises")
+        raise AssertionError("the last call returns or raises")
 
 
 class _BlockingStream:

@@ -197,6 +197,13 @@ class StreamProgress:
         self._request_id = message.request_id or self._request_id
 
 
+def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
+    """Whether a call that is no stream is sent again, after ``sent`` calls: once to each address, and once more where a
+    gateway that stops has ended the connection, because others may be behind the same address."""
+    ended = not isinstance(error, Unavailable)
+    return is_loss(error, spoken) and sent < addresses + ended
+
+
 def is_loss(error: PillionError, spoken: bool) -> bool:
     """Whether an error means that a gateway is lost, or is stopping and says when to come again: then another one may
     take the call."""

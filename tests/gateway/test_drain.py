@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import operator
+import threading
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,13 +13,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pillion import AsyncClient, Unavailable
+from pillion import AsyncClient, Client, Unavailable
+from pillion.config import GatewayFlags
+from pillion.gateway.gateway_server import start_gateway
 from pillion.net.rpc import open_channel
 from testbed.conditions import until
-from tests.support.fake_components import FakeCluster, running_fake_cluster
+from tests.support.fake_components import BLOCK, FakeCluster, running_fake_cluster, toy_model
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "pillion.v1.Gateway"
+CLIENTS = 8
 
 
 async def read(client: AsyncClient) -> str:
@@ -42,23 +47,71 @@ async def test_a_drain_loses_no_stream() -> None:
         assert [await says(health, name) for name in ("", SERVICE)] == [SERVING, SERVING]
         stopping = asyncio.create_task(fakes.gateway.stop(60.0))
         await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
-        # Health is asked and answered while streams go on; the registry has forgotten the gateway.
-        assert [await says(health, name) for name in ("", SERVICE)] == [NOT_SERVING, NOT_SERVING]
-
         async def forgotten() -> bool:
             return all(component.role != "gateway" for component in await fakes.registry.components())
 
+        async def nobody_listens() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return not await says(health, "")
+            return True
+
         await until("the registry to have forgotten it", forgotten)
-        async with AsyncClient(fakes.gateway.grpc_address) as late:
-            with pytest.raises(Unavailable, match="this gateway is stopping") as caught:
+        await until("its port to take no connections", nobody_listens)
+        async with AsyncClient(fakes.gateway.grpc_address, connect_timeout_s=0) as late:
+            with pytest.raises(Unavailable, match="no server listens"):
                 await read(late)
-            assert caught.value.retry_after_ms == 100
         assert not stopping.done()
         fakes.decode.gate.set()
         assert await asyncio.gather(*streams) == ["The answer."] * 5
         await stopping
         with pytest.raises(grpc.aio.AioRpcError):
             await says(health, "")
+
+
+async def test_a_drain_refuses_nobody_while_another_gateway_serves_the_port() -> None:
+    """Clients of both kinds send one request behind the other over the connections that they have, and each has one
+    under way when the gateway that they are connected to is told to stop."""
+    async with running_fake_cluster("The answer.", share_ports=True) as fakes:
+        fakes.decode.pace_s = 0.002
+        address, answered, over = fakes.gateway.grpc_address, [0] * CLIENTS, threading.Event()
+
+        async def ask(number: int) -> None:
+            async with AsyncClient(address) as client:
+                while not over.is_set():
+                    assert await read(client) == "The answer."
+                    assert await client.models()
+                    answered[number] += 1
+
+        def ask_on_thread(number: int) -> None:
+            with Client(address) as client:
+                while not over.is_set():
+                    assert "".join(delta.text for delta in client.generate("x")) == "The answer."
+                    assert client.models()
+                    answered[number] += 1
+
+        async def all_get_further() -> None:
+            wanted = [count + 2 for count in answered]
+            await until(
+                "more answers for each client, or an error",
+                lambda: all(map(operator.ge, answered, wanted)) or any(task.done() for task in asking),
+            )
+
+        ways = [asyncio.to_thread(ask_on_thread, n) if n % 2 else ask(n) for n in range(CLIENTS)]
+        asking = [asyncio.create_task(way) for way in ways]
+        async with contextlib.AsyncExitStack() as others:
+            try:
+                await all_get_further()
+                port = int(address.rpartition(":")[2])
+                shared = {"http_port": 0, "grpc_port": port, "share_ports": True}
+                flags = GatewayFlags(redis_url=fakes.redis.url, block_size=BLOCK, chunk_size=8, **shared)
+                other = await start_gateway(flags, prepared=toy_model(fakes.folder / "other"))
+                others.push_async_callback(other.stop, 0)
+                await until("the other gateway to serve", other.gateway.models)
+                await fakes.gateway.stop(600.0)
+                await all_get_further()
+            finally:
+                over.set()
+                await asyncio.gather(*asking)
 
 
 async def test_who_watches_the_health_does_not_hold_it_up() -> None:

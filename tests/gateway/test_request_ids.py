@@ -45,7 +45,7 @@ async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> 
         await fakes.settled()
 
 
-async def test_a_refusal_carries_it_beside_its_details() -> None:
+async def test_a_refusal_carries_it_beside_its_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster() as fakes:
         _, code, found = await ask(fakes, {"text": "x", "model": "none"}, ("x-request-id", "a"))
         assert (code, found) == (grpc.StatusCode.NOT_FOUND, ["a"])
@@ -59,7 +59,11 @@ async def test_a_refusal_carries_it_beside_its_details() -> None:
             _, code, found = await ask(fakes, fields, *metadata)
             assert (code, found) == (grpc.StatusCode.INVALID_ARGUMENT, [])
         assert not fakes.decode.submits
-        fakes.gateway.gateway.drain()
+
+        async def refuse(*_: object, **__: object) -> None:
+            raise Unavailable("come again", 100)
+
+        monkeypatch.setattr(fakes.gateway.gateway, "generate", refuse)
         with pytest.raises(Unavailable) as caught:
             await anext(fakes.client.generate("x"))
         # The details are still there.
