@@ -101,6 +101,7 @@ class GatewayServer:
         self.http_address = ports.http.address
         self.gateway = gateway
         self.meters = gateway.meters
+        self.not_ready = gateway.not_ready
         self._record = record
         self.cluster = gateway.cluster
         self._registry = registry

@@ -3,7 +3,9 @@
     scrape (thread of the page's server, or the gateway's own HTTP) --+
     every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> values
 
-Both read the same cells (:mod:`pillion.observability.metrics`).
+Both read the same cells (:mod:`pillion.observability.metrics`). Beside the page are two for health checks, which cost
+those who ask next to nothing: /health answers 200 where the component serves, /alive where its event loop answers at
+all, both else 503 with the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIServer
 
 import prometheus_client
@@ -33,7 +35,10 @@ log = logging.getLogger("pillion.observability.metrics")
 # Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
 COLLECT_TIMEOUT_S = 2.0
 
+HEALTH_PATH, ALIVE_PATH = "/health", "/alive"
+
 Collect = Callable[[], Values]
+T = TypeVar("T")
 
 
 class MetricsPage(Collector):
@@ -65,13 +70,25 @@ class Exports:
         component_id, role: the component's name and kind.
         port, host: where the page listens; port 0: there is no page.
         vllm_names: whether the page has vLLM's names too.
+        not_ready: why the component does not serve now, empty where it does; called on its event loop.
 
     Raises ConfigError where the port is taken.
     """
 
-    def __init__(self, meters: Meters, component_id: str, role: str, *, host: str, port: int, vllm_names: bool) -> None:
+    def __init__(
+        self,
+        meters: Meters,
+        component_id: str,
+        role: str,
+        *,
+        host: str,
+        port: int,
+        vllm_names: bool,
+        not_ready: Callable[[], str],
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._meters = meters
+        self._not_ready = not_ready
         meters.watch(lambda: [(names.BUILD, (VERSION, role, component_id), 1.0)])
         self._server: tuple[WSGIServer, threading.Thread] | None = None
         self._reader = (
@@ -83,6 +100,7 @@ class Exports:
                 self._server = prometheus_client.start_http_server(port, host, registry)
             except OSError as error:
                 raise ConfigError(f"the metrics page cannot listen on {host}:{port}: {error}") from None
+            self._server[0].set_app(self._pages(prometheus_client.make_wsgi_app(registry)))
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
@@ -96,9 +114,31 @@ class Exports:
         if reader is not None:
             reader.shutdown()
 
+    def _pages(self, metrics_page: Any) -> Any:
+        """The WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other path."""
+        checks = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
+
+        def answer(environ: Any, start_response: Any) -> Any:
+            check = checks.get(environ["PATH_INFO"])
+            if check is None:
+                return metrics_page(environ, start_response)
+            try:
+                why = self._on_loop(check)
+            except Exception:  # noqa: BLE001  (whatever it is, the component is not well)
+                why = f"no answer within {COLLECT_TIMEOUT_S:g} s"
+            start_response("503 Service Unavailable" if why else "200 OK", [("Content-Type", "text/plain")])
+            return [f"{why or 'ok'}\n".encode()]
+
+        return answer
+
     def _collect(self) -> Values:
-        async def here() -> Values:
-            return self._meters.collect()
+        return self._on_loop(self._meters.collect)
+
+    def _on_loop(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns on the component's loop. Raises TimeoutError where that does not answer."""
+
+        async def here() -> T:
+            return call()
 
         future = asyncio.run_coroutine_threadsafe(here(), self._loop)
         try:

@@ -137,7 +137,10 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         if standby is not None:
             standby.serves()
         page = {"host": flags.metrics_host, "port": flags.metrics_port, "vllm_names": flags.vllm_metric_names}
-        exports = Exports(component.meters, name, role, **page)
+        own = getattr(component, "not_ready", str)
+        exports = Exports(
+            component.meters, name, role, **page, not_ready=lambda: "it is stopping" if stop.is_set() else own()
+        )
         LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
         return await run_to_end(name, component, stop, getattr(flags, "drain_timeout_s", STOP_GRACE_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 from pillion import AsyncClient
+from pillion.observability.metrics import Meters
+from pillion.observability.metrics_export import Exports
 from testbed.tiny_model import save_model
 from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.support.compose import (
@@ -62,6 +65,41 @@ def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
     wrong.write_text(COMPOSE_FILE.read_text().replace("stop_grace_period", "stop_grace"))
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(wrong)]
     assert "stop_grace" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+# What the schema of docker-compose 1.29 has of a health check.
+OLD_HEALTH = {"test", "interval", "timeout", "retries", "start_period", "disable"}
+
+
+def test_health_checks_are_such_as_docker_compose_1_takes() -> None:
+    for name, service in yaml.safe_load(COMPOSE_FILE.read_text())["services"].items():
+        assert service.get("healthcheck", {}).keys() <= OLD_HEALTH, name
+
+
+async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves(unused_tcp_port: int) -> None:
+    checks = {
+        service.health.test for name, service in read_services({}).items() if name in COMPONENTS and service.health
+    }
+    assert len(checks) == 1
+    program, option, text = next(iter(checks))
+    assert (program, option) == ("bash", "-c")
+    # Without a path no other program is found.
+    command = [shutil.which(program), option, text.replace("9464", str(unused_tcp_port))]
+    trouble = ""
+
+    async def well() -> bool:
+        child = await asyncio.create_subprocess_exec(*command, env={"PATH": ""}, stderr=asyncio.subprocess.DEVNULL)
+        return await child.wait() == 0
+
+    assert not await well(), "nobody listens"
+    page = {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": False, "not_ready": lambda: trouble}
+    exports = Exports(Meters(), "decode-7", "decode", **page)
+    try:
+        assert await well()
+        trouble = "no decode worker lives"
+        assert not await well()
+    finally:
+        await asyncio.to_thread(exports.close)
 
 
 def test_services() -> None:
@@ -161,7 +199,7 @@ def test_durations(text: str, expected_s: float) -> None:
 
 def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...] = ()) -> ComposeService:
     """Return a service with a command of `pillion`, which stands for any program here."""
-    health = Health(test, 0.1, 5.0, 2, 0.0, 0.05) if test else None
+    health = Health(test, 0.05, 5.0, 2, 0.0) if test else None
     return ComposeService(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
 
 

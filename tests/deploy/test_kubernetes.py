@@ -220,6 +220,15 @@ def test_all_containers_are_told_the_same_of_few_bits() -> None:
         assert wanted.items() <= environment(container).items(), container["name"]
 
 
+def asked(container: dict[str, Any]) -> None:
+    """Check that a part is asked at its own metrics port, by the kubelet alone."""
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for probe, path in (("startupProbe", "/alive"), ("readinessProbe", "/health"), ("livenessProbe", "/alive")):
+        page = container[probe]["httpGet"]
+        assert page.keys() == {"path", "port"}
+        assert (page["path"], ports[page["port"]]) == (path, int(environment(container)["PILLION_METRICS_PORT"]))
+
+
 def test_secrets_are_files() -> None:
     manifests = render(SECURED)
     assert not any(one["kind"] in ("StatefulSet", "Secret") for one in manifests), "Redis is somebody else's"
@@ -234,12 +243,12 @@ def test_secrets_are_files() -> None:
             folders = {mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")}
             assert {path.rpartition("/")[0] for path in paths} <= folders
             if container["args"] not in (["prepare"], ["gateway"]):
-                port = container["ports"][0]["containerPort"]
-                assert container["livenessProbe"]["exec"]["command"] == ["pillion", "health", f"127.0.0.1:{port}"]
+                asked(container)
             if container["args"] != ["prepare"]:
                 assert "secretKeyRef" in env["PILLION_REDIS_URL"]
-    edge = pod_of(of_kind(render({"gateway": {"tls": {"existingSecret": "edge"}}}), "Deployment", "gateway"))
-    assert edge["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTPS"}
+    for tls in ({"existingSecret": "edge"}, {"existingSecret": "edge", "clientCertificates": True}):
+        edge = pod_of(of_kind(render({"gateway": {"tls": tls}}), "Deployment", "gateway"))
+        asked(edge["containers"][0])
 
 
 def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:

@@ -34,7 +34,6 @@ class Health:
     timeout_s: float
     retries: int
     start_period_s: float
-    start_interval_s: float
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,6 @@ def _health(entry: Mapping[str, Any]) -> Health:
         timeout_s=seconds(entry["timeout"]),
         retries=int(entry["retries"]),
         start_period_s=seconds(entry["start_period"]),
-        start_interval_s=seconds(entry["start_interval"]),
     )
 
 

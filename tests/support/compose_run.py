@@ -150,7 +150,7 @@ class ComposeRun:
         try:
             while True:
                 starting = time.monotonic() - began_s < health.start_period_s
-                await asyncio.wait({ended}, timeout=health.start_interval_s if starting else health.interval_s)
+                await asyncio.wait({ended}, timeout=health.interval_s)
                 if ended.done():
                     raise container.fail(f"ended with {ended.result()}")
                 if await self._well(container):
@@ -205,8 +205,8 @@ class ComposeRun:
         if program == "redis-cli":
             beside = pathlib.Path(redis_executable()).with_name("redis-cli")
             return [str(beside if beside.exists() else shutil.which("redis-cli")), "-h", container.address, *rest]
-        if program == "test":
-            return ["test", *rest]
+        if program in ("test", "bash"):
+            return [program, *rest]
         raise AssertionError(f"no stand-in for {program}")
 
     def _here(self, text: str, container: Container) -> str:

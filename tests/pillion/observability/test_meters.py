@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import math
 import os
 import threading
@@ -130,7 +132,7 @@ def test_vllm_names_say_the_same() -> None:
 
 
 async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -> None:
-    meters, page = Meters(), {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": True}
+    meters, page = Meters(), {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": True, "not_ready": str}
     exports = Exports(meters, "decode-7", "decode", **page)  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match="the metrics page cannot listen"):
@@ -144,6 +146,34 @@ async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -
         await asyncio.to_thread(exports.close)
 
 
+async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(
+    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trouble = ""
+    page = {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": False, "not_ready": lambda: trouble}
+    exports = Exports(Meters(), "gateway-0", "gateway", **page)  # type: ignore[arg-type]
+
+    def read(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", unused_tcp_port, timeout=WITHIN_S)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode()
+
+    try:
+        for path in ("/health", "/alive"):
+            assert await asyncio.to_thread(read, path) == (200, "ok\n")
+        trouble = "no decode worker lives"
+        assert await asyncio.to_thread(read, "/health") == (503, "no decode worker lives\n")
+        assert (await asyncio.to_thread(read, "/alive"))[0] == 200
+        monkeypatch.setattr("pillion.observability.metrics_export.COLLECT_TIMEOUT_S", 0.01)
+        for path in ("/health", "/alive"):
+            # Asked while the event loop stands still, which waits for the answer here.
+            assert read(path) == (503, "no answer within 0.01 s\n")
+    finally:
+        await asyncio.to_thread(exports.close)
+
+
 async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(5)
@@ -153,7 +183,7 @@ async def test_the_push_arrives_as_it_was_counted(monkeypatch: pytest.MonkeyPatc
         for name, value in received.environ().items():
             monkeypatch.setenv(name, value)
         assert telemetry.wanted("METRICS")
-        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False)
+        exports = Exports(meters, "gateway-1", "gateway", host="", port=0, vllm_names=False, not_ready=str)
         # What is left goes out at the end.
         await asyncio.to_thread(exports.close)
     (resource,) = received.metrics

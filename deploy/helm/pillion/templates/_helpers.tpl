@@ -117,16 +117,10 @@ OTEL_TRACES_SAMPLER_ARG: {{ .Values.tracing.samplerArg | quote }}
 {{- end }}
 {{- end }}
 
-{{/* How a worker or node is asked: by the kubelet itself, or, with TLS, which gRPC probes do not know, by `pillion health`,
-     which shows the part's own certificate. */}}
+{{/* How a part is asked: the kubelet reads a page of its metrics port, which is plain HTTP whatever TLS the other ports
+     speak, and nothing is started in the container for it. */}}
 {{- define "pillion.asked" -}}
-{{- if .tls }}
-exec:
-  command: [pillion, health, "127.0.0.1:{{ .port }}"]
-{{- else }}
-grpc:
-  port: {{ .port }}
-{{- end }}
+httpGet: {path: {{ .path }}, port: {{ .port }}}
 timeoutSeconds: 5
 {{- end }}
 
@@ -134,26 +128,17 @@ timeoutSeconds: 5
      asks nothing of a pod that it has told to stop, so a drain is not cut short. */}}
 {{- define "pillion.probes" -}}
 startupProbe:
-  {{- include "pillion.asked" . | nindent 2 }}
+  {{- include "pillion.asked" (dict "path" "/alive" "port" .port) | nindent 2 }}
   periodSeconds: 2
-  # Weights may have to be read from far away.
+  # Weights may have to be read from far away, and a gateway may have to fetch the model for its tokenizer.
   failureThreshold: 900
+# A gateway is ready once a decode worker of the model lives; what drains is not ready any more.
 readinessProbe:
-  {{- include "pillion.asked" . | nindent 2 }}
+  {{- include "pillion.asked" (dict "path" "/health" "port" .port) | nindent 2 }}
   periodSeconds: 5
   failureThreshold: 2
 livenessProbe:
-  {{- include "pillion.asked" . | nindent 2 }}
+  {{- include "pillion.asked" (dict "path" "/alive" "port" .port) | nindent 2 }}
   periodSeconds: 10
   failureThreshold: 6
-{{- end }}
-
-{{/* A gateway is asked over HTTP: the kubelet checks no certificate. Where clients must show one it has none to show. */}}
-{{- define "pillion.gatewayAsked" -}}
-{{- if .mutual }}
-tcpSocket: {port: http}
-{{- else }}
-httpGet: {path: {{ .path }}, port: http, scheme: {{ .scheme }}}
-{{- end }}
-timeoutSeconds: 5
 {{- end }}
