@@ -47,6 +47,7 @@ async def test_a_drain_loses_no_stream() -> None:
         assert [await says(health, name) for name in ("", SERVICE)] == [SERVING, SERVING]
         stopping = asyncio.create_task(fakes.gateway.stop(60.0))
         await until("the gateway to be not ready", lambda: fakes.gateway.gateway.not_ready())
+
         async def forgotten() -> bool:
             return all(component.role != "gateway" for component in await fakes.registry.components())
 
