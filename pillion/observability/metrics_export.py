@@ -116,7 +116,7 @@ class Exports:
 
     def _pages(self, metrics_page: Any) -> Any:
         """The WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other path."""
-        checks = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
+        checks: dict[str, Callable[[], str]] = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
 
         def answer(environ: Any, start_response: Any) -> Any:
             check = checks.get(environ["PATH_INFO"])
